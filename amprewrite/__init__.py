@@ -69,12 +69,12 @@ _HOMES = {
     "amprewrite.api.training_log": ("TrainingLog",),
     **{extra.home: extra.public for extra in _EXTRAS.values() if extra.public},
 }  # fmt: skip
-"""The public names of each module. A module is imported on the first use of a name; Dynamo, scipy and the like at the first call."""
+"""The public names of each module. The first use of a name imports its module; the first call imports Dynamo, scipy and the like."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> _Any:
-    """Import a public name or a package on first use."""
+    """Import a public name or a subpackage on first use. Raises AttributeError for other names."""
     if name in _HOME:
         value = getattr(_import_module(_HOME[name]), name)
     elif not name.startswith("_") and _find_spec(f"{__name__}.{name}") is not None:
@@ -90,11 +90,10 @@ def __dir__() -> list[str]:
 
 
 def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
-    """Rewrite an fp32 ONNX model into mixed precision, and write it to the path `out` if given.
+    """Rewrite an fp32 ONNX model to mixed precision, return the result, and write the new model to the path `out` if given.
 
-    `amprewrite.api.onnx.convert.rewrite_onnx` documents the options and the result.
-
-    Raises EmitError if the onnx extra is not installed.
+    `model` is a path, a ModelProto or an onnx_ir model; it does not change. `amprewrite.api.onnx.convert.rewrite_onnx` documents `options`,
+    the result (an OnnxResult) and further errors. Raises EmitError if the onnx extra is not installed.
     """
     return _import_module("amprewrite.api.onnx.support").load_onnx_support().rewrite_onnx(model, out, **options)
 
@@ -140,4 +139,4 @@ __all__ = [
     "sensitivity",
     "verify",
 ]
-__all__[:] = [name for name in __all__ if name in _HOME or name in globals()]  # without the names of extras that are taken out
+__all__[:] = [name for name in __all__ if name in _HOME or name in globals()]  # leave out the names of extras that were deleted

@@ -1,4 +1,4 @@
-"""`python -m amprewrite`: the command line."""
+"""Run the command line as `python -m amprewrite`."""
 
 from amprewrite.api.cli.main import run
 

@@ -1,8 +1,8 @@
-"""Record the ranges of a model's values on sample batches. They show where fp16 would overflow or underflow.
+"""Record the ranges of a model's values on sample batches, to show where fp16 would overflow or underflow.
 
 1. Capture the model as `rewrite` does, so that graphs and nodes have the names of the plan.
-2. Run every batch in fp32, op by op. Add the range of every fp32 result (`ValueRange.of`), and drop the result.
-3. If a loss is given, run backward too, and record the gradient of every result.
+2. Run every batch in fp32, op by op. Merge the range of every fp32 result (`ValueRange.of`) into the record, and free the result.
+3. If a loss is given, run backward too, and record the range of every result's gradient.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def calibrate(
 ) -> Calibration:
     """Record the range of every fp32 value of `model` on `batches`, for `rewrite(model, calibration=...)`.
 
-    The model runs in fp32 in its present mode. Its parameters, gradients, buffers and random state do not change. Memory does not
-    grow with the number of batches.
+    The model runs in fp32, in its current mode (train or eval). Its parameters, gradients, buffers and random state do not change.
+    Memory use does not grow with the number of batches.
 
     Args:
-        batches: an iterable such as a DataLoader. A tensor is passed as the one argument, a tuple or list as positional
+        batches: an iterable such as a DataLoader. A batch that is a tensor is passed as the only argument, a tuple or list as positional
             arguments, a mapping as keyword arguments. Sizes may differ between batches; structure and dtypes must not.
-        loss: a function that makes a scalar tensor of the model's result, e.g. `lambda out: out.loss`. If given, backward runs too,
-            and the calibration has the ranges of all gradients.
-        forward: a function that calls the model on a batch, if that differs from the above: `lambda model, batch: model(batch[0])`.
+        loss: a function that takes the model's result and returns a tensor with one element, e.g. `lambda out: out.loss`. If given,
+            backward runs too, and the calibration has the ranges of all gradients.
+        forward: a function that calls the model on a batch in another way: `lambda model, batch: model(batch[0])`.
         progress: show a progress bar on a terminal or in a notebook.
 
     Raises:
-        CalibrationError: there is no batch; batches differ in structure, hold NaN or infinities, or do not fit the model; nothing of the
-            model can be captured; the loss is no scalar.
+        CalibrationError: there is no batch; batches differ in structure, hold NaN or infinities, or do not fit the model; no part of
+            the model can be captured; the loss is not a tensor with one element, or depends on no parameter that takes gradients.
     """
     module = module_of(model)
     trial = Trial(module, Options(LOW_FORMATS[0]), forward)
@@ -73,7 +73,10 @@ def calibrate(
 
 
 def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
-    """Run backward to trigger the hooks. No gradient is kept."""
+    """Run backward from `loss(result)`, so that the observer's hooks see each gradient. No `.grad` changes.
+
+    Raises CalibrationError if the loss is not a tensor with one element, or depends on no parameter that takes gradients.
+    """
     value = loss(result)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

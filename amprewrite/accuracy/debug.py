@@ -1,16 +1,16 @@
-"""The numerics debugger: compare low with fp32 op by op, find the faults, and suggest the fewest nodes to keep in fp32.
+"""The numerics debugger: compare the low run with fp32 op by op, find numeric faults, and suggest the fewest nodes to keep in fp32.
 
 Every op's error is split into a part inherited from its operands and a part introduced by its own rounding. One rounding introduces
 at most half an eps, so only three kinds of errors are reported:
 
-1. *overflow*: finite values that leave the format's range;
+1. *overflow*: finite values that exceed the format's range;
 2. *underflow*: values that the rounding flushes to zero, or to subnormals with few bits;
-3. *cancellation*: an op with a far larger relative error than its operands, since it subtracts large values from each other. It shows
-   there, but the bits were lost where the largest operand was rounded, so both nodes are named.
+3. *cancellation*: an op with a far larger relative error than its operands, since it subtracts large values from each other. The
+   bits were lost earlier, where the largest operand was rounded, so the finding names that node as well as the op.
 
-`suggest_overrides` starts with every low node in fp32 and returns as many as it can to low, in halves, quarters and so on (Zeller and
-Hildebrandt, "Simplifying and isolating failure-inducing input", 2002), while the output error stays within the target. The rest is
-1-minimal. The result is then checked with a real rewrite.
+`suggest_overrides` starts with every low node in fp32. It makes chunks of them low again (half of the nodes, a quarter, and so on) as
+long as the output error stays within the target (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002).
+The nodes left in fp32 are 1-minimal: without any one of them the error misses the target. A real rewrite then checks the result.
 """
 
 from __future__ import annotations
@@ -38,33 +38,39 @@ from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour
 
 GROWTH = 8.0
-"""An op cancels if its error is this many times its operands' error. A sum over k roundings gives about √k."""
+"""An op is reported as cancelling if its inherited error is more than this many times the largest error of its operands.
+
+For comparison, a sum of k rounded terms has about √k times the error of one term. An op whose own rounding error exceeds this many eps
+is reported as underflow.
+"""
 NOISE = 16.0
-"""Errors below this many eps are normal rounding."""
+"""Relative errors below this many eps count as normal rounding and are not reported."""
 FLUSHED = 0.1
-"""Least share of an op's values that must become zero to be reported."""
+"""Smallest share of an op's values that must round to zero to be reported as underflow."""
 TOLERANCE = 8.0
 """Default target of `suggest_overrides` for the output error, in eps of the low format."""
 MOST_CHECKED = 10
-"""Most suggested nodes that are left out one by one in a real rewrite, each of which takes a capture."""
+"""Largest number of suggested nodes that real rewrites test one by one: can the node be left out? Each test captures the model again."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: where it shows, and where the bits were lost."""
+    """One numeric fault: the row where it shows, and the row where the bits were lost."""
 
     kind: str
     """overflow, underflow or cancellation."""
     row: Row
     """The row in which it shows."""
     lost_at: Row
-    """The row that lost the bits: the same row, or an operand that was rounded."""
+    """The row whose rounding lost the bits: the same row as `row`, or a row upstream."""
     detail: str
+    """The figures of the fault, in words."""
     backward: bool = False
+    """Whether the fault is in a gradient."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes involved, the cause first."""
+        """Names of the nodes of `lost_at` and `row`, the cause first. One name if both are the same node."""
         return tuple(dict.fromkeys(_node(row) for row in (self.lost_at, self.row)))
 
     def __str__(self) -> str:
@@ -86,6 +92,7 @@ class DebugReport:
     gradients: Mapping[str, float]
     """Relative L2 error of each parameter's gradient."""
     output_error: float
+    """Relative L2 error of all floating outputs together, rounded against fp32."""
     findings: tuple[Finding, ...]
     """Faults in the order in which they occur, forward before backward."""
     notes: tuple[str, ...] = ()
@@ -94,15 +101,19 @@ class DebugReport:
 
     @property
     def first_bad(self) -> Finding | None:
-        """The first fault; None if there is none."""
+        """The first of `findings`; None if there is no fault."""
         return self.findings[0] if self.findings else None
 
     def op_table(self) -> str:
-        """A table with the number of calls and the FLOPs of each op, low and high."""
+        """Return a text table of each op's calls and FLOPs, in the low format and in fp32."""
         return op_table(self.plan)
 
     def table(self, n: int = 20, backward: bool = False) -> str:
-        """The `n` rows with the largest errors: inherited, own and total error, range of the values, overflow and underflow."""
+        """Return a text table of the `n` rows with the largest total errors, rows with overflow first.
+
+        Its columns are the inherited, own and total error, the smallest and largest magnitude, and the shares of overflow and underflow.
+        `backward=True` shows gradients.
+        """
         rows = self.gradient_rows if backward else self.rows
         shown = [row for row in rows if row.introduced or row.overflow or row.colour is Colour.HIGH]
         shown.sort(key=lambda row: -(math.inf if row.overflow else 0.0 if math.isnan(row.accumulated) else row.accumulated))
@@ -115,11 +126,12 @@ class DebugReport:
         return table_of("gradient" if backward else "node", columns, shown, n, figures)
 
     def suggest_overrides(self, max_rel_err: float | None = None, most_runs: int = 300) -> dict[str, str]:
-        """Overrides that keep as few nodes as possible in fp32 and bring the output error to `max_rel_err`.
+        """Find overrides that keep as few nodes as possible in fp32 and bring the output error down to `max_rel_err`.
 
-        None means 8 eps of the low format (0.06 in bf16, 0.008 in fp16). The result includes the overrides that the model has already;
-        pass it to `rewrite` as `overrides=`. `most_runs` bounds the runs of the model. Warns with AmpRewriteWarning if the target is not
-        reached. Raises PolicyError if `max_rel_err` is no positive number.
+        None means 8 eps of the low format (0.06 in bf16, 0.008 in fp16). Pass the result to `rewrite` as `overrides=`; it includes the
+        overrides that the model has already. `most_runs` limits the trial runs of the model.
+
+        Warns with AmpRewriteWarning if the target is not reached. Raises PolicyError if `max_rel_err` is no positive number.
         """
         assert self.run is not None and self.amp is not None
         target = TOLERANCE * FORMATS[self.low].eps if max_rel_err is None else max_rel_err
@@ -149,12 +161,13 @@ def debug(
     backward: bool | None = None,
     loss: Loss | None = None,
 ) -> DebugReport:
-    """Run the rewritten model `amp` rounded and unrounded on these inputs, and report where the numbers differ.
+    """Run the rewritten model `amp` with and without rounding on the same inputs, and report the nodes where the numbers differ.
 
-    `backward` also runs backward from `loss(output)`. With None it does if gradients are on, and `loss` is given or the model trains.
-    `loss` makes a 0-dim tensor of the output. Without it, the output's own loss or its mean squares are taken.
+    `backward=True` also runs backward from `loss(output)`. None runs backward if gradients are on, and either `loss` is given or the
+    model is in training mode. `loss` takes the output and returns a 0-dim tensor. Without it, the loss is the output's `loss`, an
+    output that is one number, or the sum of the mean squares of the outputs.
 
-    The model is captured anew in its present mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
+    The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
     PolicyError if `amp` is not rewritten or there is no loss, CaptureError if nothing can be captured.
     """
     if backward is None:
@@ -170,7 +183,7 @@ def debug(
 
 
 def op_table(plan: CastPlan) -> str:
-    """The op × dtype table of a plan as text."""
+    """Return a text table of a plan: for each op, its calls and FLOPs in the low format and in fp32."""
     rows = [
         (op, *(str(calls or "-") for calls in (low, high)), *(amount(flops) if flops else "-" for flops in (low_flops, high_flops)))
         for op, low, high, low_flops, high_flops in op_dtypes(plan)
@@ -204,7 +217,7 @@ def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
             yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
         elif _cancels(row, by_name, fmt.eps):
             before, lost = max(_errors(row, by_name), default=0.0), _lost_at(row, by_name)
-            if lost.largest > fmt.max:  # its cast clamped it, as casts clamp masks
+            if lost.largest > fmt.max:  # no cancellation: the cast clamped a value out of range, as casts of masks do
                 yield Finding("overflow", lost, lost, f"the largest reaches {lost.largest:.3g} and is clamped to {fmt.max:.4g}")
                 continue
             yield Finding("cancellation", row, lost, f"the relative error grows from {before:.2g} to {row.inherited:.2g}")
@@ -215,7 +228,7 @@ def _errors(row: Row, by_name: Mapping[str, Row]) -> list[float]:
 
 
 def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
-    """Whether an op's relative error is far larger than its operands' errors."""
+    """True if an op's inherited relative error is far larger than the errors of its operands. False for casts and non-finite errors."""
     errors = _errors(row, by_name)
     if row.op == "cast" or not errors or not all(map(math.isfinite, (*errors, row.inherited))):
         return False
@@ -223,7 +236,11 @@ def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
 
 
 def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
-    """The rounding that caused the largest absolute error. The search goes upstream while operands only pass the error on."""
+    """Return the row whose rounding caused the error of `row`.
+
+    The search follows the operand with the largest absolute error upstream, and stops at the first row that introduces more than a
+    tenth of its own error.
+    """
     here, seen = row, {row.name}
     while True:
         fed = [by_name[name] for name in here.inputs if name in by_name and name not in seen]
@@ -236,7 +253,7 @@ def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
 
 
 def _gradient_findings(found: Outcome) -> Iterator[Finding]:
-    """The first overflow in the backward, and ops whose gradients become zero."""
+    """Yield the first overflow of the backward pass, and each gradient of which a large share rounds to zero."""
     overflowed = False
     for row in found.gradient_rows:
         if row.overflow and not overflowed:
@@ -273,9 +290,10 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         error = _real_error(amp, run, asked)
         if error <= target or set(kept) >= set(low):
             break
-        kept = _with_neighbours(run.plan, kept, set(low))  # the planner adds casts that the trial did not have: keep a wider island
+        # the real rewrite has casts around the kept nodes that the trial did not have: keep the neighbours high, too
+        kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
-        for name in kept:  # with the other overrides the planner may keep this node high by itself
+        for name in kept:  # drop the override if the planner, given the other overrides, keeps this node high without it
             fewer = {key: word for key, word in asked.items() if key != f"node:{glob.escape(name)}"}
             asked = fewer if _real_error(amp, run, fewer) <= target else asked
     if not error <= target:
@@ -288,14 +306,14 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
 
 
 class _Trials:
-    """Runs with some nodes kept high. Each set of nodes runs once."""
+    """Trial runs with some nodes kept high. The result for each set of nodes is remembered, so that each set runs only once."""
 
     def __init__(self, run: StrictRun, target: float, most: int) -> None:
         self.run, self.target, self.left = run, target, most
         self.known: dict[frozenset[str], bool] = {}
 
     def holds(self, kept: Iterable[str]) -> bool:
-        """Whether the output error is within the target if `kept` runs high. False if no runs are left."""
+        """True if the output error is within the target while the nodes `kept` run high. False for an untried set if no runs are left."""
         asked = frozenset(kept)
         if asked not in self.known:
             if not self.left:
@@ -305,7 +323,7 @@ class _Trials:
         return self.known[asked]
 
     def fewest(self, kept: list[str]) -> list[str]:
-        """Delta debugging: leave out chunks, halves first, as long as the target holds."""
+        """Return a small subset of `kept` that still meets the target, by delta debugging: drop chunks, halves first."""
         size = max(len(kept) // 2, 1)
         while kept:
             start, dropped = 0, False
@@ -338,7 +356,7 @@ def _with_neighbours(plan: CastPlan, kept: list[str], low: set[str]) -> list[str
 
 
 def _real_error(amp: nn.Module, run: StrictRun, overrides: Mapping[str, str]) -> float:
-    """Output error of the model if it is rewritten with these overrides."""
+    """Rewrite the model with these overrides, run it rounded, and return its output error."""
     assert isinstance(amp, RewrittenBase)
     options = session_of(amp).options
     scopes = tuple(_override(key, word) for key, word in overrides.items())

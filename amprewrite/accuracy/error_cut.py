@@ -1,19 +1,22 @@
-"""Find nested plans between the planner's own and fp32, as minimum cuts of time plus a price on error.
+"""Find a chain of nested plans, from the planner's own plan to all fp32, by minimum cuts of time plus priced error.
 
-If low ops are on the source's side, time and error are both cuts (Kolmogorov and Zabih 2004). So for every price λ the plan with the
-least time + λ·error² is found exactly, under the additive error of `sensitivity`:
+Put the low ops on the source side of a flow network. Then a plan's time and its squared error are both values of cuts (Kolmogorov and
+Zabih 2004). So a minimum cut finds, for every price λ, the plan with the least time + λ·error², where errors add up as in `sensitivity`:
 
-1. An op pays its low time on an arc to the sink, its high time on an arc from the source. A copy of a value in the other format is
-   paid once for all readers. The ops of a precision group share a vertex.
-2. An edge (value, reader) is rounded if the value or the reader is low: w·max(v, r) = w·v + w·r·(1 − v), which is an arc to the sink
-   and an arc from reader to value. Clear ops only pass roundings on, so their results are weighed at the readers.
+1. An op's low time is the capacity of its arc to the sink, its high time that of its arc from the source. A copy of a value in the
+   other format is paid once for all readers. The ops of a precision group share a vertex.
+2. An edge (value, reader) with error w is rounded if the value or the reader is low: w·max(v, r) = w·v + w·r·(1 − v), which is an arc
+   from the value to the sink and an arc from the reader to the value. A clear op only passes a rounding on: if it is low, the rounding
+   is counted at the readers of its result instead.
 3. The error grows with the set of low ops. So the smallest optimal low sets only shrink as λ grows: for λ < μ and their smallest
    minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for
    linear errors; the argument holds for monotone submodular errors.)
-4. First the ops that Tensor Cores speed up stay low, and λ grows to infinity. Then these ops are raised too, by a cut of their FLOPs
-   in fp32 + λ·error², independent of the device. Matmuls that help only together are raised together.
-5. Equal layers change colour at the same λ. Plans that keep only the first layers high lie between two such plans, off the convex
-   hull: prefixes of the difference, in the order of the graph.
+4. In a first series of cuts, ops that Tensor Cores speed up (matmuls, convolutions) stay low while λ grows. In a second series, they
+   become high as well: these cuts minimise their FLOPs in fp32 + λ·error², which does not depend on the device. Matmuls that reduce
+   the error only together become high together.
+5. Equal layers change colour at the same λ, so two consecutive cuts may differ by many nodes. Plans between the two are added to the
+   chain: they keep only the first nodes of the difference high, in graph order. No λ gives these plans, since they are off the
+   convex hull.
 """
 
 from __future__ import annotations
@@ -40,22 +43,22 @@ from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 STEP = 2**0.5
-"""Ratio of one λ to the next."""
+"""Factor between consecutive values of λ."""
 SLICES, LEAST_SLICE = 16, 4
-"""Most plans between two neighbouring cuts, and the fewest nodes by which they differ (one for matmuls)."""
+"""Largest number of steps between two consecutive cuts of the chain, and smallest number of nodes in a step (1 for cuts of matmuls)."""
 HALVINGS = 3
-"""Number of times that the step between two λ is halved if several matmuls are raised at once."""
+"""Depth of the bisection between two values of λ whose cuts differ by several matmuls."""
 Kept = frozenset[tuple[str, str]]
-"""Nodes to keep high, each as the fingerprint of a graph and a name in it."""
+"""Nodes to keep high, each as (fingerprint of its graph, name)."""
 
 
 def movable(node: OpNode) -> bool:
-    """Whether a plan may choose the format of this node."""
+    """True if a plan may choose the format of this node: it is an op with fp32 values."""
     return node.role == "op" and node.carries_fp32
 
 
 class GraphErrors:
-    """One graph with the errors of its edges, which can be cut at any price."""
+    """One graph with the squared errors of its edges. `kept` finds the best plan for a given price of error."""
 
     def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
         self.graph, self.edges, self.metric = problem.graph, edges, metric
@@ -72,14 +75,14 @@ class GraphErrors:
         self.typical = sum(self._copy(node) for node in self.graph if movable(node))
         times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
         self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
-        """A price above the time of any plan. An error that costs this much is always avoided."""
+        """A cost above the time of any plan. The priced error of an edge is limited to it: a cut avoids an error at that price."""
         self.flops = {name: self.graph[name].flops + 1 for name in self.heavy}
 
     def kept(self, price: float, heavies: bool) -> set[str]:
-        """The open ops that run high in the cheapest plan, if a unit of squared error costs `price`.
+        """Return the open ops that run high in the cheapest plan, if a unit of squared error costs `price`.
 
-        With `heavies`, the plan chooses only for ops on the allowlist, and all other open ops are high. Without it, the plan chooses only
-        for the other ops, and ops on the allowlist are low.
+        Open ops are the ops whose format the plan may choose. With `heavies`, the plan chooses only for open ops on the allowlist, and all
+        other open ops are high. Without `heavies`, open ops on the allowlist are low, and the plan chooses for the other open ops.
         """
         network = Network()
         by_tie: dict[str, int] = {}
@@ -144,7 +147,8 @@ class GraphErrors:
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            cost = min(round(price * min(squared, 1e6)), dearest)  # a rounding out of range needs no larger price
+            # the squared error may be infinite if rounding sends a value out of range: 1e6 is enough to avoid such a rounding
+            cost = min(round(price * min(squared, 1e6)), dearest)
             if _hands_on(reader):
                 network.arc(end(value), end(name), cost)
                 continue
@@ -153,7 +157,7 @@ class GraphErrors:
                 network.arc(end(name), end(value), cost)
 
     def why(self, name: str) -> str:
-        """The edge of this node with the largest error, in words."""
+        """Return a sentence on the largest error among the edges of node `name`; "its neighbours are kept" if no error was measured."""
         touching = {edge: squared for edge, squared in self.edges.items() if name in edge}
         if not touching:
             return "its neighbours are kept"
@@ -169,7 +173,7 @@ def _reads(graph: OpGraph, node: OpNode) -> Iterator[tuple[OpNode, Operand]]:
 
 
 def _rounds(operand: Operand) -> bool:
-    """Whether this operand is rounded if its reader runs low."""
+    """True if a reader that runs low rounds this operand."""
     return operand.demand is Demand.COLOUR or (operand.demand is Demand.PROMOTE and not operand.scalar)
 
 
@@ -178,10 +182,13 @@ def _hands_on(node: OpNode) -> bool:
 
 
 class Chain:
-    """Nested sets of nodes to keep high. The first is empty, the last holds every node."""
+    """Nested sets of nodes to keep high. The first is empty, the last holds every node that the planner runs low."""
 
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
-        """`own` gives the names of the nodes of a graph that the planner runs low. `metric` defines the errors of the edges."""
+        """Cut all graphs in `edges`. `own` returns the names of the nodes of a graph that the planner runs low.
+
+        `metric` turns squared errors into the errors that reasons name.
+        """
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
         self.graphs = [GraphErrors(captured.problem, found, metric) for captured, found in edges]
         ranks = ((g, name, rank) for g in self.graphs for name, rank in g.graph.rank.items())
@@ -195,14 +202,14 @@ class Chain:
         self._add(frozenset((g.fingerprint, node.name) for g in self.graphs for node in g.graph if movable(node)), heavies=True)
         self.raised = [len(kept & flops.keys()) for kept, _ in self._sets]
         self.flops = [sum(flops.get(each, 0) for each in kept) for kept, _ in self._sets]
-        """FLOPs of the matmuls that each set keeps high."""
+        """For each set of the chain, the FLOPs of the matmuls and convolutions that it keeps high."""
         self.heavy = len(flops)
 
     def _kept(self, price: float, heavies: bool) -> Kept:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Cuts that keep matmuls high, at these prices and between them."""
+        """Yield the nodes that cuts with `heavies` keep high, at `prices`, and at prices between if several ops of `heavy` change."""
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
             if left and len((last - first) & heavy) > 1:
@@ -221,7 +228,10 @@ class Chain:
             before = price, kept
 
     def _prices(self, typical: int) -> list[float]:
-        """Prices of a unit of squared error to try: at the first all errors cost less than `typical`, at the last every error more."""
+        """Return the prices of a unit of squared error to try, ascending; empty if there is no error or `typical` is 0.
+
+        At the first, all errors together cost about 1e-4 of `typical`. At the last, a billionth of them costs about 10 times `typical`.
+        """
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:
             return []
@@ -229,7 +239,10 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Add a set of nodes to the chain, without nodes that the planner keeps high anyway. A set equal to the last is left out."""
+        """Append the union of `kept` and the last set to the chain, after intermediate sets if it adds many nodes.
+
+        Nodes that the planner keeps high anyway are left out. Nothing is appended if no node is new.
+        """
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])
         fresh = sorted(kept - last, key=lambda each: self._rank[each])
@@ -243,7 +256,7 @@ class Chain:
         return len(self._sets)
 
     def words(self, index: int) -> str:
-        """The plan at `index` of the chain, in words."""
+        """Describe the plan at `index` of the chain by the number of nodes that it keeps high."""
         kept, raised = len(self._sets[index][0]), self.raised[index]
         if index == 0:
             return "the planner's own choice"
@@ -251,7 +264,7 @@ class Chain:
         return f"{kept} nodes kept high{matmuls}"
 
     def keep_high(self, index: int) -> KeepHigh:
-        """The set at `index` of the chain, with reasons."""
+        """Return the nodes to keep high at `index` of the chain, by graph, each with a sentence why."""
         kept = self._sets[index][0]
         graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
         return KeepHigh(graphs)

@@ -1,12 +1,12 @@
-"""Find the cheapest plan within an error target: a bisection over nested plans, scored by the strict interpreter.
+"""Find the cheapest plan within an error target, by bisection over nested plans whose errors the strict interpreter measures.
 
-1. Measure the error of every edge (`sensitivity`): (value, reader) → squared error of rounding the value for this reader.
-2. Cut time + λ·error² for growing λ (`error_cut`). The cuts give nested sets of nodes to keep high, from none to all.
-3. The planner decides all other nodes, as usual.
-4. If the planner's own choice is within the target, take it. If not, bisect. The error falls nearly monotonically along the chain, so
-   the neighbours of the plan found are tried too. At most ceil(log2(plans)) + 3 evaluations.
-5. If only plans with matmuls in fp32 are as good as torch.autocast, keep the same nodes high as torch.autocast. The error and the
-   matmuls are then torch.autocast's, and casts are shared.
+1. Measure the error of every edge (`sensitivity`): (value, reader) → squared output error of rounding the value for this reader.
+2. Minimise time + λ·error² for growing λ (`error_cut`). This gives a chain of nested sets of nodes to keep high, from none to all.
+3. For each set, the planner decides the formats of all other nodes, as usual.
+4. If the planner's own choice is within the target, take it. Otherwise bisect the chain. The error falls only nearly monotonically
+   along it, so cheaper neighbours of the plan found are tried too. In total, at most ceil(log2(plans)) + 3 plans are run.
+5. With `accuracy="autocast"`, the plan found may keep matmuls in fp32. Then also try to keep the same nodes high as torch.autocast.
+   If that plan is within the target, take it: its matmuls run in the same formats as under torch.autocast, with fewer casts.
 """
 
 from __future__ import annotations
@@ -42,21 +42,25 @@ from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
-"""Number of cheaper neighbours of the plan found that are tried as well, since the error is only nearly monotone."""
+"""Number of cheaper neighbours of the plan found that are also tried, since the error along the chain is only nearly monotone."""
 
 
 @dataclass(frozen=True)
 class TriedPlan:
-    """A plan that was tried."""
+    """One plan that the search ran, with its error and predicted time."""
 
     name: str
+    """The plan in a few words, such as "the planner's own choice"."""
     error: float
-    """The metric over all batches, under the strict interpreter."""
+    """Error of the outputs over all batches under the strict interpreter, in the unit of the metric."""
     seconds: float
-    """Modelled time of one pass: ops that the planner prices, and casts. It serves to compare plans, and is no run time."""
+    """Modelled time of one pass in seconds: priced ops and casts. Use it to compare plans; it does not predict a measured run time."""
     activation_casts: int
+    """Number of casts, without casts of weights."""
     low_ops: int
+    """Number of ops that run in the low format."""
     chosen: bool = False
+    """Whether the search chose this plan."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,25 @@ class Frontier:
     """The plans that a search tried, and its result. `print(frontier)` shows a table, `plot(path)` a picture."""
 
     keep_high: KeepHigh
+    """The nodes that the chosen plan keeps high, with reasons."""
     target: float
+    """Largest error that was allowed."""
     candidates: tuple[TriedPlan, ...]
-    """The plans by error, worst first."""
+    """All plans that were run, by error, largest first."""
     plans: int
-    """Length of the chain that was searched."""
+    """Number of plans in the chain that was searched."""
     evaluations: int
-    """Number of plans of the chain that were run."""
+    """Number of plans of the chain that were run to measure their errors."""
     unit: str = "relative L2"
-    """The unit of the errors."""
+    """Unit of all errors."""
 
     @property
     def chosen(self) -> TriedPlan:
-        """The plan that the search chose."""
+        """The candidate that the search chose."""
         return next(candidate for candidate in self.candidates if candidate.chosen)
 
     def table(self) -> Table:
-        """A rich table of the plans that were tried."""
+        """Return a rich table with one candidate per row: error, predicted time, casts of activations, low ops."""
         title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g} ({self.unit})"
         table = Table(title=title, caption="* the plan that was taken")
         for column in ("plan", "error", "predicted time", "activation casts", "low ops"):
@@ -96,7 +102,7 @@ class Frontier:
         return as_text(self.table())
 
     def plot(self, path: str | Path) -> None:
-        """Plot predicted time against error into a file, with matplotlib. Raises AccuracyError if that is not installed."""
+        """Write a plot of error over predicted time to the file `path`. Raises AccuracyError if matplotlib is not installed."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -120,12 +126,14 @@ def search(
     accuracy: str | None = None,
     metric: Any = None,
 ) -> Frontier:
-    """Find the cheapest plan of the chain with a strict error within the target. The arguments are those of `rewrite`.
+    """Find the cheapest plan of `module` with an error within the target, measured on `batches` under the strict interpreter.
 
-    `metric` defines the error: None, "logprob" or a function.
+    Exactly one of two options sets the target. `tolerance` is the largest error. `accuracy="autocast"` allows the error that
+    torch.autocast's rules cause. `metric` defines the error: None or "l2" (relative L2 of all outputs), "logprob", or a function.
+    The options mean the same as for `rewrite`.
 
-    Raises PolicyError for an invalid target. Raises AccuracyError if there are no batches, or if fp32 itself or the last plan of the
-    chain misses the target.
+    Raises PolicyError for an invalid target. Raises AccuracyError if there are no batches, if `tolerance` is below the error of fp32
+    itself, or if no plan that was tried meets the target.
     """
     measure = parse_metric(metric)
     check_target(tolerance, accuracy, measure)
@@ -182,7 +190,7 @@ _THEIRS = "the same ops high as under torch.autocast, casts shared"
 
 
 def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
-    """Nodes that the planner would run low and torch.autocast's rules run high."""
+    """Return the nodes that torch.autocast's rules run high and the planner would run low."""
     graphs: dict[str, dict[str, str]] = {}
     for captured in trial.graphs.values():
         graph, theirs = captured.problem.graph, autocast_rules(captured).problem
@@ -193,7 +201,7 @@ def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
 
 
 def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) -> None:
-    """Raise PolicyError if the target is invalid."""
+    """Raise PolicyError if both options are given, or if the one given is invalid for `metric`."""
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
     if accuracy is not None and not is_word(accuracy, "autocast"):
@@ -205,18 +213,21 @@ def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) 
 
 
 def _most(metric: Metric) -> float:
-    """The upper limit of a tolerance, exclusive."""
+    """Return the upper limit of `tolerance`, exclusive: none for a user's function, 1 for other metrics."""
     return math.inf if isinstance(metric, Judged) else 1
 
 
 def _low_of(trial: Trial) -> Format:
-    """The low format for `dtype=None` on the model's device."""
+    """Return the low format that `dtype=None` means on the model's device."""
     session = session_of(trial.amp)
     return session.policy_for(session._device()).low
 
 
 def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:
-    """Raise AccuracyError for a tolerance below the error of fp32 itself, if the last bits of weights and inputs change."""
+    """Raise AccuracyError if `tolerance` is below the error of fp32 itself, so that no plan can meet it.
+
+    The error of fp32 is measured by a run in which the last bit of weights and inputs is changed at random.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def nudged(value: Any) -> Any:
@@ -238,13 +249,13 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
 
 
 def autocast_rules(captured: Captured) -> Captured:
-    """The same graph with torch.autocast's lists."""
+    """Return the same graph, read with the op lists of torch.autocast."""
     assert captured.by_autocast is not None
     return captured.by_autocast
 
 
 def _own_choice(captured: Captured) -> set[str]:
-    """Ops that the planner runs low without a search."""
+    """Return the names of the nodes of a graph that the planner runs low without a search."""
     captured.know(keep_high=None)
     return {node.name for node in planned(captured).nodes if node.colour is Colour.LOW}
 
@@ -262,15 +273,15 @@ def _candidate(name: str, error: float, runner: RoundedRunner) -> TriedPlan:
 
 
 def predicted_seconds(problem: Problem, plan: RegionPlan) -> float:
-    """Modelled time of one pass of a graph with this plan, ops and casts."""
+    """Return the modelled time in seconds of one pass of a graph with this plan: ops and casts."""
     return price(problem.graph, {node.name: node.colour for node in plan.nodes}, problem.costs.time).total * TICK
 
 
 def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[int, float]:
-    """Bisect for the first plan within the target. Returns the errors of all plans that were tried, by index in 0 … plans - 1.
+    """Bisect for the first plan with an error of at most `target`. Return the errors of all plans that were tried, by index.
 
-    Plan 0 is tried first. Errors are assumed to fall with the index. Since they only nearly do, the NEIGHBOURS before the index found
-    are tried too. At most ceil(log2(plans)) + 3 plans are tried.
+    Indices are 0 … plans - 1, and plan 0 is tried first. Bisection assumes that errors fall with the index. Single
+    errors may rise, so the NEIGHBOURS plans before the index found are tried too. At most ceil(log2(plans)) + 3 plans are tried.
     """
     errors: dict[int, float] = {}
 

@@ -1,14 +1,14 @@
-"""Estimate the output error that each rounding causes, for all roundings at once, from a few backward passes.
+"""Estimate the output error that each single rounding causes. A few backward passes give the estimates for all roundings at once.
 
-1. Run the model in fp32, op by op. Each op reads every operand through its own alias: an *edge* of the graph.
+1. Run the model in fp32, op by op. Each op reads every operand through an alias of its own. The alias stands for an *edge* (value, reader).
 2. Multiply the outputs by random signs z and run backward. For an edge with gradient g and rounding error d of its value, the mean of
    sum(d**2 * g**2) over draws of z is the squared output error that rounding the value for this reader causes
-   (Hutchinson's estimator; roundings count as independent).
-3. Divide by the squared norm of the outputs. The unit is then the square of a relative L2 error, and edges add up. For the divergence
-   of probabilities the draws have Fisher's information as covariance (`amprewrite.accuracy.strict.metric`), and edges add up in nats.
+   (Hutchinson's estimator; roundings are taken as independent).
+3. Divide by the squared norm of the outputs. The result is the square of a relative L2 error, and the errors of edges add up. For
+   `metric="logprob"` the draws have Fisher's information as covariance (`amprewrite.accuracy.strict.metric`), and errors add up in nats.
 
-The estimate is of first order, as in other mixed-precision planners (Gaudi's AMP by IP, arXiv 2505.13060; HAWQ-V3). A rounding that
-sends a value out of range counts with the whole value.
+The estimate is of first order, as in other mixed-precision planners (Gaudi's AMP by IP, arXiv 2505.13060; HAWQ-V3). If a rounding
+sends a value out of range, d is the whole value.
 """
 
 from __future__ import annotations
@@ -36,35 +36,37 @@ from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 
 PROBES = 4
-"""Draws of z per batch. An edge sums over many elements, so a few draws are enough."""
+"""Draws of z per batch. Each edge averages over many elements, so a few draws are enough."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The output error if one node runs low and all others run in fp32."""
+    """The output error that one node causes if it runs low and all other nodes run in fp32."""
 
     name: str
+    """Name of the node in the plan."""
     op: str
     error: float
+    """Estimated output error, in the unit of the report."""
     result: float
-    """Error from rounding its result."""
+    """Part of the error from rounding the node's result."""
     operands: float
-    """Error from rounding its operands, weights included."""
+    """Part of the error from rounding the node's operands, weights included."""
     module: str = ""
     source: str = ""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Nodes by the error that each causes alone if it runs low, worst first."""
+    """Result of `sensitivity`: nodes ranked by the output error that each causes alone if it runs low, worst first."""
 
     low: str
     causes: tuple[Cause, ...]
     unit: str = "relative L2"
-    """The unit of the errors."""
+    """Unit of all errors: "relative L2", or nats of KL divergence."""
 
     def table(self, n: int = 20) -> Table:
-        """A rich table of the `n` worst nodes."""
+        """Return a rich table of the `n` nodes with the largest errors."""
         table = Table(title=f"output error ({self.unit}) that each node causes alone in {self.low}: the {min(n, len(self.causes))} worst")
         for title in ("node", "module", "error", "by its result", "by its operands"):
             table.add_column(title, justify="left" if title in ("node", "module") else "right")
@@ -84,11 +86,13 @@ def sensitivity(
     forward: Forward | None = None,
     metric: Any = None,
 ) -> Sensitivity:
-    """Rank the nodes of `model` by the error that each causes alone if it runs in `dtype`, on at most 8 batches.
+    """Rank the nodes of `model` by the output error that each causes alone if it runs in `dtype`, on the first 8 batches at most.
 
     `batches` and `forward` are the same as for `amprewrite.calibrate`. `metric="logprob"` ranks by the divergence of the next token's
-    probabilities, in nats; None ranks by the relative L2 error of all outputs. Raises CalibrationError for batches that do not fit, and
-    if no output depends on a floating value; PolicyError for an unknown dtype or metric.
+    probabilities, in nats; None ranks by the relative L2 error of all outputs.
+
+    Raises CalibrationError if batches do not fit the model, or if no floating output depends on its inputs or weights. Raises
+    PolicyError for an unknown dtype or metric.
     """
     module, low = module_of(model), parse_format(dtype)
     trial, asked = Trial(module, Options(low), forward), parse_metric(metric)
@@ -111,7 +115,10 @@ def sensitivity(
 
 
 def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Metric) -> list[tuple[Captured, Edges]]:
-    """Measure the squared output error of every edge of every graph that runs, as the mean over the batches."""
+    """Return, for each captured graph that runs, the squared output error of every edge, as the mean over `batches`.
+
+    Raises CalibrationError if a batch cannot be run, nothing can be captured, or no floating output depends on inputs or weights.
+    """
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)
     with bar("batches weighed", len(batches)) as advance:

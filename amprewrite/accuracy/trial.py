@@ -1,6 +1,6 @@
-"""Capture a model as `rewrite` does, and run its graphs with any runner: observed, rounded, or with gradients.
+"""Capture a model as `rewrite` does, and run its graphs with a given runner, which may observe values, round them or take gradients.
 
-Calibration, the search for an accuracy and the sensitivity report use it, so that graphs and nodes have the names of the plan.
+Calibration, the search for an accuracy and the sensitivity report use trials, so that graphs and nodes have the names of the plan.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from amprewrite.tables.errors import CalibrationError
 from amprewrite.torch_internals.trees import TreeSpec, tree_flatten
 
 GraphRunner = Callable[[Captured, tuple[Any, ...]], Any]
-"""Runs a captured graph on real inputs, and returns its results."""
+"""A function that runs a captured graph on real inputs and returns the graph's results."""
 Forward = Callable[[nn.Module, Any], Any]
-"""Calls the model on a batch."""
+"""A function that calls the model on a batch and returns the model's result."""
 
 
 class _TrialSession(Session):
-    """Captures graphs like any rewritten model, and runs each with the trial's current runner."""
+    """A session that captures graphs as for any rewritten model, but runs each with `runner` instead of rewriting it."""
 
     runner: GraphRunner | None = None
 
@@ -52,22 +52,22 @@ class _TrialSession(Session):
         return Region(graphs.entry, plan, run)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Do nothing: `rewrite` warns of parts that are left out."""
+        """Do nothing: the real rewrite warns of parts that are not captured."""
 
     def _check_products(self) -> None:
-        """Do nothing: the regions of a trial have no plans."""
+        """Do nothing: the plans of a trial's regions are empty, so there are no products to check."""
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A batch in the form of the arguments of one call."""
+    """A batch given as the positional and keyword arguments of one call."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Trial:
-    """A captured model for trials, in the model's mode (train or eval). Parameters, buffers and random state do not change."""
+    """A copy of a model for trial runs, captured in the model's mode (train or eval). No parameter, buffer or random state changes."""
 
     def __init__(self, model: nn.Module, options: Options, forward: Forward | None = None) -> None:
         refuse_ambient_autocast()
@@ -77,10 +77,10 @@ class Trial:
         self.name = type(plain).__name__
         self.forward = forward or call_on
         self.graphs: dict[int, Captured] = {}
-        """All graphs that have run so far, in order."""
+        """Captured graphs that have run so far, by `id`, in the order of their first runs."""
 
     def run(self, batch: Any, runner: GraphRunner) -> Any:
-        """Run the model on one batch and return its result. `runner` runs each captured graph of the model."""
+        """Run the model on one batch and return its result. `runner` is called for each captured graph."""
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)
 
@@ -103,13 +103,13 @@ class Trial:
 
 
 def _is_no_list(batches: Any) -> bool:
-    """Whether this is a single batch, or no iterable."""
+    """True if `batches` is a single batch (tensor, array, mapping, text) or not iterable at all."""
     return isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__") or not isinstance(batches, Iterable)
 
 
 # -- batches --------------------------------------------------------------------------------
 def call_on(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch: a mapping as keyword arguments, a tuple or list as positional ones, anything else as the one argument."""
+    """Call the model on a batch: a mapping as keyword arguments, a tuple or list as positional arguments, anything else as one argument."""
     if isinstance(batch, CallArguments):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):
@@ -120,7 +120,10 @@ def call_on(model: nn.Module, batch: Any) -> Any:
 
 
 class Batches:
-    """Iterate over batches and check each. Raises CalibrationError that names the faulty batch and the fault."""
+    """Iterates over batches and checks each. Raises a CalibrationError that names the faulty batch and its fault.
+
+    All batches must have the structure and dtypes of the first, and hold no NaN or infinity.
+    """
 
     def __init__(self, batches: Any, model: nn.Module, own_forward: bool) -> None:
         if _is_no_list(batches):
@@ -136,7 +139,7 @@ class Batches:
         """Number of batches; 0 if it is unknown."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else 0
-        except TypeError:  # a DataLoader over a stream has `__len__`, which raises
+        except TypeError:  # a DataLoader over an IterableDataset has a `__len__` that raises TypeError
             return 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -178,13 +181,13 @@ class Batches:
 
 
 MOST_KEPT = 8
-"""Most batches that are kept to measure errors. The first ones are kept."""
+"""Number of batches, from the first on, that are kept to measure errors."""
 
 
 def tee(batches: Any, into: list[Any]) -> Any:
-    """An iterable of the same batches that also appends the first MOST_KEPT to `into`."""
+    """Return an iterable over `batches` that appends the first MOST_KEPT of them to `into` during iteration."""
     if _is_no_list(batches):
-        return batches  # `Batches` raises the error
+        return batches  # no iterable of batches: `Batches` raises the error
 
     def each() -> Iterator[Any]:
         for batch in batches:

@@ -1,8 +1,8 @@
-"""Measure the effect of a plan on a model's numbers, op by op, independent of this machine's kernels.
+"""Measure the rounding errors that a plan causes, op by op, independent of this machine's kernels.
 
-CPU kernels hide low precision, since they may compute fp16 in fp32. So a plan is checked under the strict interpreter. Every op runs in
-fp32; results of low ops and of casts to low are rounded to nearest even. Comparison with the op's result before rounding gives the
-error that the op introduces; comparison with an unrounded run gives the error accumulated so far.
+CPU kernels may compute fp16 in fp32, which hides rounding errors. So `verify` runs a plan under the strict interpreter: every op runs
+in fp32, and the results of low ops and of casts to the low format are rounded to nearest even. Comparison with the op's result before
+rounding gives the error that the op introduces; comparison with an unrounded run gives the error accumulated so far.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from amprewrite.tables.vocabulary import Colour
 
 Measure = Literal["accumulated", "introduced", "overflow", "underflow", "largest"]
 WIDTH = 80
-"""Most columns of a printed report."""
+"""Width of a printed report in characters."""
 _COLUMNS = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
-"""Titles and widths of the figures of a row."""
+"""Titles and widths of the columns of figures in a printed report."""
 LOST = 0.1
-"""Relative error from which a value is shown even if its op rounded nothing."""
+"""Total relative error from which a row is shown even if its op introduced no rounding error."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The errors of a rewritten model on one set of inputs. `print(report)` shows the worst nodes first."""
+    """Result of `verify`: the errors of a rewritten model on one set of inputs. `print(report)` shows the worst nodes first."""
 
     low: str
+    """Name of the low format."""
     rows: tuple[Row, ...]
-    """Results and casts in running order."""
+    """One row for each result and each cast copy, in running order."""
     output_error: float
     """Relative L2 error of all floating outputs of the captured graphs, rounded against fp32."""
     notes: tuple[str, ...] = ()
@@ -44,15 +45,15 @@ class Report:
     0 if it is within fp32's rounding; None if two runs of the model differ.
     """
     parted: str = ""
-    """The first captured op with a value that the eager model does not compute."""
+    """The first captured op with a value that the eager model does not compute; "" if none was found."""
 
     @property
     def overflows(self) -> tuple[Row, ...]:
-        """Rows with values beyond the range of the low format, in running order. The first is the cause."""
+        """Rows with values that overflow the low format, in running order. The first row is the origin of later overflows."""
         return tuple(row for row in self.rows if row.overflow > 0)
 
     def worst(self, n: int = 10, by: Measure = "accumulated") -> tuple[Row, ...]:
-        """The `n` worst rows: first overflows in running order, then the other rows by the measure `by`."""
+        """Return the `n` worst rows: first overflows in running order, then the other rows, largest value of the field `by` first."""
 
         def badness(row: Row) -> float:
             value: float = getattr(row, by)
@@ -62,13 +63,14 @@ class Report:
         return (*self.overflows, *others)[:n]
 
     def table(self, n: int = 20, by: Measure = "accumulated") -> str:
-        """The `n` worst rows as text, at most 80 columns wide: own error, total error, largest value, overflow and underflow.
+        """Return a text table of the `n` worst rows, 80 characters wide: own error, total error, largest value, overflow, underflow.
 
-        Low ops that only pass values on are left out, unless their total error is `LOST` or more."""
+        Low ops that only pass values on are left out, unless their total error is `LOST` (0.1) or more.
+        """
         return table_of("node", _COLUMNS, self._telling(by), n, _figures)
 
     def _telling(self, by: Measure = "accumulated") -> list[Row]:
-        """The rows to show, worst first."""
+        """Return the rows that a printed report shows, worst first."""
 
         def tells(row: Row) -> bool:
             return row.colour is Colour.HIGH or row.introduced > 0 or row.overflow > 0 or not row.accumulated < LOST
@@ -79,7 +81,7 @@ class Report:
         return "\n".join([*self._head(), "", self.table()])
 
     def _repr_html_(self) -> str:
-        """An HTML fragment for notebooks."""
+        """Return an HTML fragment that notebooks display."""
         rows = ((place_of(row, len(row.name) + len(row.module) + 4).rstrip(), *_figures(row)) for row in self._telling()[:20])
         return fragment(self._head(), ("node", *_COLUMNS), rows)
 
@@ -102,9 +104,9 @@ class Report:
 def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Report:
     """Measure the errors of the rewritten model `amp` on these inputs, op by op, with every low result truly rounded.
 
-    The model is captured anew in its present mode (train or eval, with or without gradients). It also runs eagerly, so that the report
-    separates effects of capture from effects of rounding. Buffers, random state and inputs do not change. All results of one fp32 run
-    are held in memory during the call.
+    The model is captured again in its current mode (train or eval, with or without gradients). The plain model also runs eagerly, so
+    that the report separates effects of capture from effects of rounding. Buffers, random state and inputs do not change. During the
+    call, memory holds all results of one fp32 run.
 
     Raises PolicyError if `amp` is not rewritten, CaptureError if nothing of it can be captured.
     """
@@ -120,7 +122,11 @@ def _figures(row: Row) -> Sequence[str]:
 
 
 def table_of(first: str, columns: Mapping[str, int], rows: Sequence[Row], most: int, figures: Callable[[Row], Sequence[str]]) -> str:
-    """A text table of the first `most` rows. The column `first` has the row's place; `columns` has titles and widths of the figures."""
+    """Format the first `most` rows as a text table.
+
+    `first` is the title of the first column, which has node and module. `columns` maps titles to widths of the other columns, and
+    `figures` returns their cells for a row.
+    """
     left = WIDTH - sum(columns.values()) - len(columns)
     lines = [f"{first:{left}}" + "".join(f" {title:>{width}}" for title, width in columns.items())]
     for row in rows[:most]:
@@ -134,7 +140,7 @@ def percentage(share: float) -> str:
 
 
 def place_of(row: Row, width: int) -> str:
-    """Name and module in `width` columns. A long module path is cut at the front."""
+    """Return a row's name and module, padded or cut to `width` characters. A long name or module path is cut at the front."""
     name = row.name if len(row.name) <= width else "…" + row.name[1 - width :]
     room = width - len(name) - len(" in ")
     if not row.module or room < 6:

@@ -1,1 +1,1 @@
-"""Public functions: rewrite, plan, export, logs, ONNX, the command line."""
+"""The public functions and classes: rewrite, plan, exports, training logs, ONNX, and the command line."""

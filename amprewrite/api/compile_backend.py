@@ -1,11 +1,11 @@
-"""torch.compile(model, backend="amprewrite"): the rewrite as a backend, for loops that use torch.compile already.
+"""Provide the rewrite as a backend of torch.compile, for training loops that already use torch.compile.
 
     compiled = torch.compile(model, backend="amprewrite", options={"dtype": "bf16", "backend": "inductor"})
     amprewrite.compiled(compiled).plan
 
-It takes the options of `rewrite` that concern graphs: dtype, lists, overrides, plan, device, measure, memory, high, loss_scale, pad,
-backend and strict. Options on the module as an object (granularity, inplace, cache_weights) do not apply, since torch.compile handles
-the module.
+The backend takes the options of `rewrite` that concern graphs: dtype, lists, overrides, plan, device, measure, memory, high, loss_scale,
+pad, backend and strict. Options that concern the module object (granularity, inplace, cache_weights) do not apply, since torch.compile
+handles the module.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 OPTIONS = (
     "dtype", "lists", "overrides", "plan", "device", "measure", "memory", "high", "loss_scale", "pad", "backend", "strict",
 )  # fmt: skip
+"""The options of `rewrite` that the backend takes."""
 
 
 def compile_backend(
     graph: Any, inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """The backend that torch.compile finds by the name "amprewrite". Dynamo calls it with each captured graph.
+    """Rewrite one captured `graph`, and return the function that runs it. torch.compile finds this backend by the name "amprewrite".
 
-    `options` are the options of `amprewrite.rewrite` that concern graphs, such as {"dtype": "bf16"}; `OPTIONS` in
-    `amprewrite.api.compile_backend` lists them. `mode` is an option of inductor and is refused. Raises PolicyError for invalid options.
-    torch.compile wraps it in its own error; ours is the cause.
+    Dynamo calls the function with each graph and example `inputs`. `options` are the options of `amprewrite.rewrite` that concern graphs,
+    such as {"dtype": "bf16"}; `OPTIONS` in `amprewrite.api.compile_backend` lists them. `mode` is an option of inductor and is refused.
+    Raises PolicyError for invalid options; torch.compile wraps it in its own error, as the cause.
     """
     from amprewrite.runtime.torch_compile import compile_graph
 
@@ -66,7 +67,7 @@ class Compiled:
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of all graphs so far: training, evaluation and all shapes."""
+        """The plan of all graphs that were captured so far, in training, in evaluation and for all shapes."""
         session = self._session
         return CastPlan.of(session.plan_of(tuple(session.entries[""].graphs.regions)))
 
@@ -76,18 +77,23 @@ class Compiled:
         return self._session.loss_scale
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
-        """Guard the steps of `optimizer`, like `attach` of a rewritten model. Other optimizers are found automatically."""
+        """Have `optimizer` skip steps with overflowed gradients, like `attach` of a rewritten model.
+
+        Optimizers that are not attached are found automatically. Raises PolicyError if the optimizer is attached already, or has none of
+        the model's parameters (without `copies`).
+        """
         self._session.gate.attach(optimizer_inside(optimizer), copies)
 
     def check_patterns(self) -> None:
-        """Raise PolicyError if a pattern of `overrides` or `pad` matches no module. Call it after all parts were captured."""
+        """Raise PolicyError if a module pattern of `overrides` or `pad` matches no module. Call this after all parts were captured."""
         check_patterns(self._session.options, self._session.root)
 
 
 def compiled(module: nn.Module) -> Compiled:
-    """The plan and the loss scale of `module` under torch.compile(module, backend="amprewrite"), for its latest options.
+    """Return an object with the plan and the loss scale of `module` under torch.compile(module, backend="amprewrite").
 
-    `module` is the module or the result of torch.compile. Raises PlanError if this backend has captured nothing of it yet.
+    `module` is the module or the result of torch.compile. If it was compiled with several sets of options, the latest counts. Raises
+    PolicyError if `module` is no module, PlanError if this backend has captured nothing of it yet.
     """
     from amprewrite.runtime.torch_compile import sessions_of
 

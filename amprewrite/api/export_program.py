@@ -2,11 +2,13 @@
 
 1. Export the plain model (`strict=False`) and take the exported module as an fx graph.
 2. Clean the graph: drop dtype checks recorded with conversions, drop guards (the second export makes new ones), and inline `no_grad`
-   sub-graphs, so that the passes see every op. Autocast regions and other sub-graphs stay closed, with the same inputs and results.
+   subgraphs, so that the passes see every op. Autocast regions and other subgraphs are not opened; their inputs and results keep their
+   formats.
 3. Decide and edit as for any captured graph.
-4. In fp16, run the graph in fp32 on the inputs first, like the first calls of a rewritten model. If fp16 cannot hold a value that is to be
-   low, decide anew with the ranges seen. Buffers and random state are restored.
-5. For a frozen model, store weights low that are only read low. The file is then as small as the model, and has no casts of them.
+4. In fp16, first run the graph in fp32 on the inputs, like the first calls of a rewritten model. If fp16 cannot hold a value that is
+   planned low, decide again with the observed ranges. Buffers and random state are restored.
+5. For a frozen model, store weights low if the graph reads them only low. The file is then as small as the model in memory, and casts
+   no weights.
 6. Export the edited module again, with the same dynamic shapes.
 """
 
@@ -37,9 +39,10 @@ from amprewrite.tables.vocabulary import Reason
 def export_program(
     amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> torch.export.ExportedProgram:
-    """An ExportedProgram of the rewritten graph of `amp`, with fp32 inputs and outputs and the model's parameter names.
+    """Return an ExportedProgram of the rewritten graph of `amp`, with fp32 inputs and outputs and the model's parameter names.
 
-    `options` go to torch.export.export, such as `dynamic_shapes`. Raises CaptureError if export cannot capture the model.
+    `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Raises CaptureError if
+    torch.export cannot capture the model.
     """
     return export_with_plan(amp, args, kwargs, **options)[0]
 
@@ -47,17 +50,18 @@ def export_program(
 def export_with_plan(
     amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[torch.export.ExportedProgram, CastPlan]:
-    """Like `export_program`, but also returns the plan of the exported graph."""
+    """Return the program that `export_program` returns, and the plan of the exported graph."""
     refuse_ambient_autocast()
     kwargs = dict(kwargs or {})
     session = session_of(amp)
     plain = plain_of(amp)
     module = capture(plain, args, kwargs, **options)
     names = parameter_names(plain.forward)
-    captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
+    # do not leave the graph in fp32 because this device gains nothing: the file may run elsewhere
+    captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    if session.options.low is not None:  # without dtype=, graphs that run here may stay fp32: the export does not bind them
+    if session.options.low is not None:  # without dtype=, a graph that gains nothing here may stay fp32, so the export binds no other graph
         with session.lock:
             session.agreement.join(region, [entry.graphs for entry in list(session.entries.values())], session.note)
     if region.left and session.options.strict:
@@ -73,7 +77,7 @@ def export_with_plan(
 
 
 def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
-    """Keep the code between the parts of a model high, as the rewritten model does. Nothing happens without parts."""
+    """Keep code outside the separately captured `parts` of a model fp32, as the rewritten model does. Without parts, do nothing."""
     for each in captured.with_parts() if parts else ():
         outside = {
             node.name for node in each.problem.graph if not any(node.module == part or node.module.startswith(f"{part}.") for part in parts)
@@ -84,9 +88,9 @@ def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
 def capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> CapturedGraph:
-    """The whole plain model as one fx graph, cleaned for the passes.
+    """Capture the whole plain model as one fx graph with torch.export, cleaned for the passes.
 
-    Raises CaptureError with the message of torch.export if that fails.
+    Raises CaptureError with the message of torch.export if the export fails.
     """
     refuse_ambient_autocast()
     with autocast_for_fp32(model, (args, kwargs)):
@@ -113,7 +117,10 @@ def _export(
 
 
 def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """The options for the edited graph. It takes the arguments of the model's `*rest` one by one, as rest_0, rest_1, and so on."""
+    """Return the export options for the edited graph: `dynamic_shapes` with one entry for each variadic argument.
+
+    The edited graph takes the arguments of the model's `*rest` one by one, as rest_0, rest_1, and so on.
+    """
     shapes = options.get("dynamic_shapes")
     kinds = {name: each.kind for name, each in inspect.signature(plain.forward).parameters.items()}
     if isinstance(shapes, tuple | list):
@@ -132,7 +139,7 @@ def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
 
 
 def _keep_out_of_state(edited: nn.Module, plain: nn.Module) -> None:
-    """Keep buffers out of the edited module's state_dict if they are not in the model's."""
+    """Keep buffers out of the state_dict of `edited` if they are not in the state_dict of `plain`."""
     kept = plain.state_dict().keys()
     for name, _ in named_buffers_in(plain, remove_duplicate=False):
         path, _, last = name.rpartition(".")

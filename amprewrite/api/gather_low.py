@@ -1,4 +1,4 @@
-"""Have FSDP2 gather weights in the low format if the plan reads them low."""
+"""Have FSDP2 gather weights in the low format if the graphs read them only in this format."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ ANOTHER_RANK = "another rank needs it in fp32"
 
 @dataclass(frozen=True)
 class LowGathers:
-    """Result of `gather_low`: the weights gathered low, the other weights with reasons, and the bytes of one gather per rank."""
+    """Result of `gather_low`: the weights gathered low, the other weights with reasons, and the bytes of a gather of all weights."""
 
     format: str
+    """Name of the low format."""
     low: tuple[str, ...]
+    """Names of the weights that are gathered in the low format."""
     full: dict[str, str]
-    """Weights that are gathered in fp32, each with the reason."""
+    """Names of the weights that are gathered in fp32, each with the reason."""
     bytes_before: int
+    """Bytes of all gathered weights on a rank if all were fp32."""
     bytes_now: int
+    """Bytes of all gathered weights on a rank in the formats that they have now."""
 
     def __str__(self) -> str:
         weights = len(self.low) + len(self.full)
@@ -44,12 +48,12 @@ class LowGathers:
 def gather_low(amp: nn.Module) -> LowGathers:
     """Have FSDP2 gather weights in the low format if the graphs read them low. Outputs and gradients stay bitwise the same.
 
-    Call it on all ranks, after a step has captured the graphs: rewrite with granularity="blocks", `fully_shard` each block, then train a
-    step. A weight is gathered low if it belongs to a part that is captured whole, and every graph so far casts it to the low format.
-    Shards, gradients, optimizers and checkpoints stay fp32.
+    Call this function on all ranks, after one step has captured the graphs: rewrite with granularity="blocks", `fully_shard` each block,
+    then train a step. A weight is gathered low if its module is captured whole, and every graph so far casts the weight to the low
+    format. Shards, gradients, optimizers and checkpoints stay fp32.
 
-    A later call that would read a rounded weight in fp32 (a new graph, code outside the graphs, a hook) raises CaptureError.
-    Call this function again on all ranks, and that weight is gathered in fp32.
+    A later call that would read a rounded weight in fp32 (from a new graph, code outside the graphs, or a hook) raises CaptureError.
+    Then call this function again on all ranks, and the weight is gathered in fp32.
 
     Raises PolicyError if the model is not rewritten or no part of it went through `fully_shard`, PlanError before the first step.
     """
@@ -79,7 +83,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
         sizes[0] += count * sum(each.numels) * FP32.bytes
         sizes[1] += count * sum(numel * (low.bytes if ok else FP32.bytes) for numel, ok in zip(each.numels, agreed, strict=True))
         if each.group.is_unsharded:
-            each.module.reshard()  # a call that raised may have left rounded weights gathered
+            each.module.reshard()  # drop gathered weights: after a call that raised, they may still be rounded
         if any(agreed):
             gathers[each.path] = LowGather(each, agreed, low)
             each.module.set_custom_all_gather(gathers[each.path])
@@ -92,7 +96,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
 
 
 def why_full(session: Session, sharded: Sharded) -> list[str]:
-    """For each weight of a sharded module, the reason why this rank needs it in fp32; "" if it does not."""
+    """Return, for each weight of a sharded module, the reason why this rank needs it in fp32; "" if the low format is enough."""
     why = sharded.cannot() or _not_in_one_graph(session, sharded)
     if why:
         return [why] * len(sharded.names)
@@ -107,7 +111,7 @@ def why_full(session: Session, sharded: Sharded) -> list[str]:
 
 
 def _not_in_one_graph(session: Session, sharded: Sharded) -> str:
-    """The reason why code outside one graph may read the weights of a sharded module; "" if none may."""
+    """Return the reason why code outside the module's graphs may read its weights; "" if no such code may."""
     entry = session.entries.get(sharded.path)
     place = f"{sharded.path or 'the model'}"
     if entry is None or not entry.captured:

@@ -1,4 +1,4 @@
-"""The methods that a rewritten model has in addition to its own class: plans, loss scale, exports."""
+"""`Rewritten`, the methods that a rewritten model has in addition to those of its own class: plans, loss scale, exports."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class Rewritten(RewrittenBase):
-    """The methods that a rewritten model has in addition to its own class.
+    """The methods that a rewritten model has in addition to those of its own class.
 
-    A part called by itself (`amp.encoder(x)`) runs rewritten too. Two cases cannot be detected and run the part's own code: your own
-    `torch.compile` around a part alone, and a part's `forward` called by name. Hooks on all modules of the process
-    (`register_module_forward_hook`) see one call of the model, and calls of parts that run eagerly.
+    A submodule called by itself (`amp.encoder(x)`) also runs rewritten. In two cases it runs its fp32 code, since they cannot be detected:
+    your own `torch.compile` around the submodule, and a direct call of its `forward`. Hooks on all modules of the process
+    (`register_module_forward_hook`) see one call of the model, and calls of submodules that run eagerly.
     """
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of all graphs that have run, in the order of their first calls. Before the first call, using it raises PlanError.
+        """The plan of all graphs that have run, in the order of their first calls. Before the first call, any use of it raises PlanError.
 
-        Graphs that differ only in sizes or mode are shown once, with a note on their number; `plans` has each. A method that calls
-        parts, such as `encode_image`, counts as a call of each part.
+        Graphs that differ only in sizes or mode are shown once, with a note on their number; `plans` has all of them. A method that
+        calls submodules, such as `encode_image`, counts as a call of each submodule.
         """
         session = session_of(self)
         computed_nothing = any(entry.graphs.empty for entry in list(session.entries.values()))
@@ -44,7 +44,7 @@ class Rewritten(RewrittenBase):
 
     @property
     def plans(self) -> tuple[CastPlan, ...]:
-        """One plan for every set of graphs that has run, such as training, evaluation and other shapes."""
+        """One plan for each set of graphs that has run together, such as in training, in evaluation, or for other shapes."""
         session = session_of(self)
         return tuple(CastPlan.of(session.plan_of(regions)) for regions in list(session.calls))
 
@@ -54,16 +54,17 @@ class Rewritten(RewrittenBase):
         return session_of(self).loss_scale
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False, group: Any = None) -> None:
-        """Guard the steps of `optimizer`: a step with overflowed gradients is skipped, and the loss scale is updated.
+        """Have `optimizer` skip steps with overflowed gradients, and update the loss scale at its steps.
 
-        Optimizers that were not attached are found at the first forward, or at their first step; `attach` reports mistakes early.
-        An optimizer of `copies` of the parameters, such as copies offloaded to another device, cannot be found, so attach it. If
-        `optimizer` is a wrapper, such as accelerate's, the torch optimizer inside is guarded. Raises PolicyError if it is attached
-        already or has none of the model's parameters.
+        Optimizers that are not attached are found at the first forward, or at their first step; `attach` reports mistakes early. With
+        `copies=True`, the optimizer steps copies of the parameters, such as copies offloaded to another device. Such an optimizer cannot
+        be found, so attach it. If `optimizer` is a wrapper, such as accelerate's, the torch optimizer inside is attached.
 
-        `group` is a torch.distributed process group with different parts of one model on its ranks, such as stages of a pipeline.
-        Their optimizers then skip together. Each rank attaches its own optimizer with that group, and all must step equally often.
-        DDP, FSDP and tensor parallel need no group.
+        `group` is a torch.distributed process group whose ranks hold different parts of one model, such as stages of a pipeline. The
+        optimizers of all ranks then skip together. Each rank attaches its own optimizer with this group, and all must step equally
+        often. DDP, FSDP and tensor parallel need no group.
+
+        Raises PolicyError if the optimizer is attached already, or has none of the model's parameters (without `copies`).
         """
         if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
             raise PolicyError(f"group= takes a torch.distributed process group, such as dist.group.WORLD, not {type(group).__name__}")
@@ -72,7 +73,8 @@ class Rewritten(RewrittenBase):
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """Export the whole rewritten model ahead of time, as a torch.export.ExportedProgram.
 
-        `options` go to torch.export.export (dynamic_shapes, strict). Raises CaptureError if export cannot capture the model.
+        `args` and `kwargs` are example inputs. `options` (dynamic_shapes, strict) are passed to torch.export.export. Raises CaptureError
+        if torch.export cannot capture the model.
         """
         from amprewrite.api.export_program import export_program
 
@@ -81,22 +83,23 @@ class Rewritten(RewrittenBase):
     def export_onnx(
         self, path: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None, **options: Any
     ) -> OnnxResult:
-        """Write the rewritten model as an ONNX file. `amprewrite.api.onnx.convert.export_onnx` documents the options and the result.
+        """Write the rewritten model to `path` as an ONNX file, and return the result with plan and report.
 
-        Raises EmitError if the onnx extra is not installed.
+        `args` and `kwargs` are example inputs. `amprewrite.api.onnx.convert.export_onnx` documents `options`, the result and further
+        errors. Raises EmitError if the onnx extra is not installed.
         """
         return load_onnx_support().export_onnx(self, path, args, kwargs, **options)
 
     # -- for inference only ---------------------------------------------------------
     def freeze(self, *args: Any, **kwargs: Any) -> None:
-        """Store weights in the format in which the plan reads them, and free their fp32 values. Memory halves, and no call casts weights.
+        """Store weights in the format in which the plan reads them, and free their fp32 values. For inference only.
 
-        All graphs captured so far decide; with arguments, the model is called on them first. A weight that every graph reads low is
-        stored low. A weight that graphs read both low and in fp32 is stored in both formats. Other weights do not change. Results stay
-        bitwise the same. Afterwards parameters take no gradients and still report fp32; `state_dict()` holds the stored values. If the
-        rewrite was not in place, the original model keeps its weights.
+        The weights take about half the memory, and calls cast no weights. All graphs captured so far decide; with arguments, the model is
+        first called on them. A weight that every graph reads low is stored low. A weight that graphs read both low and in fp32 is stored
+        in both formats. Other weights do not change. Results stay bitwise the same. Afterwards parameters take no gradients and still
+        report fp32; `state_dict()` holds the stored values. If the rewrite was not in place, the original model keeps its weights.
 
-        Raises PolicyError if the model trains, is frozen already or is sharded; PlanError if nothing was captured.
+        Raises PolicyError if the model is in training mode, frozen already or sharded; PlanError if nothing was captured.
         """
         session = session_of(self)
         check_freezable(self)
@@ -115,8 +118,8 @@ class Rewritten(RewrittenBase):
     def unfreeze(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Turn a frozen model back into an fp32 model that can be trained, with the fp32 values of `state_dict`.
 
-        Without `state_dict` the weights are fp32 tensors of the low values, with a warning. `load_state_dict` of fp32 values unfreezes
-        as well. Raises PlanError if `state_dict` lacks a weight, or if the model is not frozen.
+        Without `state_dict`, the weights become fp32 tensors with the stored low values, with an AmpRewriteWarning. `load_state_dict` of
+        fp32 values also unfreezes the model. Raises PlanError if `state_dict` lacks a weight, or if the model is not frozen.
         """
         if session_of(self).options.frozen is None:
             raise PlanError(f"this {type(self).__name__} is not frozen")
@@ -129,17 +132,18 @@ class Rewritten(RewrittenBase):
 
     # -- low copies of weights -----------------------------------------------------
     def frozen_weights(self) -> AbstractContextManager[None]:
-        """Keep low copies of the weights inside a `with` block. You promise that no weight changes there, in any thread.
+        """Keep low copies of the weights for a `with` block, in calls without gradients. No thread may change weights inside the block.
 
-        Writes that PyTorch counts are still noticed. At the end of the outermost block every copy is compared with its weight; a
+        Writes that PyTorch counts are still noticed. At the end of the outermost block, every copy is compared with its weight; a
         difference raises StaleWeightsError.
         """
         session = session_of(self)
         return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)
 
     def weights_changed(self) -> None:
-        """Drop all low copies of the weights.
+        """Drop all low copies of the weights, so that the next call casts the weights again.
 
-        Call it after a write that PyTorch does not count, if `frozen_weights()` or `cache_weights="step"` keeps copies.
+        Call this method after a write that PyTorch does not count (`.data`, NumPy, DLPack, collectives), if `frozen_weights()` or
+        `cache_weights="step"` keeps copies.
         """
         session_of(self).cache.clear()

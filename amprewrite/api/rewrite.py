@@ -1,6 +1,6 @@
-"""The public functions: rewrite a model, or just plan it.
+"""The public functions `rewrite`, `restore` and `plan`, and the checks of their options.
 
-Modules that need Dynamo are imported by the first call, so that importing these functions stays cheap.
+The first call imports the modules that need Dynamo, so that importing these functions stays cheap.
 """
 
 from __future__ import annotations
@@ -67,75 +67,78 @@ def rewrite(
     inplace: bool = False,
     upcast: bool = False,
 ) -> M:
-    """Make a mixed-precision clone of `model`: same class, same Parameters and buffers, fp32 inputs and outputs.
+    """Return a mixed-precision clone of `model`: same class, same Parameter and buffer objects, fp32 inputs and outputs.
 
-    The first call captures the model with its real inputs. `example_inputs` (and `example_kwargs`) capture it at once, so that
-    `amp.plan` exists before a call. The original does not change.
+    The first call of the clone captures the model as graphs, with the real inputs. `example_inputs` (positional arguments, as a tuple)
+    and `example_kwargs` (keyword arguments) capture it at once, so that `amp.plan` exists before a call. The original does not change.
 
     Args:
         model: an nn.Module (a GraphModule too), or a torch.export.ExportedProgram.
-        optimizer: one optimizer or several that step this model's parameters. A step with overflowed gradients is skipped. Other
-            optimizers are found at their first step.
-        dtype: "bf16", "fp16" or a torch dtype. None chooses the best format of the device, which may be fp32.
-        lists: "default", "tf", "autocast", "o2", "o3", or an OpLists value.
-        overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`. A
-            module or node may be "wide", too: its matrix products read bf16 and return fp32.
-        plan: a plan to follow instead of deciding, edited or not. A plan that does not fit raises PlanError.
+        optimizer: one optimizer or several that step this model's parameters. A step with overflowed gradients is skipped. Optimizers
+            that are not given here are found at their first step.
+        dtype: the low format: "bf16", "fp16" or a torch dtype. None chooses the best format of the device, which may be fp32.
+        lists: the op lists: the preset "default", "tf", "autocast", "o2" or "o3", or an OpLists value.
+        overrides: formats by op, module path pattern or node name:
+            `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`. For a module or node, "wide" makes
+            matrix products read bf16 and return fp32.
+        plan: a plan to follow instead of deciding, edited or not. A plan that does not fit the captured graphs raises PlanError.
         calibration: the result of `amprewrite.calibrate`, or batches to calibrate with. In fp16, values that would overflow or be
-            flushed then stay fp32, with the evidence in the plan. Batches run in the model's present mode.
-        tolerance: largest relative L2 error of the outputs. The cheapest plan found within it is taken.
-        accuracy: "autocast" takes the cheapest plan found with an error no larger than under torch.autocast's rules. Both options
-            measure on the calibration batches, or on `example_inputs`; `amprewrite.accuracy.frontier.search` gives details.
+            flushed to zero then stay fp32, and the plan gives the evidence. Batches run in the model's current mode (train or eval).
+        tolerance: largest error of the outputs that is allowed, such as 1e-3: the relative L2 error, or the error that `metric` defines.
+            The cheapest plan found within this error is taken.
+        accuracy: "autocast" takes the cheapest plan found with an error no larger than under torch.autocast's rules. `tolerance` and
+            `accuracy` measure errors on the calibration batches, or on `example_inputs`; see `amprewrite.accuracy.frontier.search`.
         metric: the error that `tolerance` and `accuracy` measure. None or "l2" is the relative L2 error of all outputs. "logprob" is
             the mean Kullback-Leibler divergence, in nats, between the next token's probabilities (the softmax of the logits) and
-            fp32's. A function of (fp32 output, output) returns a number.
-        device: the device to plan for ("h100", "a100", "cpu", …; all are in `amprewrite.tables.devices.NAMED`) instead of the device
-            at hand. It gives prices and, with dtype=None, the best format. The available kernels are those of the device on which the
-            model runs.
+            fp32's. A function takes (fp32 output, output) and returns the error.
+        device: name of the device to plan for ("h100", "a100", "cpu", …; all are in `amprewrite.tables.devices.NAMED`). None plans for
+            the device that the model is on. The name sets prices and, with dtype=None, the format. Whether a kernel exists still
+            depends on the device that the model is on.
         memory: price of a gigabyte of activations kept for backward, in seconds, such as 0.01; 0 plans for speed.
-        parity: one plan for all graphs of the model, so that training, evaluation, inference and exports compute the same numbers.
-            "train" or "eval" chooses the cost that counts; a number between 0 and 1 is the weight of a training step against a pass
-            without gradients. An op has one colour in all graphs, whatever their sizes. The graph that is captured first decides; if a
-            later graph must keep an op high, it is high in all graphs from then on. With False, each graph gets its own cheapest plan,
-            and numbers differ by rounding.
-        measure: whether to time ops and casts on the device at hand instead of using the table's prices. Times are kept on disk.
-        high: "fp32". TF32 is not offered: PyTorch has one switch for the whole process, which kernels read as they start. A region
-            cannot have its own setting without changing it for all other code and breaking torch.compile's guards. If it is set
-            (`torch.set_float32_matmul_precision("high")`), ops that stay high use TF32 and are priced accordingly.
+        parity: whether all graphs of the model share one plan, so that training, evaluation, inference and exports compute the same
+            numbers. "train" or "eval" plans for the cost of a training step or of a pass without gradients; a number between 0 and 1 is
+            the weight of a training step. An op then has one format in all graphs, whatever their sizes. The graph that is captured
+            first decides. If a later graph must keep an op in fp32, the op stays fp32 in all graphs from then on. With False, each graph
+            gets its own cheapest plan, and numbers differ by rounding.
+        measure: whether to time ops and casts on the device at hand instead of using the cost table. Times are cached on disk.
+        high: the format of ops that are not low; only "fp32" is valid. TF32 cannot be set here, since PyTorch has one TF32 setting for
+            the whole process: changing it for one graph would affect other code and break torch.compile's guards. If TF32 is on
+            (`torch.set_float32_matmul_precision("high")`), ops in fp32 use it and are priced accordingly.
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", the name of a preset, a number for a static scale, None, or
-            a LossScale, which several models may share. It is built into the training graphs: gradients arrive unscaled.
-        granularity: "model" captures as much as possible at once. "blocks" captures each repeated block by itself, as needed for FSDP2
-            block by block. A list of module paths (shell patterns) names the blocks. All blocks share one loss scale.
-        pad: round dims of low matrix products up to the multiple that Tensor Cores need: "auto" (if the device's cost table predicts a
-            gain), "always", "never", "measure" (times the products on the GPU), a multiple, or `{"module:encoder.*": …}`. Parameters,
-            gradients, state_dict and results keep their sizes.
-        products: let bf16 products of rows and a matrix (linear, addmm, mm, matmul of a matrix) read fp8 copies of their operands if that
-            is faster: "fp8" (one scale per tensor; gradients of weights by price, too), "fp8-safe" (one scale per row; gradients of
+            a LossScale, which several models may share. The scale is built into the training graphs: gradients arrive unscaled.
+        granularity: "model" captures as much as possible in one graph. "blocks" captures each repeated block by itself, as needed if
+            FSDP2 shards each block. A list of module paths (shell patterns) names the blocks. All blocks share one loss scale.
+        pad: when to round the dims of low matrix products up to the multiple that Tensor Cores need: "auto" (if the device's cost table
+            predicts a gain), "always", "never", "measure" (if timing on the GPU shows a gain), a multiple, or a mapping by module:
+            `{"module:encoder.*": …}`. Parameters, gradients, state_dict and results keep their sizes.
+        products: which bf16 matrix products (linear, addmm, mm, matmul with a 2-d matrix) may read fp8 copies of their operands if that
+            is faster: "fp8" (one scale per tensor; gradients of weights too, if they gain), "fp8-safe" (one scale per row; gradients of
             weights stay bf16), "fp8-rowwise", or "fp8-all" (all products that the kernels take, at any price, for tests). A mapping adds
-            rules: `{"preset": "fp8-safe", "module:head": "bf16", "node:linear_3.grad_weight": "bf16", "module:blocks.*": "fp8"}`. Needs
-            dtype="bf16". A device without fp8 units emulates the same numbers if a rule or "fp8-all" asks for fp8.
+            rules: `{"preset": "fp8-safe", "module:head": "bf16", "node:linear_3.grad_weight": "bf16", "module:blocks.*": "fp8"}`. None
+            means no fp8. Needs dtype="bf16". A device without fp8 units emulates the same numbers if a rule or "fp8-all" asks for fp8.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs. "inductor" keeps fp32 inside its
             kernels, so its numbers differ from "eager" by rounding; "inductor-exact" fuses less and gives the same numbers.
-        cache_weights: with True, eager graphs on a GPU cast many weights in one launch, and a few launches cast their gradients back in
-            training; a compiler and a CPU cast each weight at its reads. Copies last for one call, so no write is missed. In calls
-            without gradients, `amp.frozen_weights()` keeps copies for a block, and `generate()` for its own duration. With "step",
-            copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager training too, so that gradient
-            accumulation casts no weight twice; copies of weights without gradients outlive the step. Then call `amp.weights_changed()`
-            after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives): most are found at a later call, with a
-            warning, but not all. With False, every weight is cast at its reads.
+        cache_weights: when to cast weights, and how long to keep the low copies. With True, eager graphs on a GPU cast many weights in
+            one launch, and in training cast their gradients back in a few launches; on a CPU, and in compiled graphs, each weight is
+            cast where it is read. Copies last for one call, so that no write to a weight is missed. In calls without gradients,
+            `amp.frozen_weights()` keeps copies for a `with` block, and `generate()` for its own duration. With "step", copies are kept
+            until any optimizer steps, the mode changes or weights are loaded, in eager training too, so that gradient accumulation
+            casts each weight once; copies of weights that take no gradient are kept longer. Then call `amp.weights_changed()` after
+            writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives): most are found at a later call, with a warning,
+            but not all. With False, every weight is cast where it is read.
         strict: whether code that cannot be captured raises CaptureError instead of running in fp32 with a warning.
-        inplace: turn `model` itself into the rewritten model and return it, for code that keeps its model object, as many trainers do.
-            `amprewrite.restore(model)` undoes it. If anything raises, the model does not change.
-        upcast: convert parameters that are bf16 or fp16 and take gradients to fp32 master weights, in place, for a checkpoint that was
-            loaded in half precision. The original shares these parameters, so it is fp32 afterwards, too. `amp.plan` notes their
-            number. Parameters without gradients stay half. With False, such a model raises PolicyError.
+        inplace: whether to turn `model` itself into the rewritten model and return it, for code that keeps its model object, as many
+            trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model does not change.
+        upcast: whether to convert parameters that are bf16 or fp16 and take gradients to fp32 master weights, in place, for a checkpoint
+            that was loaded in half precision. The original model shares these parameters, so they are fp32 there, too. `amp.plan` notes
+            their number. Half parameters that take no gradients do not change. With False, trainable half parameters raise PolicyError.
 
     Raises:
         PolicyError: invalid options.
         CaptureError: the model cannot be captured, or with `strict=True` computes other values when captured.
-        PlanError: the plan does not fit.
-        CalibrationError: batches cannot be run, or the ranges are of another model.
-        AccuracyError: the accuracy cannot be reached.
+        PlanError: `plan` does not fit the captured graphs.
+        CalibrationError: batches cannot be run, or `calibration` is of another model.
+        AccuracyError: no plan found meets `tolerance` or `accuracy`.
     """
     from amprewrite.api.module import Rewritten
     from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast
@@ -174,7 +177,7 @@ def rewrite(
 
 
 def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, note: str) -> Any:
-    """Attach the optimizers to `amp`, and capture it if there are example inputs. If that raises, no optimizer stays guarded."""
+    """Attach the optimizers to `amp`, capture it if there are `example` inputs, and return it. If that raises, all are detached."""
     from amprewrite.runtime.model.rewritten import capture_now, session_of
 
     if note:
@@ -193,8 +196,10 @@ def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapp
 def restore(model: M) -> M:
     """Turn a rewritten model back into the plain fp32 model, in place, and return it.
 
-    Parameters, buffers, hooks and the result of an earlier `.compile()` are kept. Its optimizers are no longer guarded. Raises PlanError
-    if the model was never rewritten, CaptureError if it went through fully_shard after the rewrite.
+    Parameters, buffers, hooks and the result of an earlier `.compile()` are kept. Its optimizers no longer skip steps.
+
+    Raises PolicyError if `model` is no module or is frozen, PlanError if it was never rewritten, and CaptureError if it went through
+    fully_shard after the rewrite.
     """
     from amprewrite.runtime.model.rewritten import unwrap_in_place
 
@@ -212,7 +217,10 @@ def measured_options(
     args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Run the model on sample batches to set the options `calibration` and `keep_high`. `target` is (tolerance, accuracy, metric)."""
+    """Return the options `calibration` and `keep_high`, measured by running the model on sample batches; {} if none is asked for.
+
+    `target` is (tolerance, accuracy, metric). `args` and `kwargs` are the example inputs, which serve as a batch without `calibration`.
+    """
     if calibration is None and all(each is None for each in target):
         return {}
     from amprewrite.accuracy.calibrate import calibrate
@@ -242,12 +250,12 @@ def measured_options(
 
 
 def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> CastPlan:
-    """The plan of `rewrite(model, **options)` for these inputs. The model is not rewritten.
+    """Return the plan that `rewrite(model, **options)` makes for these inputs. The model itself is not rewritten.
 
     Args:
         args: the positional arguments of one call, as a tuple. The plan depends on their shapes, dtypes and devices, and on grad mode.
         kwargs: the keyword arguments of the call.
-        options: the options of `rewrite`. After `upcast=True` the parameters are half again.
+        options: the options of `rewrite`. With `upcast=True`, parameters are fp32 only during this call.
 
     Raises the same errors as `rewrite`.
     """
@@ -275,14 +283,15 @@ def checked_options(
     parity: str | float = "train",
     products: Any = None,
 ) -> Options:
-    """Check the options of `rewrite` that need no model. Raises the same errors as `rewrite`."""
+    """Check the options of `rewrite` that can be checked without the model, and return them parsed. Raises the same errors as `rewrite`."""
     if not is_flag(cache_weights) and not is_word(cache_weights, "step"):
         raise PolicyError(f"cache_weights={shown(cache_weights)} is not understood: use True, False or 'step'")
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     if plan is not None:
         dtype = plan.low if dtype is None else dtype
-        lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists  # a plan needs its own lists to match ops
+        # take the lists of the plan by default, since a plan fits only graphs that are read with the same lists
+        lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists
     cache_weights = cache_weights if isinstance(cache_weights, str) else bool(cache_weights)
     strict = flag("strict", strict)
     low = None if dtype is None else parse_format(dtype)
@@ -309,7 +318,7 @@ def checked_options(
 
 
 def check_patterns(options: Options, module: nn.Module) -> None:
-    """Raise PolicyError if a pattern of the options matches no module of the model."""
+    """Raise PolicyError if a module pattern in `overrides`, `pad` or `products` matches no module of the model."""
     paths = [path for path, _ in module.named_modules()]
     Policy(options.low or LOW_FORMATS[1], overrides=options.overrides).check_modules(paths)
     options.pad.check_modules(paths)
@@ -333,7 +342,7 @@ def _check_backend(backend: Any) -> None:
 
 
 def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
-    """`loss_scale` in a form for `parse_loss_scale`. Raises PolicyError if it is invalid."""
+    """Return `loss_scale` in a form for `parse_loss_scale`. Raises PolicyError if it is invalid."""
     if loss_scale is None:
         loss_scale = "none"
     parse_loss_scale(loss_scale, low or FP32)
@@ -341,7 +350,7 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
 
 
 def _checked_device(device: Any, measure: bool) -> str:
-    """The name of the device to plan for; "" for the device at hand."""
+    """Return the name of the device to plan for; "" for the device at hand. Raises PolicyError for an unknown name."""
     if device is None:
         return ""
     if measure:
@@ -351,14 +360,14 @@ def _checked_device(device: Any, measure: bool) -> str:
 
 
 def _checked_memory(memory: Any) -> float:
-    """`memory` in seconds per byte. Raises PolicyError if it is no price of a gigabyte."""
+    """Convert `memory` from seconds per gigabyte to seconds per byte. Raises PolicyError if it is no number, negative or infinite."""
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
         raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9
 
 
 def _checked_parity(parity: Any) -> float | None:
-    """The weight of a training step in the prices of all graphs; None if each graph has its own prices."""
+    """Return the weight of a training step, from 0 to 1, in the prices of all graphs; None if each graph has its own prices."""
     words = {"train": 1.0, "eval": 0.0}
     if isinstance(parity, str) and parity in words:
         return words[parity]
@@ -370,7 +379,7 @@ def _checked_parity(parity: Any) -> float | None:
 
 
 def _checked_products(products: Any, low: Format | None, plan: CastPlan | None, backend: Any) -> ProductPolicy | None:
-    """The parsed `products`. Raises PolicyError if it contradicts the other options."""
+    """Return the parsed option `products`; None if it is not given. Raises PolicyError if it contradicts the other options."""
     checked = parse_products(products, not is_word(backend, "eager"))
     if checked is not None and plan is not None:
         raise PolicyError("plan= says which products run in fp8 and leaves products= nothing to choose; edit the plan, or pass one of them")
@@ -392,7 +401,7 @@ def _check_high(high: Any) -> None:
 
 
 def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """One optimizer or several, as a list. Raises PolicyError for anything else."""
+    """Return one optimizer or several as a list, without wrappers such as accelerate's. Raises PolicyError for any other object."""
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):

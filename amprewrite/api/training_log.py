@@ -1,4 +1,4 @@
-"""Log the loss scale and skipped steps during training, as JSON lines and as TensorBoard scalars."""
+"""Log the loss scale and skipped steps of a training run, as JSON lines and as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from amprewrite.tables.errors import EmitError, PolicyError
 
 
 class ScalarWriter(Protocol):
-    """The method that a writer must have, such as torch.utils.tensorboard.SummaryWriter."""
+    """An object to which TrainingLog can write scalars, such as torch.utils.tensorboard.SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 class TrainingLog:
-    """Writes a record every `every` calls of `step`: scale, steps, skipped steps, and the place of the last overflow.
+    """Writes a record at every `every`-th call of `step`: loss scale, steps, skipped steps, and the place of the last overflow.
 
-    Each record is a line of JSON in `path`, and three scalars in `writer` (a TensorBoard SummaryWriter, or any object with add_scalar).
-    A record copies the scale to the host, which waits for the device; raise `every` if that is too slow. Use it as a context manager,
-    or call `close`.
+    Each record is a line of JSON appended to the file `path`, and three scalars in `writer` (a TensorBoard SummaryWriter, or any object
+    with add_scalar). Making a record copies the scale to the host, which waits for the device; raise `every` if this is too slow. Use the
+    log as a context manager, or call `close` at the end.
 
-    Raises PolicyError if `amp` is not rewritten or there is nothing to write to, EmitError if `path` cannot be written.
+    Raises PolicyError if `amp` is not rewritten, neither `path` nor `writer` is given, or `every` is no positive integer. Raises EmitError
+    if `path` cannot be written.
     """
 
     def __init__(self, amp: nn.Module, path: str | Path | None = None, *, writer: ScalarWriter | None = None, every: int = 1) -> None:
@@ -45,7 +46,10 @@ class TrainingLog:
         self._file = None if path is None else _opened(path)
 
     def step(self, **more: float | str | None) -> dict[str, Any] | None:
-        """Count a step; call it after `optimizer.step()`. `more` is added to the record. Returns the record, or None between records."""
+        """Count one training step; call this method after `optimizer.step()`. Return the record if this step writes one, otherwise None.
+
+        `more` adds entries to the record.
+        """
         self._calls += 1
         if self._calls % self._every:
             return None
@@ -67,7 +71,7 @@ class TrainingLog:
         return record
 
     def close(self) -> None:
-        """Close the log's file. The writer is left to the caller."""
+        """Close the file at `path`. The writer stays open."""
         if self._file is not None:
             self._file.close()
 
@@ -79,7 +83,7 @@ class TrainingLog:
 
 
 def _opened(path: str | Path) -> io.FileIO:
-    """Open a file for appending. If a killed process left its last line unfinished, that line is ended first."""
+    """Open a file for appending. If its last line has no line end, since a process was killed, write the line end first."""
     try:
         file = io.FileIO(path, "a+")
     except (OSError, ValueError) as error:
@@ -92,7 +96,7 @@ def _opened(path: str | Path) -> io.FileIO:
 
 
 def _append(file: io.FileIO, line: str, path: Any) -> None:
-    """Write one whole line without a buffer, so that a killed process loses no written record."""
+    """Write one whole line without a buffer, so that a killed process loses no record. Raises EmitError if writing fails."""
     content = f"{line}\n".encode()
     try:
         while content:

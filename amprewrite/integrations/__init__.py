@@ -1,1 +1,1 @@
-"""amprewrite as a plugin of trainers and loaders. Each file needs the library of its name."""
+"""Plugins for trainers and model loaders. Each module needs the library that it is named after."""

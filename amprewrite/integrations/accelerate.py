@@ -1,4 +1,4 @@
-"""accelerate: `model, optimizer, loader = prepare(accelerator, model, optimizer, loader, dtype="fp16")`."""
+"""Support for accelerate: `model, optimizer, loader = prepare(accelerator, model, optimizer, loader, dtype="fp16")`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ except ImportError as error:
 
 
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None, **options: Any) -> Any:
-    """Rewrite every module among `objects` in place, then call `accelerator.prepare(*objects)`.
+    """Rewrite every module among `objects` in place, then return the result of `accelerator.prepare(*objects)`.
 
-    `options` are the options of `amprewrite.rewrite`. Optimizers among the objects are guarded from their first step on. Checkpoints of
-    `save_state` include the loss scale, as part of the optimizer's state. `optimizer_step_was_skipped` reports skipped steps.
+    `options` are the options of `amprewrite.rewrite`. Optimizers among the objects skip steps with overflowed gradients, from the first
+    step on. Checkpoints of `save_state` include the loss scale, as part of the optimizer's state. The accelerator's
+    `optimizer_step_was_skipped` reports skipped steps.
 
     Raises PolicyError if the accelerator has its own mixed precision, or if there is no module among the objects.
     """

@@ -1,9 +1,9 @@
-"""Lightning and Fabric: `Trainer(plugins=[AmpRewritePrecision("fp16")])`, `Fabric(plugins=[AmpRewritePrecision("bf16")])`.
+"""Support for Lightning and Fabric: `Trainer(plugins=[AmpRewritePrecision("fp16")])`, `Fabric(plugins=[AmpRewritePrecision("bf16")])`.
 
-1. `convert_module` rewrites the module in place, since some strategies keep the object that they have.
+1. `convert_module` rewrites the module in place, since some strategies keep a reference to the original object.
 2. Gradients arrive unscaled, so Lightning clips them itself, with fused optimizers too.
-3. A learning-rate schedule with interval "step" does not advance if the step was skipped.
-4. The loss scale is in the optimizer's checkpoint, and in Lightning's state of the precision plugin.
+3. A learning-rate schedule with interval "step" does not advance if the optimizer's step was skipped.
+4. Checkpoints hold the loss scale in the optimizer's state, and in the state that Lightning saves for the precision plugin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from amprewrite.runtime.session import Session
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""The two packages of the library. Each has its own classes, so the package that the user imported is used."""
+"""The two packages of Lightning. Each has classes of its own, so the package that the user has imported comes first."""
 
 
 def _precision_class() -> type:
@@ -42,9 +42,9 @@ else:
 
 
 class AmpRewritePrecision(Precision):  # type: ignore[misc]
-    """A precision plugin that rewrites modules. `dtype` and `options` are the options of `amprewrite.rewrite`.
+    """A precision plugin that rewrites modules in place. `dtype` and `options` are the options of `amprewrite.rewrite`.
 
-    Leave the trainer's own `precision=` out: the module's parameters stay in fp32, its default.
+    Do not give the trainer a `precision=` of its own: the parameters stay in fp32, which is its default.
     """
 
     precision = "32-true"
@@ -55,7 +55,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         self._sessions: list[Session] = []
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Rewrite `module` in place, unless it is rewritten already: a trainer may fit, test and fit again."""
+        """Rewrite `module` in place and return it. An already rewritten module does not change, since a trainer may fit several times."""
         if not is_rewritten(module):
             rewrite(module, inplace=True, **self._options)
         session = session_of(module)
@@ -64,7 +64,10 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Guard the optimizers from their first step on, and hold their schedules for skipped steps."""
+        """Have the optimizers skip steps with overflowed gradients, and their schedules wait during skipped steps.
+
+        Only schedules with interval "step" wait.
+        """
         for optimizer in optimizers:
             for session in self._sessions:
                 session.gate.attach_if_own(optimizer)
@@ -73,7 +76,8 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
                 config.scheduler = HeldSchedule(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    # The Trainer's base class calls callbacks of the trainer in these methods. Fabric has no trainer, so its own base class is called.
+    # In the next four methods, the Trainer's base class calls callbacks of the module's trainer. Under Fabric there is no trainer, so
+    # Fabric's own base class is called instead.
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 
@@ -89,11 +93,11 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return above.optimizer_step(optimizer, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each module's loss scale, by number of the module."""
+        """Return the state of each module's loss scale, by the module's number as text. Modules without a loss scale are left out."""
         return {str(number): state for number, session in enumerate(self._sessions) if (state := session.loss_scale.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume the loss scales."""
+        """Restore the dynamic loss scales from the result of `state_dict`."""
         for number, session in enumerate(self._sessions):
             if str(number) in state_dict and session.loss_scale.kind == "dynamic":
                 session.loss_scale.load_state_dict(state_dict[str(number)])
@@ -104,7 +108,7 @@ def _has_trainer(module: Any) -> bool:
 
 
 class HeldSchedule:
-    """Wraps a learning-rate schedule so that it does not advance for a skipped step. All other attributes are the schedule's."""
+    """Wraps a learning-rate schedule so that it does not advance for a skipped step. All other attributes are those of the schedule."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -115,7 +119,7 @@ class HeldSchedule:
             self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # while `copy` makes a copy, it has no attributes yet
+        if name == "scheduler":  # `copy` asks before the new object has a `scheduler`: avoid endless recursion
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

@@ -1,11 +1,11 @@
-"""transformers: a `quantization_config` for `from_pretrained`, and a callback for its Trainer and TRL's.
+"""Support for transformers: a `quantization_config` for `from_pretrained`, and a callback for the Trainers of transformers and TRL.
 
     model = AutoModel.from_pretrained(path, quantization_config=AmpRewriteConfig(dtype="fp16"))
     trainer = Trainer(model, args, callbacks=[AmpRewriteCallback(dtype="fp16")])
 
-1. The config is registered under the name "amprewrite" when this file is imported. A model that was loaded with it is saved with it.
-   A process that loads that model again imports this file first.
-2. Both rewrite the model in place, since transformers keeps the object that it has.
+1. Importing this module registers the config under the name "amprewrite". `save_pretrained` saves the config with the model, so a process
+   must import this module before it loads the saved model.
+2. The config and the callback rewrite the model in place, since transformers keeps a reference to the original object.
 3. Modules in a model class's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` stay fp32, unless `overrides` says otherwise.
 """
 
@@ -37,14 +37,14 @@ except ImportError as error:
 
 NAME = "amprewrite"
 _SAVED = ("dtype", "lists", "overrides", "plan", "loss_scale", "pad", "granularity", "backend", "cache_weights", "strict")
-"""The options that config.json can hold. The other options of `rewrite` depend on one machine or one batch."""
+"""The options of `rewrite` that config.json can hold. Other options depend on a machine or on batches, so they are not saved."""
 
 
 @register_quantization_config(NAME)
 class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Options of `amprewrite.rewrite` that are saved with a model. `plan` is a CastPlan or its JSON text.
+    """A quantization config with options of `amprewrite.rewrite`, which is saved with the model. `plan` is a CastPlan or its JSON text.
 
-    Raises PolicyError for an invalid option, or for a value that JSON cannot hold.
+    Raises PolicyError for an option that cannot be saved or is invalid, and for a value that JSON cannot hold.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -66,12 +66,12 @@ class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         checked_options(**{name: value for name, value in self.rewrite_options().items() if name != "granularity"})
 
     def rewrite_options(self) -> dict[str, Any]:
-        """The options for `rewrite`, with the plan as a CastPlan."""
+        """Return the options for `rewrite`, with the plan as a CastPlan."""
         plan = self.options.get("plan")
         return {**self.options, **({} if plan is None else {"plan": CastPlan.from_json(plan)})}
 
     def to_dict(self) -> dict[str, Any]:
-        """The options for config.json."""
+        """Return the contents of the config for config.json."""
         return {"quant_method": self.quant_method, **self.options}
 
 
@@ -84,11 +84,11 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
     is_compileable = False
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """True: weights are saved in fp32, under their own names."""
+        """Return True: a rewritten model can be saved, with fp32 weights under their own names."""
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype for loading weights: fp32, since they are the master weights. Warns if a low format was asked for."""
+        """Return fp32 as the dtype for loading weights, since they are the master weights. Warn if the user asked for a low format."""
         if dtype in LOW_DTYPES:
             warnings.warn(
                 f"this model would be loaded in {dtype_name(dtype)}; with AmpRewriteConfig its weights are loaded in fp32, as master "
@@ -99,7 +99,7 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return FP32.dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        """Make the empty model fp32, since transformers 5.0 calls `update_dtype` and ignores the result."""
+        """Make the empty model fp32. This is needed since transformers 5.0 ignores the result of `update_dtype`."""
         upcast(model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -111,9 +111,9 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 class AmpRewriteCallback(TrainerCallback):  # type: ignore[misc]
-    """Rewrites the Trainer's model in place, guards its optimizer, and logs the loss scale and skipped steps.
+    """Rewrites the Trainer's model in place, skips steps with overflowed gradients, and logs the loss scale and skipped steps.
 
-    `options` are the options of `amprewrite.rewrite`. A model that is rewritten already does not change. Raises PolicyError if the
+    `options` are the options of `amprewrite.rewrite`. An already rewritten model does not change. Raises PolicyError if the
     Trainer's arguments ask for mixed precision or for torch.compile around the model.
     """
 
@@ -122,17 +122,17 @@ class AmpRewriteCallback(TrainerCallback):  # type: ignore[misc]
         self._model: nn.Module | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Rewrite the model as soon as the Trainer has it, so that it evaluates and predicts in low precision, too."""
+        """Rewrite the model once the Trainer is built, so that evaluation and prediction before training run low, too."""
         self._take(args, model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        """Guard the optimizer; a model that `model_init` made since is rewritten now."""
+        """Attach the optimizer, so that it skips steps with overflowed gradients. Rewrite a model that `model_init` made for this run."""
         self._take(args, model)
         if self._model is not None and optimizer is not None:
             session_of(self._model).gate.attach_if_own(optimizer)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add `loss_scale` and `skipped_steps` to the logs."""
+        """Add `loss_scale` and `skipped_steps` to the logs if the model has a loss scale."""
         if self._model is None or logs is None or not session_of(self._model).loss_scale.enabled:
             return
         report = session_of(self._model).loss_scale.report()
@@ -168,14 +168,14 @@ def _refuse_own_precision(args: Any) -> None:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model inside wrappers of distributed training."""
+    """Return the model inside the wrappers DataParallel and DistributedDataParallel."""
     while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = model.module
     return model
 
 
 def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with overrides for modules that the model's class keeps in fp32. With a plan to follow, nothing is added."""
+    """Return the options with added overrides that keep some modules fp32, as the model's class asks. With a plan, nothing is added."""
     if options.get("plan") is not None:
         return dict(options)
     low = options.get("dtype")
@@ -185,7 +185,10 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 
 
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
-    """Paths of the modules that transformers keeps in fp32: the strict list always, the other list only in a narrow format."""
+    """Yield the paths of modules that the model's class keeps in fp32.
+
+    Modules in `_keep_in_fp32_modules_strict` always count; modules in `_keep_in_fp32_modules` count only in a `narrow` format (fp16).
+    """
     names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if narrow:
         names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}

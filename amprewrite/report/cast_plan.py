@@ -1,6 +1,6 @@
-"""The plan class for users: it prints, counts, explains and draws itself.
+"""`CastPlan`, the plan class for users. Its methods print, count, explain and draw the plan.
 
-Each view is imported on first use, so that importing the class stays cheap.
+Each method imports its view on first use, so that importing the class stays cheap.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 @dataclass(frozen=True)
 class CastPlan(ModelPlan):
-    """The plan of a model, with one region for each captured graph.
+    """The plan of a model: the format of every node and all casts, with one region for each captured graph.
 
-    `print(plan)` lists every node; `summary()` counts; `explain(name)` explains a node or a module; `to_json()` and
-    `from_json()` round-trip exactly; `edit()` changes colours; `diff(other)` lists what differs.
+    The colour of a node is low (bf16 or fp16), high (fp32) or plain (no fp32 value). `print(plan)` lists every node. `summary()` counts
+    nodes and casts. `explain(name)` explains a node or a module. `edit()` returns a copy with other colours. `diff(other)` lists
+    differences. `to_json()` and `from_json()` round-trip exactly.
     """
 
     @classmethod
     def of(cls, plan: ModelPlan) -> Self:
-        """A CastPlan with the content of `plan`."""
+        """Return a CastPlan with the content of `plan`."""
         return cls(**{each.name: getattr(plan, each.name) for each in fields(ModelPlan)})
 
     def explain(self, name: str = "") -> str:
         """Explain a node ("linear_3"), a module ("encoder.layer.0") or, without a name, the whole plan.
 
-        The sentences give the format, the rule that decided, the node that caused it, a change that would alter it, and the price of
-        that change in casts. Changes are tried on the op graph. A plan read from JSON has no op graph, so it gives the recorded
-        reasons only. Heavy ops left high come first. Raises PlanError with similar names for an unknown name.
+        The sentences give a node's format, the rule that decided it, the node that caused it, a change that would alter it, and the
+        price of that change in casts. Changes are tried on the op graph. A plan read from JSON has no op graph, so its sentences give
+        the recorded reasons only. Heavy ops (matmuls and convolutions) that stay fp32 come first.
+
+        Raises PlanError for an unknown name; the message lists similar names.
         """
         from amprewrite.report.questions.explain import explain
 
         return explain(self, name)
 
     def summary(self) -> str:
-        """Heavy ops left high, counts, and the predicted times of this plan and of the plans that it was compared with."""
+        """Return a text with `counts()`, the predicted times of this plan and of the plans it was compared with, and the padding."""
         return "\n".join([self.counts(), *map(printable, (*self._weighed(), *pad_summary([region.pads for region in self.regions])))])
 
     def _weighed(self) -> list[str]:
@@ -66,8 +69,11 @@ class CastPlan(ModelPlan):
         return lines
 
     def counts(self) -> str:
-        """Counts on a few lines: heavy ops left high, nodes by colour, casts by kind, share of FLOPs that run low, ops of other
-        libraries on no list."""
+        """Return a few lines of text with counts.
+
+        They are heavy ops that stay fp32, ops by colour, casts by kind, the share of FLOPs in the low format, custom ops of libraries that
+        are on no op list, notes, and parts that were not captured.
+        """
         from amprewrite.report.questions.explain import heavy
 
         ops = [node for node in self.nodes if node.role == "op"]
@@ -92,50 +98,62 @@ class CastPlan(ModelPlan):
         return "\n".join(map(printable, lines))
 
     def listing(self, fold: bool = False, width: int = 0) -> str:
-        """The planned graph as code, one op a line, with dtype, colour, shape, source line and reason, grouped by module.
+        """Return the planned graph as code: one op per line, with dtype, colour, shape, source line and reason, grouped by module.
 
-        `fold=True` gives a table with one module a row, which fits one screen. Lines are cut at `width`; 0 cuts none.
+        `fold=True` returns a table with one module per row, which fits one screen. Lines are cut to `width` characters; 0 cuts none.
         """
         from amprewrite.report.listing import listing
 
         return listing(self, fold, width)
 
     def to_html(self, path: Any, title: str = "", report: Any = None) -> Path:
-        """Write a report as one self-contained HTML file: the graph, charts, and an answer for every node.
+        """Write a report as one self-contained HTML file, and return its path.
 
-        `report` is the result of `verify` or `debug` for the same model; it adds ranges and errors. Raises EmitError if `path`
-        cannot be written.
+        The report shows the graph, charts, and for every node its reason and the change that would alter it. `report` is the result of
+        `verify` or `debug` for the same model; it adds ranges and errors. Raises EmitError if `path` cannot be written.
         """
         from amprewrite.report.html.page import to_html
 
         return to_html(self, path, title, report)
 
     def to_svg(self, path: Any = None, depth: int | None = None) -> str:
-        """The graph as SVG text, written to `path` if given. Modules below `depth` are drawn as one box."""
+        """Return a drawing of the graph as SVG text, and write it to `path` if given.
+
+        Modules nested deeper than `depth` are drawn as one closed box; None chooses a depth. Raises EmitError if `path` cannot be written.
+        """
         from amprewrite.report.pictures.svg import to_svg
 
         return to_svg(self, path, depth)
 
     def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-        """Write the drawing of `to_svg` as a PNG file. Raises EmitError if the png extra is not installed."""
+        """Write the drawing of `to_svg` as a PNG file with `scale` pixels per unit, and return its path.
+
+        Raises EmitError if the png extra is not installed, or if `path` cannot be written.
+        """
         from amprewrite.report.pictures.svg import to_png
 
         return to_png(self, path, depth, scale)
 
     def to_dot(self, path: Any = None) -> str:
-        """The graph as DOT text for Graphviz, with modules as clusters, written to `path` if given."""
+        """Return the graph as DOT text for Graphviz, with modules as clusters, and write it to `path` if given.
+
+        Raises EmitError if `path` cannot be written.
+        """
         from amprewrite.report.pictures.dot import to_dot
 
         return to_dot(self, path)
 
     def to_model_explorer(self, path: Any, graph: str = "main") -> Path:
-        """Write node data for Google's Model Explorer, which shows formats and colours on its graph called `graph`."""
+        """Write node data for Google's Model Explorer, and return the path. Model Explorer shows the formats on its graph called `graph`.
+
+        Raises EmitError if `path` cannot be written.
+        """
         from amprewrite.report.pictures.model_explorer import to_model_explorer
 
         return to_model_explorer(self, path, graph)
 
     def _repr_html_(self) -> str:
-        """An HTML fragment for notebooks."""
+        """Return an HTML fragment that notebooks display."""
         from amprewrite.report.html.notebook import to_notebook
 
         return to_notebook(self, self.summary())
@@ -148,9 +166,9 @@ class CastPlan(ModelPlan):
 
     @staticmethod
     def schema() -> dict[str, dict[str, str]]:
-        """The meaning of each key of the JSON form, by kind of object: plan, region, node, cast, skipped and others.
+        """Return the meaning of each key of the JSON form, by kind of object: plan, region, node, cast, skipped and so on.
 
-        The version is one number. It rises when older files can no longer be read without migration. New keys have defaults.
+        The key `version` is one number. It rises when older files need a migration to be read. New keys have defaults.
         """
         return schema()
 

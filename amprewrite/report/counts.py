@@ -1,4 +1,4 @@
-"""Counts for all views of a plan: bytes of a result, rows by module, casts by kind, ops by dtype."""
+"""Counts that the views of a plan share: bytes of a result, rows by module, casts by kind, ops by dtype."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 _OTHERS = {"fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 BYTES = {row.name: row.bytes for row in FORMATS.values()} | _OTHERS
-"""Bytes of an element by dtype. Other dtypes count as 0 bytes."""
+"""Bytes of one element, by dtype. Dtypes that are missing here count as 0 bytes."""
 
 
 def node_bytes(node: NodePlan) -> int:
-    """Bytes of a node's result after the rewrite. Symbolic dims count as 1."""
+    """Return the bytes of a node's result after the rewrite; 0 without a shape. A symbolic dim counts as size 1."""
     return math.prod(size for size in node.shape if isinstance(size, int)) * BYTES.get(node.dtype, 0) if node.shape else 0
 
 
 def by_region(plan: ModelPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
-    """Nodes and casts of each region, with their names in `plan.nodes` and `plan.casts`."""
+    """Yield the nodes and the casts of each region, with names as in `plan.nodes` and `plan.casts`."""
     nodes, casts = iter(plan.nodes), iter(plan.casts)
     for region in plan.regions:
         yield tuple(next(nodes) for _ in region.nodes), tuple(next(casts) for _ in region.casts)
 
 
 def cast_kind(cast: Cast) -> str:
-    """The kind of a cast in words: "weights to low", "activations to low" or "activations to fp32"."""
+    """Return the kind of a cast: "weights to low", "activations to low" or "activations to fp32"."""
     if cast.weight:
         return "weights to low"
     return "activations to fp32" if cast.to == "fp32" else "activations to low"
@@ -43,7 +43,7 @@ def casts_by_kind(casts: Iterable[Cast]) -> dict[str, int]:
 
 
 def fp8_counts(plan: ModelPlan) -> list[str]:
-    """One line on the share of GEMMs in fp8; none if fp8 was not asked for."""
+    """Return a list with one line on the share of GEMMs in fp8; an empty list if fp8 was not asked for."""
     if not any(region.quantised for region in plan.regions):
         return []
     weighed = [each for region in plan.regions for each in region.quantised.products]
@@ -59,12 +59,12 @@ def fp8_counts(plan: ModelPlan) -> list[str]:
 
 
 def is_heavy_high(node: NodePlan) -> bool:
-    """Whether a matmul or convolution was left in fp32. Half precision in the model's own code does not count."""
+    """True if the node is a matmul or convolution that stays fp32. False if the model's own code runs it in half precision."""
     return node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
 
 
 def by_impact(nodes: Iterable[NodePlan]) -> list[NodePlan]:
-    """Heavy ops left high, most FLOPs first."""
+    """Return the matmuls and convolutions that stay fp32, most FLOPs first."""
     return sorted(filter(is_heavy_high, nodes), key=lambda node: -node.flops)
 
 
@@ -73,21 +73,24 @@ class ModuleRow:
     """Counts over the ops of one module and its submodules."""
 
     path: str
+    """Path of the module; "" for the model."""
     ops: int = 0
     low: int = 0
     high: int = 0
     casts: int = 0
     """Casts of activations whose first reader is in this module."""
     weight_casts: int = 0
+    """Casts of weights whose first reader is in this module."""
     flops: int = 0
     low_flops: int = 0
     bytes: int = 0
     """Bytes of all results after the rewrite."""
     times: int = 1
-    """Number of siblings with the same counts that share this row."""
+    """Number of sibling modules with equal counts that share this row."""
     name: str = ""
-    """Name shown in the row: the last part of the path, several parts if a module only wraps another, or a span of siblings."""
+    """Name that a table shows: the last part of the path, several parts for a module that only wraps another, or a span such as "0..11"."""
     parts: dict[str, ModuleRow] = field(default_factory=dict)
+    """Rows of the submodules, by name."""
 
     def counts(self) -> tuple[int, ...]:
         return (self.ops, self.low, self.high, self.casts, self.weight_casts, self.flops, self.low_flops, self.bytes)
@@ -105,12 +108,12 @@ class ModuleRow:
 
 
 def module_tree(plan: ModelPlan) -> ModuleRow:
-    """The row of the root module, with a row below it for every module."""
+    """Return the row of the root module. Its `parts` hold the rows of all submodules, nested like the modules."""
     root = ModuleRow("")
     for nodes, casts in by_region(plan):
         first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
         for node in nodes:
-            if node.role != "op":  # a result of the graph, which is returned in its original format
+            if node.role != "op":  # an output of the graph: its cast back to the original format counts for the model
                 root.casts += first[node.name, False]
                 root.weight_casts += first[node.name, True]
                 continue
@@ -125,7 +128,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
 
 
 def _joined(row: ModuleRow) -> ModuleRow:
-    """Merge each module that holds one submodule only with that submodule."""
+    """Merge each module whose ops are all in its only submodule with that submodule."""
     row.parts = {name: _joined(part) for name, part in row.parts.items()}
     if len(row.parts) == 1 and row.name:
         (part,) = row.parts.values()
@@ -135,7 +138,7 @@ def _joined(row: ModuleRow) -> ModuleRow:
 
 
 def folded(root: ModuleRow, most: int = 40) -> list[tuple[int, ModuleRow]]:
-    """Rows of modules as (depth, row), opened from the root on while all fit in `most` rows. Equal siblings share a row."""
+    """Return rows of modules as (depth, row), at most `most`. Modules are opened from the root on; equal siblings share a row."""
     opened: set[str] = set()
     rows = [(0, root)]
     while True:
@@ -178,7 +181,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 
 
 def op_dtypes(plan: ModelPlan) -> list[tuple[str, int, int, int, int]]:
-    """Rows of the op × dtype table: op, calls low, calls high, FLOPs low, FLOPs high. Most FLOPs first, then most calls."""
+    """Return rows of (op, calls low, calls high, FLOPs low, FLOPs high), by most FLOPs, then most calls."""
     table: dict[str, list[int]] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:
@@ -191,7 +194,7 @@ def op_dtypes(plan: ModelPlan) -> list[tuple[str, int, int, int, int]]:
 
 
 def amount(number: float, unit: str = "") -> str:
-    """A number in few characters: 1.2 G, 34 k."""
+    """Format a number with three digits and a metric prefix: "1.2 G", "34 kB"."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g} {prefix}{unit}"
@@ -199,5 +202,5 @@ def amount(number: float, unit: str = "") -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A share in per cent; "-" if `whole` is 0."""
+    """Format `part` of `whole` in per cent, such as "12 %"; "-" if `whole` is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"

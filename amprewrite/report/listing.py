@@ -1,4 +1,4 @@
-"""The listing of a plan: its graph as code, one annotated op a line, or a table with one module a row."""
+"""List a plan as text: its graph as code with one annotated op per line, or a table with one module per row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amprewrite.tables.recipes import OUT
 from amprewrite.tables.vocabulary import Colour
 
 SCREEN = 40
-"""Most rows of a folded listing."""
+"""Largest number of rows of the table of modules."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Line:
 
 
 def listing(plan: ModelPlan, fold: bool = False, width: int = 0) -> str:
-    """The plan as code, or as a table of modules if `fold`. Lines are cut to `width` unless it is 0."""
+    """Return the plan as code, or with `fold` as a table of modules. Lines are cut to `width` characters; 0 cuts none."""
     found = fold_table(plan) if fold else laid_out(list(code_lines(plan)))
     return "\n".join(line if not width or len(line) <= width else f"{line[: width - 1]}…" for _, line in found)
 
 
 def code_lines(plan: ModelPlan) -> Iterator[Line]:
-    """Lines in the order in which the ops run, with a header at each change of module."""
+    """Yield the lines of the code in running order, with a header for each graph and at each change of module."""
     for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
         state = "training" if region.training else "inference"
         yield Line("graph", f"# {region.name}, {state}: {sum(n.role == 'op' for n in nodes)} ops, {len(casts)} casts")
@@ -82,7 +82,7 @@ def _cast_line(cast: Cast, module: str, prefix: str) -> Line:
 
 
 def _short(value: str, module: str, prefix: str, to: str = "") -> str:
-    """A value's name relative to the reader's module, followed by the format of the copy that is read."""
+    """Return a value's name relative to the reader's module, such as "self.weight", followed by ":" and the format `to` if given."""
     name = value.removeprefix(prefix)
     name = f"self{name[len(module) :]}" if module and name.startswith(f"{module}.") else name
     return f"{name}:{to}" if to else name
@@ -94,7 +94,7 @@ def _tally(nodes: list[NodePlan]) -> str:
 
 
 def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
-    """Each line as (kind, text), in aligned columns."""
+    """Align the columns of `lines`. Return each line as (kind, text)."""
     code = min(max((len(line.code) for line in lines if line.kind not in ("graph", "module", "note")), default=0), 72)
     shape = max((len(line.shape) for line in lines), default=0)
     source = max((len(line.source) for line in lines), default=0)
@@ -109,7 +109,7 @@ def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
 
 
 def fold_table(plan: ModelPlan, most: int = SCREEN, width: int = 80) -> list[tuple[str, str]]:
-    """A table with one module a row, as (kind, text) of each line, in at most `most` rows and `width` columns."""
+    """Return a table with one module per row as (kind, text) of each line, with at most `most` lines of `width` characters."""
     root = module_tree(plan)
     rows = folded(root, most - 1)
     titles = ("ops", "low", "high", "casts", "weights", "FLOPs", "low", "bytes")

@@ -1,4 +1,4 @@
-"""The meaning of each key of a plan's JSON form."""
+"""The keys of a plan's JSON form and their meanings."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ MEANING = {
 
 
 def schema() -> dict[str, dict[str, str]]:
-    """Keys and their meanings by kind of object; see CastPlan.schema."""
+    """Return {kind of object: {key: meaning}} for the JSON form of a plan. `CastPlan.schema` is the public function."""
     return {kind: {f.name: _meaning(kind, f.name) for f in fields(cls) if f.name != "basis"} for kind, cls in KINDS.items()}
 
 

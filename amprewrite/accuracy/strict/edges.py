@@ -1,4 +1,4 @@
-"""Run a captured graph in fp32 with an alias for every edge, so that backward gives the output error of rounding the edge."""
+"""Run a captured graph in fp32 with an alias for every edge, so that backward gives the output error that rounding the edge causes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.trees import tree_flatten, tree_unflatten
 
 _NO_DERIVATIVE = "is not differentiable with respect to argument"
-"""Part of PyTorch's error for an operand that must not require a gradient."""
+"""Part of the message of PyTorch's error for an operand that requires a gradient although the op has no derivative for it."""
 
 Edges = dict[tuple[str, str], float]
-"""For each (value, reader) of one graph: the squared relative output error of rounding the value for this reader."""
+"""For each edge (value, reader) of one graph: the squared output error that rounding the value for this reader causes."""
 
 
 class EdgeProbe:
-    """Runs graphs in fp32 and collects in `edges` the squared output error of every edge, from its gradient in backward."""
+    """Runs graphs in fp32, and in backward adds the squared output error of every edge to `edges`.
+
+    `weight` scales the squares. `leaves` are the graph inputs for which the caller takes gradients.
+    """
 
     def __init__(self, low: Format) -> None:
         self.low, self.weight = low, 0.0
@@ -38,7 +41,10 @@ class EdgeProbe:
         return _EdgeInterpreter(captured, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
 
     def _leaf(self, value: Any, touched: bool) -> Any:
-        """A leaf with the data of `value`, so that gradients reach it. `value` itself if they do already, or if it is written in place."""
+        """Return a leaf that shares the data of `value` and requires a gradient, so that backward reaches its edges.
+
+        Return `value` itself if it already has a gradient function, is no floating tensor, or is written in place by the graph (`touched`).
+        """
         plain = isinstance(value, torch.Tensor) and value.is_floating_point() and (value.is_leaf or not value.requires_grad)
         if not plain or touched:
             return value
@@ -47,7 +53,10 @@ class EdgeProbe:
         return leaf
 
     def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """A view of `tensor` for one reader. In backward, the output error of rounding this view is added to `edges`, squared."""
+        """Return a view of `tensor` for one reader. Backward adds the squared output error of rounding the view to `edges[edge]`.
+
+        Return `tensor` itself if it is no dense fp32 tensor that requires a gradient.
+        """
         if not (tensor.requires_grad and tensor.dtype == torch.float32 and tensor.layout == torch.strided):
             return tensor
         alias = tensor.view_as(tensor)
@@ -70,11 +79,11 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # values inside no_grad are rounded as well, so their edges need gradients
+            return None  # skip the switch: a plan rounds values inside no_grad as well, so their edges need gradients
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)
-        in_place = written(n)  # a write to an alias of these would miss the tensor that other ops read
+        in_place = written(n)  # operands without an alias: the op writes them, and other ops must see the write
 
         def operand(node: torch.fx.Node) -> Any:
             value = self.env[node]
@@ -98,10 +107,10 @@ class _EdgeInterpreter(torch.fx.Interpreter):
             return getattr(self, n.op)(n.target, *self._constants_cut(n, args, kwargs))
 
     def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operands, with copies of operands for which the op has no derivative: running statistics, class weights.
+        """Return the operands, with detached copies in place of operands for which the op has no derivative, such as running statistics.
 
-        Each operand is tried as the only one with a gradient. The trials use copies, since the op may write its operands and the
-        model's buffers are restored before backward.
+        To find them, the op runs once per operand, with a gradient for this operand only. These runs use copies, since the op may write
+        its operands. The results use copies as well, since the model's buffers are restored before backward.
         """
         leaves, spec = tree_flatten((args, kwargs))
         kept = [_copy(leaf) for leaf in leaves]
@@ -119,13 +128,16 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         return tree_unflatten(kept, spec)
 
     def _unweighed(self, node: torch.fx.Node) -> bool:
-        """Whether rounding a value counts as free: masks are clamped, and values inside a torch.func transform are never rounded."""
+        """True if rounding the value of `node` counts as no error.
+
+        This holds for masks, whose casts clamp them, and for values inside a torch.func transform, which are never rounded.
+        """
         vertex = self.captured.problem.graph.nodes.get(self.names.get(node, ""))
         return vertex is not None and (vertex.may_saturate or inside_transform(vertex))
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a tensor that requires no gradient. Any other value is returned unchanged."""
+    """Return a detached copy of a tensor. Any other value is returned unchanged."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

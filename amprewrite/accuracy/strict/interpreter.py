@@ -1,8 +1,8 @@
 """The strict interpreter: it runs a captured graph in fp32 and rounds every low result and copy to nearest even.
 
-`verify` and `debug` use it. It compares every result with its value before rounding and with a first, unrounded run. With gradients
-on, the gradient of a low value is rounded as well, multiplied by the loss scale as low kernels see it, and is measured, too. Products
-that read fp8 copies read them here as well, forward and backward.
+`verify` and `debug` use it. The model first runs unrounded, as the reference. In a rounded run, every result is compared with its value
+before rounding and with the reference. With gradients on, the gradient of a low value is also rounded and measured. It is multiplied by
+the loss scale first, since low kernels see scaled gradients. Products with fp8 copies read them here too, forward and backward.
 """
 
 from __future__ import annotations
@@ -36,39 +36,42 @@ class Row:
     """The effect of rounding on one result, on a cast copy of a result, or on the gradient of a result."""
 
     name: str
+    """Name of the node, or "node -> format" for a cast copy."""
     op: str
     """Name of the op, or "cast"."""
     colour: Colour
     introduced: float
     """Relative L2 error of this rounding alone, against the same op in fp32 on the same rounded inputs."""
     accumulated: float
-    """Relative L2 error against the fp32 model."""
+    """Relative L2 error after rounding, against the unrounded fp32 run; NaN if that run has no such value."""
     largest: float
     """Largest finite magnitude before rounding."""
     overflow: float
-    """Share of values that are finite before rounding and not after it."""
+    """Share of the elements, from 0 to 1, that are finite before rounding and not finite after it."""
     underflow: float
-    """Share of values that are nonzero before rounding and zero after it."""
+    """Share of the elements, from 0 to 1, that are nonzero before rounding and zero after it."""
     module: str = ""
+    """Path of the module that runs the op."""
     source: str = ""
+    """Place in the model's code, as file:line."""
     weight: bool = False
-    """Whether it is a cast of a parameter."""
+    """Whether the row is a cast of a parameter, or its gradient."""
     inherited: float = math.nan
-    """Relative L2 error before rounding, which comes from the operands."""
+    """Relative L2 error before rounding, against the unrounded fp32 run: the part that comes from the operands."""
     smallest: float = 0.0
     """Smallest nonzero magnitude before rounding; 0 if all values are zero."""
     inputs: tuple[str, ...] = ()
-    """Names of the rows of its operands: results, or cast copies of results."""
+    """Names of the rows that the op reads: results, or cast copies of results."""
 
 
 # -- numbers ------------------------------------------------------------------------------
 def round_to(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """`tensor` with every value rounded to nearest even in `fmt`, in fp32 storage."""
+    """Return a detached fp32 tensor with every value of `tensor` rounded to nearest even in `fmt`."""
     return tensor.detach().to(fmt.dtype).to(torch.float32)
 
 
 def _round_memory(tensor: torch.Tensor, fmt: Format) -> None:
-    """Round `tensor` in place. Elements that share memory, as in an expanded tensor, are rounded once."""
+    """Round `tensor` to `fmt` in place, also if several elements share memory, as in an expanded tensor."""
     if torch._debug_has_internal_overlap(tensor) == 0:
         tensor.copy_(round_to(tensor, fmt))
         return
@@ -79,7 +82,11 @@ def _round_memory(tensor: torch.Tensor, fmt: Format) -> None:
 
 
 def relative_error(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    """Relative L2 error over several tensors together. Infinities may be equal; any other non-finite difference is inf."""
+    """Return the relative L2 error of `got` against `exact`, over all tensors together.
+
+    Equal infinities, and NaN in both, count as no error. Any other non-finite difference gives inf, and so does an error if all of
+    `exact` is zero.
+    """
     difference = size = 0.0
     for a, b in zip(got, exact, strict=True):
         a, b = a.detach().double(), b.detach().double()
@@ -100,7 +107,11 @@ def measure(
     exact: list[torch.Tensor] | None,
     limit: float = math.inf,
 ) -> Row:
-    """Compare a result with its value before rounding and with the fp32 run. `limit` clamps both if the plan saturates."""
+    """Return the row of a result: compare `got` with its value `before` rounding, and with `exact` of the fp32 run.
+
+    `limit` clamps `before` and `exact`; pass it if the plan clamps the value to the format's range. Without an `exact` of the same
+    shapes, the accumulated and inherited errors are NaN.
+    """
     if math.isfinite(limit):
         before = [saturate(t, limit) for t in before]
         exact = None if exact is None else [saturate(t, limit) for t in exact]
@@ -124,7 +135,7 @@ def is_fp32(value: Any) -> bool:
 
 
 def floats(value: Any) -> list[torch.Tensor]:
-    """Dense floating tensors of a result. Batched tensors inside a vmap are left out, since their values cannot be read."""
+    """Return the dense floating tensors in a result. Batched tensors inside a vmap are left out, since their values cannot be read."""
     tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point())
     return [t for t in tensors if t.layout == torch.strided and not is_batched(t)]
 
@@ -132,7 +143,7 @@ def floats(value: Any) -> list[torch.Tensor]:
 # -- one graph and one run of it -----------------------------------------------------------------
 @dataclass
 class StrictRegion:
-    """A captured fp32 graph, and the plan by which it is rounded."""
+    """A captured fp32 graph, and the plan that says which of its values to round."""
 
     captured: Captured
     plan: RegionPlan
@@ -141,7 +152,7 @@ class StrictRegion:
 
     @classmethod
     def of(cls, captured: Captured, plan: RegionPlan) -> StrictRegion:
-        """Match the nodes of a plan with a captured graph by position, since the reader's order is canonical."""
+        """Match the nodes of `plan` with the nodes of `captured` by position, since both are in the same canonical order."""
         pairs = list(zip(captured.problem.graph, plan.nodes, strict=True))
         nodes = {captured.nodes[vertex.name]: planned for vertex, planned in pairs}
         may_saturate = frozenset(planned.name for vertex, planned in pairs if vertex.may_saturate)
@@ -153,31 +164,34 @@ class Recording:
     """Options of one run of a graph, and the values and rows that it records."""
 
     reference: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Results of the unrounded run by name."""
+    """Results of the unrounded run, by name of the row."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Gradients of the unrounded run by name."""
+    """Gradients of results in the unrounded run, by name of the row."""
     rounding: bool = False
+    """Whether to round by the plan. False records the reference."""
     kept: frozenset[str] = frozenset()
-    """Nodes that run high in spite of the plan. Low readers get a rounded copy of their results."""
+    """Names of nodes that run high in spite of the plan. Their low readers read a rounded copy."""
     backward: bool = False
+    """Whether backward follows the run, so that gradients are recorded."""
     scale: float = 1.0
     """Loss scale by which gradients are multiplied before rounding."""
     values: Values | None = None
-    """Values of the eager model, for comparison."""
+    """All values that the eager model computes, to find out which captured ops differ; None if they are not compared."""
     parted: list[NodePlan] = field(default_factory=list)
-    """Ops with results that are not in `values`, in running order."""
+    """Ops whose results are not in `values`, in running order."""
     rows: list[Row] = field(default_factory=list)
+    """Rows of results and cast copies, in running order."""
     gradient_rows: list[Row] = field(default_factory=list)
     """Rows of gradients, in the order of backward."""
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds a value, and in backward its gradient. Calls `seen` with the gradient after and before rounding."""
+    """Returns `rounded` for `value`, and rounds the gradient in backward. Calls `seen` with the gradient after and before rounding."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
         ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
-        return rounded.detach()  # autograd would make a returned input a view, which the model's code may not write
+        return rounded.detach()  # a new tensor: autograd makes a returned input a view, which the model could not write in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -187,9 +201,10 @@ class _Rounded(torch.autograd.Function):
 
 
 class StrictInterpreter(torch.fx.Interpreter):
-    """Runs a captured fp32 graph.
+    """Runs one captured graph in fp32 and fills `recording`.
 
-    With `recording.rounding`, it rounds by the plan and measures against the recorded reference. Otherwise it records the reference.
+    With `recording.rounding`, it rounds by the plan and measures each result against the reference. Otherwise it records the reference.
+    `path` is the prefix of row names inside the body graph of a checkpoint.
     """
 
     def __init__(self, region: StrictRegion, recording: Recording, path: str = "") -> None:
@@ -199,7 +214,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.copies: dict[Cast, Any] = {}
         self.fp8 = {each.node: each for each in region.plan.quantised.chosen}
         self.quantised: dict[str, list[str]] = {}
-        """For each product: names of the rows of the fp8 copies that it reads."""
+        """For each product with fp8 copies: the names of the rows of these copies."""
         self.wide = region.plan.edited(Edit.WIDE_PRODUCT)
         self.clamped = region.plan.edited(Edit.CLAMP_CONSTANTS)
         self.casts = {
@@ -228,7 +243,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             args, kwargs = map_aggregate((args, kwargs), self._fit)
         fp8 = self.fp8.get(planned.name) if low else None
         result = getattr(self, n.op)(n.target, args, kwargs) if fp8 is None else self._product(n, planned, fp8)
-        shown = args[0] if result is None and args else result  # setitem and similar ops return None: use the tensor that they write
+        shown = args[0] if result is None and args else result  # ops such as setitem return None: measure the tensor that they write
         before = [t.detach().clone() if low else t.detach() for t in floats(shown)]
         if planned.name in self.wide and planned.name not in self.recording.kept:
             x, w, bias = (node and self._operand(planned, node) for node in (*(operands(n) or ()), bias_of(n)))
@@ -246,7 +261,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return result
 
     def _product(self, n: torch.fx.Node, planned: NodePlan, plan: ProductPlan) -> Any:
-        """Run a product with some GEMMs on fp8 copies, in the forward and in a backward through it. Each copy gets a row."""
+        """Run a product whose GEMMs read fp8 copies as planned, in the forward and in backward. Record a row for each copy."""
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]
@@ -272,7 +287,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept
 
     def _read(self, reader: NodePlan, value: str) -> str:
-        """Name of the row of an operand: the value, or its cast copy."""
+        """Return the name of the row that `reader` reads for the operand `value`: the value itself, or its cast copy."""
         cast = self.casts.get((value, reader.name))
         return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
 
@@ -301,7 +316,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.env[node]
 
     def _copy(self, cast: Cast, planned: NodePlan, value: Any) -> Any:
-        """The low copy of a value, made for its first reader and shared by all readers."""
+        """Return the low copy of a value. It is made and measured once, and all readers share it."""
         if cast not in self.copies:
             limit = self.low.max if cast.saturate else math.inf
             self.copies[cast] = tree_map(
@@ -313,13 +328,13 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.copies[cast]
 
     def _low_value(self, planned: NodePlan, value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """The rounded value. With gradients on, backward rounds its gradient as well."""
+        """Return `source` rounded to the low format. If `value` requires a gradient, backward rounds and measures its gradient as well."""
         rounded = round_to(source, self.low)
         if not (value.requires_grad and torch.is_grad_enabled()):
             return rounded
 
         def seen(got: torch.Tensor, before: torch.Tensor) -> None:
-            if not self.recording.backward:  # the run has no backward: the model's own code takes this gradient
+            if not self.recording.backward:  # not measured: the model's own code takes this gradient, since the run has no backward
                 return
             name = self.path + planned.name
             exact = self.recording.gradients.get(name) if planned.role == "op" else None
@@ -339,22 +354,25 @@ class StrictInterpreter(torch.fx.Interpreter):
         return replace(row, module=planned.module, source=planned.source)
 
     def _round(self, planned: NodePlan, value: Any, first: tuple[Any, ...]) -> Any:
-        """Round an fp32 tensor, in place if the op wrote it in place. If no value changes, the same tensor is returned, since it may
-        be a view."""
+        """Round an fp32 result. Any other value is returned unchanged.
+
+        A tensor that the op wrote in place is rounded in place. If rounding changes no element, the same tensor is returned, so that a view
+        stays a view.
+        """
         if not is_fp32(value):
             return value
         rounded = round_to(value, self.low)
         if any(value is operand for operand in first):
-            _round_memory(value.data, self.low)  # hidden from autograd, which may have saved the value: gradients pass unchanged
+            _round_memory(value.data, self.low)  # `.data` hides the write from autograd, which may have saved the tensor for backward
             return value
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 
     def _fit(self, leaf: Any) -> Any:
-        """Clamp constants to the low format's range, as the rewrite does."""
+        """Return a constant clamped to the low format's range, as the rewrite does. Other values are returned unchanged."""
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
-        """Run the body of a rewritten activation checkpoint with its own plan."""
+        """Run the body graph of an activation checkpoint by its own plan; unrounded and unrecorded if the plan has none for it."""
         name = str(n.args[0].target)  # type: ignore[union-attr]
         plan = next((body for body in self.region.plan.bodies if body.name == name), None)
         if plan is None:

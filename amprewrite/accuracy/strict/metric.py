@@ -1,10 +1,11 @@
-"""Metrics of a model's error: of all floating outputs, of the probabilities of the next token, or by a function of the user.
+"""Metrics of a model's output error: over all floating outputs, over the probabilities of the next token, or by a user's function.
 
 1. *Relative L2 error* of all floating outputs together; over batches, its root mean square.
 2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, between the probabilities of the logits and fp32's. To second order it is
-   half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ is Fisher's information (Kullback 1959). So the error that
-   each rounding causes comes from backward passes, too: draws v = √p·s − p·(√p·s) with random signs s have the covariance F.
-3. A function of (fp32 output, output) that returns a number. Its candidates are ordered by the relative L2 error.
+   half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ is Fisher's information (Kullback 1959). So backward passes
+   can estimate the error of each rounding here, too: the vectors v = √p·s − p·(√p·s) with random signs s have the covariance F.
+3. A function of (fp32 output, output) that returns a number. No estimate for single roundings exists for such a function. So the
+   relative L2 error gives the candidate plans, and the function measures their errors.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ Function = Callable[[Any, Any], float]
 
 @dataclass(frozen=True)
 class Metric:
-    """The relative L2 error of all floating outputs; the other metrics derive from it."""
+    """The relative L2 error of all floating outputs. It is also the base class of the other metrics."""
 
     unit: str = "relative L2"
 
     def error(self, exact: Any, got: Any) -> float:
-        """The error of one batch's output; inf if shapes differ."""
+        """Return the error of one batch's output `got` against the fp32 output `exact`; inf if shapes differ."""
         wanted, found = output_floats(exact), output_floats(got)
         return relative_error(found, wanted) if [t.shape for t in found] == [t.shape for t in wanted] else math.inf
 
     def over(self, errors: Sequence[float]) -> float:
-        """The error of all batches together."""
+        """Combine the errors of all batches into one: here their root mean square."""
         return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
     def outputs(self, output: Any) -> list[Tensor]:
-        """The outputs that the metric reads."""
+        """Return the tensors of a model's output that the metric reads."""
         return output_floats(output)
 
     def size(self, outputs: Sequence[Tensor]) -> float:
-        """The divisor of a squared sum over `draw`."""
+        """Return the divisor that turns squared errors of `outputs` into the unit of the metric: here their squared norm."""
         return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """A random vector whose covariance weighs the errors of this output's elements."""
+        """Return a random gradient for `output`. Its covariance gives the weights of the elements' errors: here random signs."""
         signs = (torch.randint(0, 2, output.shape, generator=generator, device="cpu") * 2 - 1).to(output)
         return torch.where(output.detach().isfinite(), signs, 0)
 
     def of_squares(self, squared: float) -> float:
-        """The error for a sum of weighted squares."""
+        """Convert a sum of squared errors, divided by `size`, into the unit of the metric: here the square root."""
         return math.sqrt(squared)
 
 
 @dataclass(frozen=True)
 class LogProb(Metric):
-    """Mean Kullback-Leibler divergence between the next token's probabilities and fp32's."""
+    """Mean Kullback-Leibler divergence, in nats, of the next token's probabilities from the probabilities of the fp32 run."""
 
     unit: str = "KL divergence, nats"
 
@@ -95,7 +96,7 @@ class LogProb(Metric):
 
 @dataclass(frozen=True)
 class Judged(Metric):
-    """The error that a function of (fp32 output, output) returns."""
+    """The error that the user's function of (fp32 output, output) returns. Raises PolicyError for a negative result or no number."""
 
     unit: str = "by the function given"
     function: Function = lambda exact, got: math.nan
@@ -115,9 +116,10 @@ class Judged(Metric):
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of a model's output: a tensor itself, its `logits`, or the first floating tensor with two dims or more.
+    """Return the logits in a model's output.
 
-    Raises PolicyError if there are none.
+    They are the output itself if it is a tensor, its `logits`, or the first floating tensor of a tuple with two dims or more. Raises
+    PolicyError if the output has no logits.
     """
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     found = output if isinstance(output, Tensor) else found
@@ -132,7 +134,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def parse_metric(metric: Any) -> Metric:
-    """The metric that the option `metric=` names. Raises PolicyError if it names none."""
+    """Return the metric that the option `metric=` asks for. Raises PolicyError if it asks for no known metric."""
     if metric is None or is_word(metric, "l2"):
         return Metric()
     if is_word(metric, "logprob"):
@@ -143,12 +145,12 @@ def parse_metric(metric: Any) -> Metric:
 
 
 def kept(output: Any) -> Any:
-    """A copy of a model's output that shares no memory with it."""
+    """Return a copy of a model's output that shares no tensor memory with it."""
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def check_reference(outputs: Sequence[Tensor], name: str, index: int) -> None:
-    """Raise CalibrationError if fp32 gives no floating tensor, or NaN, so that plans cannot be compared with it."""
+    """Raise CalibrationError if the fp32 `outputs` for batch `index` hold no floating tensor or a NaN, so that no plan can be compared."""
     if not outputs:
         raise CalibrationError(f"{name} gives no floating tensor for batch {index}: there is no error to measure")
     if any(bool(t.isnan().any()) for t in outputs):

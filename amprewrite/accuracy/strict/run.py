@@ -1,12 +1,13 @@
-"""Run a rewritten model under the strict interpreter: captured anew, run once unrounded, then rounded as often as needed.
+"""Run a rewritten model under the strict interpreter: capture it again, run it once unrounded, then run it rounded as often as needed.
 
-1. Capture the plain clone like the rewritten model, and decide each region's plan anew, since a rewritten model does not keep its
+1. Capture the plain clone like the rewritten model, and plan each captured graph again, since a rewritten model does not keep its
    captured graphs.
-2. Run it unrounded and keep every result; with `backward`, also the gradient of a loss at every low result.
-3. `rounded` runs it with the plan's rounding, with optional nodes kept high, and gives a row for every result, copy and gradient.
+2. Run the clone unrounded and keep every result; with `backward`, also the gradient of a loss for every low result.
+3. `rounded` runs the clone with the plan's rounding, and with given nodes kept high. It returns a row for every result, copy and
+   gradient.
 
-Without `backward`, only graphs that compute gradients themselves run with gradients. If the model computes gradients between graphs,
-that run fails, and all graphs run with gradients.
+Without `backward`, only graphs that compute gradients themselves run with gradients on. If the model computes gradients outside its
+graphs, this first run fails, and all graphs run again with gradients on.
 """
 
 from __future__ import annotations
@@ -41,23 +42,24 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one rounded run."""
+    """Result of `StrictRun.rounded`: rows and errors of one rounded run."""
 
     rows: tuple[Row, ...]
-    """Results and casts in running order."""
+    """Rows of results and cast copies, in running order."""
     error: float
     """Relative L2 error of the model's floating outputs together, against fp32."""
     gradient_rows: tuple[Row, ...] = ()
-    """Gradients in the order of backward."""
+    """Rows of gradients, in the order of backward."""
     gradients: dict[str, float] = field(default_factory=dict)
     """Relative L2 error of each parameter's gradient."""
     notes: tuple[str, ...] = ()
 
 
 class StrictRun:
-    """A model with its inputs, and its unrounded run as the reference.
+    """A rewritten model, captured again and run unrounded on its inputs; `rounded` compares rounded runs with this reference.
 
-    Raises PolicyError if `amp` is not rewritten, CaptureError if nothing of it can be captured.
+    `asker` is the name of the public function, for messages. Raises PolicyError if `amp` is not rewritten, CaptureError if no part of it
+    can be captured.
     """
 
     def __init__(
@@ -105,27 +107,27 @@ class StrictRun:
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of the captured regions."""
+        """The plan of the captured graphs."""
         regions = tuple(part for region in self.regions for part in region.plan.flat(region.plan.name))
         return CastPlan(self.low, regions)
 
     def rounded(self, kept: frozenset[str] = frozenset()) -> Outcome:
-        """Run with the rounding of the plan. Nodes named in `kept` run high."""
+        """Run the model with the rounding of the plan, except at the nodes `kept`, which run high. Return rows and errors."""
         self.rounding, self.kept, self.diverged, self.runs = True, kept, False, []
         outputs, gradients = self._run()
         notes = ("rounding sent the model's control flow another way: later results have no fp32 counterpart",) * self.diverged
         error = self._distance(outputs, self.exact)
         several = len(self.regions) > 1
         rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]
-        # backward goes through the last region first
+        # backward visits the regions in reverse order
         back = [_prefixed(row, self._prefix(number), several) for number, kept in reversed(self.runs) for row in kept.gradient_rows]
         errors = {name: relative_error([g], [self.exact_gradients[name]]) for name, g in gradients.items() if name in self.exact_gradients}
         return Outcome(tuple(rows), error, tuple(back), errors, notes)
 
     def capture(self) -> tuple[float | None, str]:
-        """The error of the unrounded captured graphs against the eager model, and the first op that differs.
+        """Return the error of the unrounded captured graphs against the eager model, and the first op that differs.
 
-        (0, "") if the error is within fp32's rounding, (None, "") if two runs of the model differ.
+        Return (0, "") if the error is within fp32's rounding, and (None, "") if two runs of the eager model differ.
         """
         captured, self.model = self.model, plain_of(self.amp)
         try:
@@ -155,7 +157,7 @@ class StrictRun:
 
     # -- capture ------------------------------------------------------------------------------
     def _capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
-        """Dynamo's backend for the part at `path`, with positional parameters `names`."""
+        """Return a backend for Dynamo that captures the graphs of the part at `path`. `names` are the parameters of its forward."""
         return lambda module, example_inputs: self._capture(module, example_inputs, path, names)
 
     def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -182,13 +184,13 @@ class StrictRun:
             self.diverged = self.diverged or place >= len(self.reference) or self.reference[place][0] != number
             if not self.diverged:
                 recording.reference, recording.gradients = self.reference[place][1].reference, self.reference[place][1].gradients
-            scale = self.session.loss_scale
-            recording.scale = scale.value if scale.enabled and self.backward else 1.0  # gradients in the model's own code are not scaled
+            scale = self.session.loss_scale  # it does not apply to gradients that the model's own code takes
+            recording.scale = scale.value if scale.enabled and self.backward else 1.0
         self.runs.append((number, recording))
         return StrictInterpreter(region, recording).run(*inputs)
 
     def _run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Run the model on copies of the inputs. Returns its floating outputs and the gradients of its parameters.
+        """Run `self.model` on copies of the inputs. Return its floating outputs, and with `backward` the gradients of its parameters.
 
         Buffers, random state and `.grad` do not change.
         """
@@ -207,7 +209,10 @@ class StrictRun:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The output's `loss` if it has one, the output itself if it is a number, or the sum of its tensors' mean squares."""
+    """Return a loss for an output: its `loss`, its only tensor if that is 0-dim, or the sum of the mean squares of its tensors.
+
+    Tensors without a gradient are left out. Raises PolicyError if none has one.
+    """
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and not own.dim():
         return own
@@ -220,12 +225,15 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _prefixed(row: Row, prefix: str, several: bool) -> Row:
-    """The row with the names of `plan.nodes`, which have a prefix if there are several regions."""
+    """Return the row with names as in `plan.nodes`, where they have a prefix if there are several regions."""
     return replace(row, name=prefix + row.name, inputs=tuple(prefix + name for name in row.inputs)) if several else row
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of an input. The copy of a non-leaf is no leaf, since PyTorch forbids in-place writes to a leaf that requires gradients."""
+    """Return a copy of an input. The copy of a tensor that is no leaf is no leaf either.
+
+    Otherwise the model could not write it in place, since PyTorch forbids this for a leaf that requires gradients.
+    """
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
     made = leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -233,7 +241,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def output_floats(value: Any) -> list[torch.Tensor]:
-    """Floating tensors of a model's result, also inside objects that pytree does not know."""
+    """Return the dense floating tensors of a model's result, also from attributes of objects that pytree does not know."""
 
     def inside(part: Any, depth: int) -> Iterator[torch.Tensor]:
         for leaf in tree_leaves(part):

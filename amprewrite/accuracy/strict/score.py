@@ -1,4 +1,4 @@
-"""Run plans under the strict interpreter without the measurements of `verify`, for the search for an accuracy."""
+"""Run plans under the strict interpreter, and measure only the error of the outputs, for the search for an accuracy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTHING = Row("", "", Colour.HIGH, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Unmeasured(StrictInterpreter):
-    """The strict interpreter without measurements."""
+    """The strict interpreter without measurements of single results, which saves time."""
 
     def _row(self, *args: Any) -> Row:
         return _NOTHING
@@ -34,9 +34,9 @@ def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
 
 
 class RoundedRunner:
-    """Runs graphs in fp32 with the plan's rounding. Each graph is planned at its first run.
+    """Runs captured graphs in fp32 with the rounding of a plan. Each graph is planned at its first run.
 
-    `prepare` gives the graph to plan: the same graph with nodes to keep high, or the graph read with other lists.
+    `prepare` returns the graph to plan for a captured graph: the same graph with nodes to keep high, or the graph read with other lists.
     """
 
     def __init__(self, prepare: Callable[[Captured], Captured]) -> None:
@@ -52,21 +52,21 @@ class RoundedRunner:
 
     @property
     def plans(self) -> list[RegionPlan]:
-        """The plans of the graphs that ran, including bodies of checkpoints."""
+        """The plans of the graphs that ran, and of the body graphs of their checkpoints."""
         return [part for region in self.regions.values() for part in region.plan.flat(region.plan.name)]
 
 
 def planned(captured: Captured) -> RegionPlan:
-    """Plan a graph anew. The first time, the edited graph is also tried, which shows the ops that refuse low inputs."""
+    """Plan a captured graph again. The first time, also try the edited graph, which finds ops that refuse low inputs."""
     if captured.tried:
         return plan_region(captured.problem)
     _, plan = rewrite_graph(captured)
-    captured.tried = not plan.bodies  # bodies are planned only as the graph is edited
+    captured.tried = not plan.bodies  # body graphs are planned only while the graph is edited: edit it each time
     return plan
 
 
 def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]:
-    """The output of the fp32 model on each batch. Raises CalibrationError if an output has no floating tensor or holds NaN."""
+    """Return a copy of the fp32 output for each batch. Raises CalibrationError if an output has no floating tensor or holds NaN."""
     results = [kept(trial.run(batch, run_fp32)) for batch in batches]
     trial.check_captured()
     for index, output in enumerate(results):
@@ -76,5 +76,5 @@ def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]
 
 
 def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], runner: GraphRunner, metric: Metric) -> float:
-    """The error of the outputs over all batches; inf if they overflow or change shape."""
+    """Run all batches with `runner` and return the error of the outputs against `exact`; inf if they overflow or change shape."""
     return metric.over([metric.error(wanted, trial.run(batch, runner)) for batch, wanted in zip(batches, exact, strict=True)])

@@ -1,1 +1,1 @@
-"""The command line: `amprewrite` and `python -m amprewrite`."""
+"""The command line, which runs as `amprewrite` or `python -m amprewrite`."""

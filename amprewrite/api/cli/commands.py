@@ -1,4 +1,7 @@
-"""The commands. Each takes its parsed options and returns the exit status: 0 for success, 1 for a limit that is not met."""
+"""The commands of the command line. Each takes parsed options, prints its result and returns the exit status.
+
+The status is 0 for success, and 1 if a limit is not met, `diff` finds a difference or `debug` finds a fault.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def plan(options: Options) -> int:
 
 
 def _after(plan: CastPlan, options: Options) -> int:
-    """Print the decisions after one pass."""
+    """Print the decisions of the passes up to the pass `options.after`, and return status 0."""
     found = decided_after(plan, options.after)
     if options.json:
         as_json([asdict(each) for each in found])
@@ -107,7 +110,7 @@ def explain(options: Options) -> int:
 
 
 def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
-    """All facts about a node, as data for JSON."""
+    """Return all facts about a node as data for JSON, with the effects of changes if they can be tried."""
     told = asdict(node) | {
         "colour": node.colour.value, "reason": node.reason.name, "kind": node.kind.value if node.kind else None, "why": node.why(),
     }  # fmt: skip
@@ -120,7 +123,7 @@ def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
 
 
 def diff(options: Options) -> int:
-    """Print the differences of two plans. Like diff(1), status 0 means no difference, 1 a difference."""
+    """Print the differences of two plans. Return 0 if there is no difference and 1 otherwise, like diff(1)."""
     here, there = (_plan_of(load(word, options.trust), options) for word in (options.a, options.b))
     lines = here.diff(there).splitlines()
     if options.json:
@@ -139,7 +142,7 @@ def convert(options: Options) -> int:
         raise UsageError(f"{out}: name the result .onnx" + ("" if isinstance(source, OnnxModel) else ", or .pt2 for a PyTorch model"))
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
-    resolved(out)  # raise now, before the work, if the target is no file that can be replaced
+    resolved(out)  # raises if the target is no file that can be replaced: better now than after the work
     report = _converted(source, out, options)
     error = report["error"]
     met = options.max_rel_err is None or error <= options.max_rel_err
@@ -154,7 +157,7 @@ def convert(options: Options) -> int:
 
 
 def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> dict[str, Any]:
-    """Convert. OUT is written only if the error is within --max-rel-err."""
+    """Convert a model and return a report as data for JSON. OUT is written only if the error is within --max-rel-err."""
     limit = options.max_rel_err
     try:
         if isinstance(source, OnnxModel):
@@ -178,7 +181,7 @@ def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> d
 
 
 def _exported(amp: Any, source: TorchModel, out: Path, limit: float | None) -> dict[str, Any]:
-    """Export to a .pt2 file. Nothing is written if the error exceeds `limit`."""
+    """Export to a .pt2 file and return a report. Nothing is written if the error exceeds `limit`."""
     program = amp.export_program(source.args, source.kwargs)
     error = run_verify(amp, source.args, source.kwargs).output_error
     lines = [f"relative L2 error under strict rounding: {error:.3g}"]
@@ -336,7 +339,7 @@ def _on_device(source: TorchModel, options: Options) -> TorchModel:
 
 
 def _set(model: Any, options: Options) -> Any:
-    """The model in training or evaluation mode. The mode of an exported program is fixed."""
+    """Set the model to training or evaluation mode and return it. An exported program has a fixed mode and does not change."""
     return model.train(options.train) if isinstance(model, nn.Module) else model
 
 
@@ -385,7 +388,7 @@ def _cut(said: str, width: int) -> str:
 
 
 def _rows() -> int:
-    """Rows of a table that fit this terminal together with the summary; 40 for a pipe."""
+    """Return the number of table rows that fit this terminal below the summary; 40 for a pipe."""
     try:
         return max(os.get_terminal_size().lines - 8, 12)
     except OSError:

@@ -1,10 +1,10 @@
-"""`amprewrite doctor`: report versions and speeds of this machine, and check a small model. Paste the output into a bug report.
+"""The command `amprewrite doctor`: report versions and speeds of this machine, and check a small model. Paste its output into bug reports.
 
 1. Versions of the packages that amprewrite is built on or works with.
 2. For each device: the low formats in its row of the device table, and the measured speed of a matrix product in each.
-3. Kernels: Triton, and optimizers with fused steps that skip overflows without a wait.
-4. Self-check: a small model in each low format, compared with fp32 in forward, capture, backward, and a step that overflows. The
-   status is 1 if a check fails.
+3. Kernels: whether there is Triton, and whether fused optimizers can skip overflowed steps without a wait for the device.
+4. Self-check: a small model in each low format. Results, capture and gradients are compared with fp32, and a step with overflowed
+   gradients must be skipped. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -32,34 +32,38 @@ from amprewrite.tables.version import VERSION
 
 PACKAGES = ("torch", "numpy", "networkx", "scipy", "triton", "onnx", "onnxruntime", "transformers", "accelerate", "lightning", "peft")
 _SIDE = {"cpu": 384, "cuda": 4096}
+"""Side of the square matrices of the timed product, by type of device."""
 _ROOM = 16
-"""Largest relative error allowed for the small model, in eps of the format."""
+"""Largest relative error that the self-check allows, in eps of the low format."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The speed of one format on one device."""
+    """The speed of one low format on one device."""
 
     device: str
     format: str
     speed: float
-    """Speed of a matrix product relative to fp32."""
+    """Speed of a matrix product relative to fp32; above 1 is faster."""
     note: str
+    """Whether the device has matrix units for the format, in words."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check of the small model."""
+    """Result of one self-check of the small model."""
 
     device: str
     format: str
     what: str
+    """Name of the check, such as "gradients"."""
     ok: bool
     found: str
+    """The measured error or the fault, in words."""
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the report. The status is 1 if a check failed."""
+    """Print the report. Return status 1 if a self-check failed, otherwise 0."""
     began = time.perf_counter()
     devices = [_at_hand(options.run_on)] if options.run_on else _devices()
     versions, kernels = dict(_versions()), dict(_kernels(devices))
@@ -97,7 +101,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _at_hand(device: str) -> str:
-    """The device on which the checks run. Raises UsageError if it is not here."""
+    """Return `device` if this machine has it. Raises UsageError otherwise."""
     if device not in ("cuda", *_devices()):
         raise UsageError(f"--run-on {device}: doctor checks {', '.join(_devices())} here")
     return device
@@ -131,7 +135,7 @@ def _gains(device: str) -> Iterator[Gain]:
 
 
 def _seconds_of_product(device: str, row: Format) -> float:
-    """Seconds of a matrix product in a format, as the best of three runs."""
+    """Return the seconds that a square matrix product takes in a format: the best of three runs."""
     side = _SIDE[torch.device(device).type]
     x = torch.randn(side, side, device=device).to(row.dtype)
     return min(_seconds(lambda: x @ x, device) for _ in range(3))
@@ -146,7 +150,7 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 
 
 class _Small(nn.Module):
-    """A residual block with attention, with typical ops of both colours."""
+    """A small model for the self-check: a residual block with attention, whose ops run partly low and partly in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +163,10 @@ class _Small(nn.Module):
 
 
 def _checks(device: str, low: Format, planned_for: str | None) -> Iterator[Check]:
-    """Check results, gradients, and a step that overflows, with the plan for a device. Any exception becomes a failed check."""
+    """Yield checks of results, capture, gradients and an overflowed step, in the format `low` on `device`.
+
+    The model is planned for the device `planned_for`; None plans for `device`. An exception becomes a failed check.
+    """
     with torch.random.fork_rng(devices=[] if device == "cpu" else [device]):
         torch.manual_seed(0)
         model, x = _Small().to(device), torch.randn(4, 16, 32, device=device)

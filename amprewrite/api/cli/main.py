@@ -1,4 +1,7 @@
-"""The command line: its arguments, and its errors, which are one line on stderr with status 2, and a traceback with --debug."""
+"""Parse the arguments of the command line, run the command, and report errors.
+
+An error prints one line on stderr and gives status 2. With --debug it raises, so that a traceback shows.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +61,14 @@ EXAMPLES = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line."""
+    """An argument parser that reports a wrong command line in one line on stderr, with status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}; {self.prog} --help lists the choices\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of the command line, with a subparser for each command."""
     top = _Parser(prog="amprewrite", description="Mixed precision as a graph rewrite: see the cast plan, question it, convert, verify.")
     top.add_argument("--version", action="version", version=f"amprewrite {VERSION}")
     top.set_defaults(debug=False)
@@ -166,7 +169,7 @@ def _policy(made: argparse.ArgumentParser) -> None:
 
 
 def _devices(made: argparse._ActionsContainer) -> None:
-    """Add --device and --run-on, which mean the same for every command."""
+    """Add the options --device and --run-on, which mean the same for every command that has them."""
     named = "plan for this device of `amprewrite devices`, such as h100, at hand or not; for the one it runs on if left out"
     made.add_argument("--device", metavar="NAME", type=_planned_for, help=named)
     _runs_on(made)
@@ -200,14 +203,17 @@ def _seconds(word: str) -> float | str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. Errors are one line on stderr."""
+    """Run one command with `arguments` (None: those of the process) and return its exit status.
+
+    An error prints one line on stderr and gives status 2; --debug raises it instead.
+    """
     options = parser().parse_args(arguments)
     folders = list(sys.path)
     try:
         status: int = options.run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of the pipe has closed it
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does: redirect stdout, so that the flush at exit raises no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -225,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(folders: list[str]) -> None:
-    """Remove the folders from sys.path that the search for a MODEL added."""
+    """Remove from sys.path the folders that loading a MODEL added. `folders` is the earlier sys.path."""
     for folder, times in (Counter(sys.path) - Counter(folders)).items():
         for _ in range(times):
             sys.path.remove(folder)
@@ -241,12 +247,12 @@ def _fail(said: str) -> int:
 
 
 def _warning(message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
-    """Print our own warnings in one line, and drop warnings of other libraries."""
+    """Print a warning of amprewrite in one line on stderr, and drop warnings of other libraries. Replaces `warnings.showwarning`."""
     if issubclass(category, UserWarning) and category.__module__.startswith("amprewrite"):
         ERR.print(f"amprewrite: warning: {printable(_one_line(str(message)))}", style="yellow" if ERR.is_terminal else None, markup=False)
 
 
 def run() -> NoReturn:
-    """The console script. It has its own process, so it may change how warnings are shown."""
+    """Run the command line as a console script: set how warnings are shown for this process, run `main`, and exit with its status."""
     warnings.showwarning = _warning
     sys.exit(main())

@@ -1,7 +1,8 @@
 """Load the MODEL that an argument of the command line names: a factory, a `.pt2` file, an `.onnx` file, or a saved plan.
 
-A factory is code, and only the factory that the user names is called. `.onnx` and `.json` files are data. A `.pt2` file may hold code
-that torch.export.load runs. It is loaded only if it provably holds none, or if the user trusts it.
+A factory is a Python callable without arguments that returns a model and inputs. It runs as code, as the user asks. `.onnx` and `.json`
+files are data. A `.pt2` file may hold code that torch.export.load runs. Such a file is loaded only if it provably holds no code, or if
+the user trusts it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ RETURNS = "return (module, inputs) or (module, args, kwargs): inputs is a tuple 
 
 
 class UsageError(AmpRewriteError):
-    """A wrong command line, or one with a name that does not exist."""
+    """Raised for a wrong command line, or for a name in it that does not exist."""
 
 
 @dataclass
@@ -41,11 +42,12 @@ class TorchModel:
 
     name: str
     model: Any
+    """An nn.Module or an ExportedProgram."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str) -> TorchModel:
-        """This model and its inputs on `device`. Raises UsageError if they cannot be moved there."""
+        """Return the model and its inputs moved to `device`. Raises UsageError if they cannot be moved."""
 
         def move(leaf: Any) -> Any:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
@@ -60,7 +62,7 @@ class TorchModel:
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """An ONNX file, not read yet."""
+    """The path of an ONNX file, which is not read yet."""
 
     path: Path
 
@@ -69,7 +71,10 @@ Source = TorchModel | OnnxModel | CastPlan
 
 
 def load(word: str, trust: bool = False) -> Source:
-    """Load the model or plan that `word` names. With `trust`, a .pt2 file may run code. Raises UsageError or another AmpRewriteError."""
+    """Load the model or plan that `word` names. With `trust`, a .pt2 file may run code.
+
+    Raises UsageError if `word` names nothing that can be loaded.
+    """
     path = Path(word)
     if path.suffix in (".onnx", ".pt2", ".json"):
         if not path.is_file():
@@ -85,7 +90,7 @@ def load(word: str, trust: bool = False) -> Source:
 
 
 def load_plan(path: Path) -> CastPlan:
-    """Read a plan that `plan --json` or `to_json` wrote."""
+    """Read a plan that `amprewrite plan --json` or `to_json` wrote. Raises UsageError if the file holds none."""
     try:
         return CastPlan.from_json(read_text(path))
     except ValueError as error:
@@ -109,7 +114,10 @@ def _load_pt2(path: Path, trust: bool) -> TorchModel:
 
 
 def load_batches(word: str) -> Iterable[Any]:
-    """The batches that the callable `word` returns, such as a DataLoader. Raises UsageError if it returns none."""
+    """Call the callable that `word` names and return its batches, such as a DataLoader.
+
+    Raises UsageError if there is no such callable, it raises, or it returns no iterable of batches.
+    """
     place, colon, name = word.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"{word!r} names no batches; name them as package.module:callable or file.py:callable")
@@ -182,7 +190,7 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 
 def _missing(factory: Callable[..., Any]) -> list[str]:
-    """Names of the required arguments of `factory`."""
+    """Return the names of the required arguments of `factory`; an empty list if its signature is not known."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -207,7 +215,7 @@ def _checked(word: str, name: str, made: Any) -> TorchModel:
 
 
 def torch_model(source: Source, command: str) -> TorchModel:
-    """`source` if it is a PyTorch model. Raises UsageError for anything else."""
+    """Return `source` if it is a PyTorch model. Otherwise raise UsageError, with the name of the `command` that needs one."""
     if isinstance(source, TorchModel):
         return source
     what = "an ONNX file" if isinstance(source, OnnxModel) else "a saved plan"
@@ -215,7 +223,7 @@ def torch_model(source: Source, command: str) -> TorchModel:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
+    """Return the first line of an error's message, cut to 300 characters, or its type if the message is empty."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return said[:300] or type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Output of the command line: tables in columns, colours on terminals only, progress on stderr, JSON with --json."""
+"""Print the output of the command line: tables, coloured text on terminals, JSON for --json, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ STYLES = {
     "low": "cyan", "high": "yellow", "cast": "magenta", "plain": "dim", "module": "bold", "graph": "bold underline",
     "title": "bold", "note": "dim", "bad": "bold red", "good": "green", "": "",
 }  # fmt: skip
+"""The style of a line on a terminal, by kind of line."""
 OUT = console(soft_wrap=True)
 ERR = console(stderr=True, soft_wrap=True)
 
 
 def say(lines: Iterable[tuple[str, str]]) -> None:
-    """Print (kind, text) lines. A terminal gets colours and lines cut to its width, a pipe plain whole lines."""
+    """Print lines, each given as (kind, text).
+
+    On a terminal, `STYLES` gives a line the style of its kind, and long lines are cut to the width. In a pipe, lines are plain and whole.
+    """
     for kind, text in lines:
         text = printable(text)
         shown = text if not OUT.is_terminal or len(text) <= OUT.width else f"{text[: OUT.width - 1]}…"
@@ -30,14 +34,17 @@ def say(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def text(found: str) -> None:
-    """Print text with whole lines. The terminal wraps long ones."""
+    """Print text without cutting lines; a terminal wraps long lines. Lines on heavy fp32 ops and left-out parts are coloured."""
     for line in found.split("\n") if found else ():
         bad = line.startswith(("heavy op left high", "left out"))
         OUT.print(Text(printable(line), style=STYLES["high"] if bad else ""))
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """Align rows in columns. Returns a (kind, text) pair for each line. The last column is not padded."""
+    """Align rows in columns. Yield (kind, text) for each line, for `say`, with the titles first.
+
+    `kinds` are the kinds of the rows; without them all rows have the kind "".
+    """
     held = [list(map(str, row)) for row in rows]
     widths = [max([len(title), *(len(row[column]) for row in held)]) for column, title in enumerate(titles)]
     named = [*kinds] or [""] * len(held)
@@ -51,7 +58,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[
 
 
 def as_json(data: Any) -> None:
-    """Print data as JSON. Infinities and NaN become strings, since JSON has none."""
+    """Print data as JSON. Infinities and NaN become strings, since JSON cannot hold them as numbers."""
     sys.stdout.write(json.dumps(_sound(data), indent=1) + "\n")
 
 
@@ -65,7 +72,7 @@ def _sound(data: Any) -> Any:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show a spinner with the elapsed time, on terminals only."""
+    """Show a spinner with the text `what` and the elapsed time on stderr inside a `with` block. Do nothing if stderr is no terminal."""
     if not ERR.is_terminal:
         yield
         return

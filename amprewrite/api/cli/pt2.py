@@ -1,13 +1,13 @@
 """Write exported programs to `.pt2` files, and check that a `.pt2` file is data without code.
 
-torch.export.load runs code from the file: it unpickles weights, constants and example inputs, evaluates expressions of sizes, imports
-classes of containers, runs guards, and calls any function that a node names. Without --trust, a file is loaded only if it does none
-of that:
+torch.export.load can run code from the file: it unpickles weights, constants and example inputs, evaluates expressions of sizes, imports
+classes of containers, runs guards, and calls any function that a node names. Without --trust, a file is loaded only if none of this can
+run code:
 
-1. It is an archive of only these parts: the program, weights and constants stored as bytes, and example inputs.
+1. The file is an archive of only these parts: the program, weights and constants stored as bytes, and example inputs.
 2. torch.load(weights_only=True) reads the example inputs, which runs no code.
 3. All nodes call ATen ops or arithmetic. Sizes are numbers, names and arithmetic. Containers are tuples, lists and dicts.
-4. The checked parts are copied into a fresh archive, which is then loaded. So a change of the file after the check has no effect.
+4. The checked parts are copied into a new archive in memory, which is then loaded. So a change of the file after the check has no effect.
 """
 
 from __future__ import annotations
@@ -33,20 +33,24 @@ ARITHMETIC = "getitem|add|sub|mul|neg|floordiv|truediv|mod|eq|ne|lt|le|gt|ge|and
 TARGET = re.compile(rf"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.({ARITHMETIC})")
 FUNCTIONS = "Mul|Add|Integer|Rational|Max|Min|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod"
 SIZE = re.compile(rf"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|({FUNCTIONS})\(|[-\d(), ])*")
-"""Sizes in sympy's notation, without powers: they are evaluated, and 9**9**9 would never end."""
+"""The expressions of sizes that are allowed: sympy's notation without powers.
+
+Loading evaluates these expressions, and a power such as 9**9**9 would never end.
+"""
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+"""Types of containers of inputs and results that are allowed."""
 MOST_BYTES = 2**36
-"""Most bytes of all parts together that are read."""
+"""Largest total size in bytes of the parts of a file that is read."""
 
 
 class NotPlain(Exception):
-    """The reason why a file may run code."""
+    """Raised if loading a file may run code. The message is the reason."""
 
 
 def plain_copy(path: Path) -> io.BytesIO:
-    """Copy the program into a fresh archive that runs no code when it is loaded. Raises NotPlain if that cannot be guaranteed.
+    """Copy a .pt2 file into a new archive in memory that runs no code when it is loaded. Raises NotPlain if the file may run code.
 
-    Raises OSError or an error of zipfile if the file is no archive.
+    Raises OSError or an error of zipfile if the file cannot be read or is no archive.
     """
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
@@ -78,9 +82,9 @@ def plain_copy(path: Path) -> io.BytesIO:
 
 
 def save_program(program: torch.export.ExportedProgram, path: Any) -> None:
-    """Write a program, completely or not at all. Raises EmitError if it cannot be written.
+    """Write an exported program to `path`, completely or not at all. Raises EmitError if it cannot be written.
 
-    It is built in memory first, since torch's own writer aborts the process on a full disk.
+    The file is made in memory first, since torch's own writer aborts the process on a full disk.
     """
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
@@ -111,7 +115,7 @@ def _check_program(program: Any) -> None:
 
 
 def _entries(data: Any) -> Iterator[tuple[str, Any]]:
-    """All keys of all mappings inside `data`, with their values."""
+    """Yield (key, value) for all mappings inside `data`, nested JSON values, at any depth."""
     waiting = [data]
     while waiting:
         found = waiting.pop()
@@ -123,7 +127,7 @@ def _entries(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _archive(parts: dict[str, bytes]) -> io.BytesIO:
-    """An archive of the parts in the form that torch writes."""
+    """Return an archive of the parts in the form that torch writes."""
     buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
     for name, content in parts.items():

@@ -1,1 +1,1 @@
-"""ONNX for users: rewriting a file, exporting a rewritten model."""
+"""The public ONNX functions: rewrite an ONNX file, export a rewritten PyTorch model."""

@@ -1,4 +1,4 @@
-"""Two functions on ONNX: rewrite an fp32 file from any source, and export a rewritten PyTorch model."""
+"""The public functions on ONNX: `rewrite_onnx` for fp32 files from any source, and `export_onnx` for rewritten PyTorch models."""
 
 from __future__ import annotations
 
@@ -44,30 +44,32 @@ def rewrite_onnx(
     max_rel_err: float | None = None,
     time_limit: TimeLimit = "auto",
 ) -> OnnxResult:
-    """Rewrite an fp32 ONNX model into mixed precision, with the passes and lists of `rewrite`.
+    """Rewrite an fp32 ONNX model to mixed precision with the passes and lists of `rewrite`, and return model, plan and report.
 
     Args:
-        model: a path, a ModelProto or an onnx_ir model; it is not changed.
+        model: a path, a ModelProto or an onnx_ir model. It does not change.
         out: the path to write; None writes nothing. An existing file is replaced only if the result passed all checks.
-        dtype: "fp16" or "bf16". None takes the plan's, or "fp16".
+        dtype: "fp16" or "bf16". None means the format of `plan` if given, otherwise "fp16".
         lists: as for `rewrite`.
-        overrides: as for `rewrite`. Ops may have ONNX names ("Softmax"); modules have the names that torch's exporter recorded.
+        overrides: as for `rewrite`. Op names may be ONNX names ("Softmax"). Module paths are as torch's exporter recorded them.
         plan: a plan of this model to follow instead of deciding, edited or not.
-        calibration: a mapping of input names to arrays, an .npz path, or an iterable of these, read one at a time. Their ranges show
-            the values that fit the low format, and the first eight measure the error. None uses made-up inputs.
-        keep_io: inputs and outputs stay fp32.
-        external_data: whether weights are written into `out`.data. "auto" does so if they do not fit one protobuf.
+        calibration: a sample, or an iterable of samples, which are read one at a time. A sample is a mapping of input names to arrays, or
+            the path of an .npz file. Runs on the samples give the ranges of values, which decide what fits the low format. The first
+            eight also measure the error. None uses made-up inputs.
+        keep_io: whether inputs and outputs stay fp32.
+        external_data: whether to write weights into a separate file next to `out`. "auto" does so if they do not fit one protobuf (2 GB).
         plan_path: a path to write the plan to as JSON.
-        verify: whether to run the full check, load and run the result in ONNX Runtime, and measure the error under true rounding.
-        max_rel_err: largest error under true rounding. A larger error raises AccuracyError, and nothing is written.
-        time_limit: most seconds of one sample run; a run under true rounding may take four times as long. None sets no limit. "auto" is
-            5, and one more for every 20 MB of weights.
+        verify: whether to run onnx.checker's full check, to run the result in ONNX Runtime, and to measure the error under true rounding.
+        max_rel_err: largest relative L2 error of the outputs under true rounding. A larger error raises AccuracyError, and nothing is
+            written.
+        time_limit: limit in seconds for one sample run; a run under true rounding may take four times as long. None sets no limit.
+            "auto" is 5 seconds, and one more for every 20 MB of weights.
 
     Raises:
         CaptureError: `model` is no ONNX model, or cannot be read.
         PolicyError: invalid options.
-        PlanError: the plan does not fit.
-        EmitError: the result cannot be written or fails a check. AccuracyError is a kind of EmitError.
+        PlanError: `plan` does not fit the model.
+        EmitError: the result cannot be written or fails a check. AccuracyError is a subclass.
     """
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
@@ -106,24 +108,26 @@ def export_onnx(
     max_rel_err: float | None = None,
     time_limit: TimeLimit = "auto",
 ) -> OnnxResult:
-    """Write a rewritten model as an ONNX file. torch.onnx.export exports the plain fp32 clone, and the passes rewrite the file.
+    """Write the rewritten model `amp` to `path` as an ONNX file, and return model, plan and report.
 
-    The model's dtype, lists and overrides apply. `node:` overrides, and a plan given to `rewrite`, are matched by the module and op that
-    they name. The file has no loss scaling and no padding.
+    torch.onnx.export exports the plain fp32 clone, and the passes rewrite the file. The dtype, lists and overrides given to `rewrite`
+    apply. Its `node:` overrides, or a plan given to it, name nodes of the PyTorch graph; they are matched with nodes of the file by module
+    and op. The file has no loss scaling and no padding.
 
     Args:
-        args: example inputs. Without `calibration` they are also the sample run.
+        args: positional example inputs. Without `calibration`, they are also the sample that gives ranges and errors.
         kwargs: example inputs by keyword.
-        opset: for torch.onnx.export.
-        dynamic_shapes: for torch.onnx.export.
-        plan: a plan to follow instead of deciding: of an earlier export, edited or not, or of the PyTorch graph.
-        calibration: as for `rewrite_onnx`. With `products=` it also gives fp8 products their scales; without it they read bf16.
+        opset: the opset version for torch.onnx.export; None takes its default.
+        dynamic_shapes: passed to torch.onnx.export.
+        plan: a plan to follow instead of deciding, edited or not: of an earlier export, or of the PyTorch graph.
+        calibration: as for `rewrite_onnx`. If the model has `products=`, it also gives the scales of fp8 copies. Without it, products
+            read bf16.
 
     The other arguments are the same as for `rewrite_onnx`.
 
     Raises:
-        CaptureError: torch.onnx.export cannot export the model.
-        PlanError: the plan does not fit.
+        CaptureError: torch.onnx.export cannot export the model, or its file does not compute the same in fp32.
+        PlanError: `plan` does not fit the model.
         PolicyError: as for `rewrite_onnx`.
         EmitError: as for `rewrite_onnx`.
     """
@@ -153,7 +157,7 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _blamed(source: Source) -> Iterator[None]:
-    """Turn errors of parsers and libraries into ours: CaptureError if the source is faulty, PassError if our code is."""
+    """Turn errors of parsers and libraries into CaptureError if `source` is faulty, and into PassError if our code is."""
     try:
         yield
     except Rejected as error:
@@ -176,7 +180,7 @@ def _blamed(source: Source) -> Iterator[None]:
 
 
 def _source_problem(source: Source) -> str:
-    """The fault of a source: the complaint of onnx.checker, or the error of writing it again; "" if there is none."""
+    """Return the fault of `source`: the error of reading it or writing it again, or of onnx.checker; "" if it has none."""
     try:
         model = load(source)
         if any(isinstance(word, bytes) for graph in model.graphs() for node in graph for word in (node.name, node.op_type, node.domain)):
@@ -203,14 +207,14 @@ def _target(out: Any) -> Path | None:
     if "\0" in str(out):
         raise EmitError(f"{printable(out)} cannot be written: a path holds no NUL character; give another path")
     target = Path(out).absolute()
-    if not os.path.isdir(target.parent):  # noqa: PTH112  # it raises for no name
+    if not os.path.isdir(target.parent):  # noqa: PTH112  # Path.is_dir raises for some names, and os.path.isdir for none
         raise EmitError(f"{target} cannot be written: there is no folder {target.parent}; make it first")
-    resolved(target)  # raise now, before the work, if the target is no file that can be replaced
+    resolved(target)  # raises if the target is no file that can be replaced: better now than after the work
     return target
 
 
 def _onnx_names(overrides: Mapping[str, str]) -> dict[str, str]:
-    """The overrides with ONNX op names replaced by the names in our op table."""
+    """Return the overrides with ONNX op names replaced by the names in our op table."""
     if not isinstance(overrides, Mapping):
         raise PolicyError(f"overrides= takes a dict such as {{'Softmax': 'deny'}}, not {type(overrides).__name__}")
     return {VOCABULARY.get(key, key) if find_op(key) is None else key: word for key, word in overrides.items()}

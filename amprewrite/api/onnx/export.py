@@ -1,4 +1,4 @@
-"""Export the plain clone of a rewritten model to fp32 ONNX with torch.onnx.export, and name its example inputs."""
+"""Export the plain clone of a rewritten model to fp32 ONNX with torch.onnx.export, and check it on the example inputs."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ _TALKATIVE = [
         "torch.onnx._internal.exporter._registration", "torch.onnx._internal.exporter._compat", "onnxscript.version_converter"
     )
 ]  # fmt: skip
-"""Loggers of the exporter whose advice is not needed, since the export is checked here."""
+"""Loggers of the exporter that are silenced during the export. Their advice is not needed, since the export is checked here."""
 AGREES = 1e-2
-"""Relative L2 error beyond which an fp32 export is wrong."""
+"""Relative L2 error from which an fp32 export counts as wrong."""
 
 
 def exported(
     amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any, calibrated: bool
 ) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
-    """The fp32 model, the example inputs as a feed, the policy, and notes. Raises CaptureError if the exporter fails.
+    """Return the exported fp32 model, the example inputs by name, the policy for the file, and notes.
 
-    `calibrated` says if the caller gave samples, from which fp8 products have their scales.
+    `calibrated` is True if the caller gave samples, which fp8 products need for their scales. Raises PolicyError for invalid arguments,
+    CaptureError if torch.onnx.export fails or its file does not compute the same as the model.
     """
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")
@@ -74,10 +75,12 @@ def exported(
         opset = opset or OPSET
         rules = tuple(rule for rule in policy.products.rules if rule.scope != "node")
         notes += ("rules of products= by node are left out: nodes of the file have other names",) * (rules != policy.products.rules)
-        policy = replace(policy, products=replace(policy.products, rules=rules, fused=True))  # runtimes compile
+        # fused=True: a runtime compiles the file, as a compiler backend compiles a graph
+        policy = replace(policy, products=replace(policy.products, rules=rules, fused=True))
     wide = any(override.word == WIDE for override in policy.overrides)
     notes += ("wide products read fp32 in ONNX files: no op there multiplies bf16 and returns fp32",) * wide
-    kept = (replace(o, word="high") if o.word == WIDE else o for o in policy.overrides if o.scope != "node")  # torch_plan has the others
+    # node overrides name nodes of the PyTorch graph, so `torch_plan` matches them with the file
+    kept = (replace(o, word="high") if o.word == WIDE else o for o in policy.overrides if o.scope != "node")
     policy = replace(policy, overrides=tuple(kept))
     if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):
         raise PolicyError(f"opset= takes a number such as 20, not {shown(opset)}")
@@ -105,9 +108,10 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """The user's choice of colours for PyTorch nodes: a plan, and whether only its nodes with an override count.
+    """Return the user's choice of colours for PyTorch nodes as (plan, whether only its nodes with a node override count).
 
-    `plan` takes precedence over a plan given to `rewrite`, and that over `node:` overrides. None if there is none of these.
+    The argument `plan` takes precedence over a plan given to `rewrite`, which takes precedence over `node:` overrides. None if the user
+    gave none of the three.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given
@@ -121,9 +125,10 @@ def torch_plan(
 def kept_out(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model
 ) -> frozenset[str]:
-    """ATen base names of the ops that the model runs with torch.autocast disabled. The exporter drops such regions; a capture has them.
+    """Return the ATen base names of the ops that the model runs with torch.autocast disabled.
 
-    If a part of the model was not captured, all ops in such regions of the file count.
+    The exported file does not record such regions, so a capture of `amp` finds them. If a part of the model cannot be captured, the ops in
+    any separate region of the file count.
     """
     inside = region_ops(model)
     if not inside:
@@ -136,7 +141,7 @@ def kept_out(
 
 
 def _captured_plan(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> ModelPlan:
-    """The plan of a call with these inputs, from a clone. `amp` itself does not change."""
+    """Return the plan of a call with these inputs. A clone makes the call, so that `amp` itself does not change."""
     clone = wrap(plain_of(amp), session_of(amp).options, face_of(amp))
     with torch.no_grad():
         capture_now(clone, tuple(args or ()), dict(kwargs or {}))
@@ -156,7 +161,7 @@ def _export(
         with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):
             program = torch.onnx.export(
                 plain,
-                args if kwargs else (*args, {}),  # without kwargs, the exporter reads a last dict as keyword arguments
+                args if kwargs else (*args, {}),  # without kwargs, the exporter would read a dict at the end as keyword arguments
                 kwargs=kwargs,
                 dynamo=True,
                 verbose=False,
@@ -165,7 +170,7 @@ def _export(
                 optimize=optimize,
             )
     except Exception as error:
-        cause = error.__cause__ or error  # the exporter wraps the error in a page of advice
+        cause = error.__cause__ or error  # the exporter wraps the error in a long text of advice: report the cause
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         raise CaptureError(
             f"torch.onnx.export cannot export {type(plain).__name__}: {type(cause).__name__}: {' '.join(lines[:2])[:300]}; "
@@ -177,7 +182,7 @@ def _export(
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the file gives the model's results. Also True if one of them cannot run here, or if the shapes of results differ."""
+    """True if the file gives the model's results in fp32, or if they cannot be compared: one cannot run here, or shapes differ."""
     if is_large(model) or not has_runtime():
         return True
     try:
@@ -191,13 +196,13 @@ def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any
 
 
 def _is_random(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model's results depend on the random seed."""
+    """True if the model's results differ between two random seeds."""
     once, again = (_results(plain, args, kwargs, seed) for seed in range(2))
     return not all(a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(once, again, strict=True))
 
 
 def _results(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> list[np.ndarray]:
-    """The result tensors of the model. The model, its inputs and the random state do not change."""
+    """Return the result tensors of the model as arrays. The model, its inputs and the random state do not change."""
     with torch.no_grad(), state_kept(plain):
         if seed is not None:
             torch.manual_seed(seed)
@@ -206,7 +211,7 @@ def _results(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _feed(model: ir.Model, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed:
-    """The example inputs by the file's input names; empty if they do not match one to one."""
+    """Return the example inputs by the file's input names; {} if tensors and names do not match one to one."""
     names = [str(value.name) for value in model.graph.inputs]
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     if not args and set(names) == set(tensors):

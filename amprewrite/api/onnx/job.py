@@ -1,11 +1,11 @@
 """Convert one ONNX model from fp32 to mixed precision: sample, read, decide, edit, write, verify.
 
-1. Run samples for reference outputs and ranges of values.
-2. Read the op graph, run the same deciding passes as for PyTorch graphs, plan the constants.
-3. Edit by the plan and write a temporary file. Check, load and run it, and measure it under true rounding. Only then move it to the
-   target.
+1. Run the fp32 model on samples, for reference outputs and ranges of values.
+2. Read the op graph, run the same deciding passes as for PyTorch graphs, and plan the constants.
+3. Edit the model by the plan and write a temporary file. Check, load and run this file, and measure its error under true rounding. Only
+   then move it to the target.
 
-`Constant` is known by name, since such a node holds a weight.
+By name it knows `Constant`: such a node may hold a weight.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from amprewrite.tables.recipes import TENSOR
 from amprewrite.tables.vocabulary import Colour
 
 TARGET = "meta"
-"""Device for lists and costs: none in particular, since a file may run on any accelerator."""
+"""Name of the device for op lists and costs. It stands for no particular device, since a file may run on any accelerator."""
 LONGEST = 1e6
-"""Largest time limit, in seconds."""
+"""Largest `time_limit` that is accepted, in seconds."""
 
 
 class Rejected(EmitError):
-    """A rewritten model fails a check. A check of the source shows whether the source or our code is at fault."""
+    """Raised if a rewritten model fails a check. `convert` then checks the source, to see whether the source or our code is at fault."""
 
     def __init__(self, said: str) -> None:
         super().__init__(f"{said}; please report this model")
@@ -69,25 +69,26 @@ class Rejected(EmitError):
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """The checks of a rewritten file, its errors and its size.
+    """The results of the checks of a rewritten ONNX model, its errors and its size.
 
-    Errors are over all outputs. Rows of attention that a mask blocks completely have no meaning, and may differ in fp16: fp32 spreads
-    them evenly, but fp16 does not if the mask's number is clamped.
+    Errors are over all outputs together. They may be large for rows of attention that a mask blocks completely: such rows have no meaning.
+    fp32 gives them even weights, but fp16 does not, since the mask's number is clamped to its range.
     """
 
     strict_error: float | None = None
-    """Relative L2 error of the outputs against fp32, with every low result truly rounded; None if it was not measured."""
+    """Relative L2 error of the outputs against fp32, with every low result truly rounded; None if not measured."""
     runtime_error: float | None = None
-    """The same error in ONNX Runtime on this machine. Its CPU provider hides rounding."""
+    """Relative L2 error of the outputs in ONNX Runtime on this machine; None if not measured. Its CPU kernels may hide rounding."""
     samples: int = 0
-    """Number of sample runs from which ranges come."""
+    """Number of sample runs that gave ranges."""
     valid: bool = False
-    """Whether the file passed onnx.checker's full check. If the source fails it too, there is a note."""
+    """Whether the model passed onnx.checker's full check. A note tells if the source fails it, too."""
     weights_before: int = 0
+    """Bytes of constants before the rewrite."""
     weights_after: int = 0
     """Bytes of constants after the rewrite."""
     losses: tuple[Loss, ...] = ()
-    """Constants that lose more than one rounding in the low format."""
+    """Constants that the low format cannot hold to within one rounding."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -105,25 +106,26 @@ class OnnxReport:
 
 @dataclass(frozen=True)
 class OnnxResult:
-    """A rewritten ONNX model, its plan and its report."""
+    """Result of `rewrite_onnx` or `export_onnx`: the rewritten ONNX model, its plan and its report."""
 
     plan: CastPlan
     report: OnnxReport
     path: Path | None
-    """The file that was written; None if none was."""
+    """Path of the written model; None if nothing was written."""
     plan_path: Path | None
-    """The JSON file of the plan; None if none was written."""
+    """Path of the written plan; None if no plan was written."""
     ir_model: ir.Model = field(repr=False)
+    """The model as an onnx_ir model."""
 
     @property
     def model(self) -> onnx.ModelProto:
-        """The model as a protobuf. A model beyond 2 GB refers to its data file next to `path`."""
+        """The model as a ModelProto. A model of more than 2 GB refers to its data file next to `path`."""
         return ir.to_proto(self.ir_model)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The paths and checks that were asked for."""
+    """The caller's options on output files and checks. Raises PolicyError for invalid options."""
 
     target: Path | None = None
     plan_target: Path | None = None
@@ -153,34 +155,36 @@ class Order:
 
 
 class Job:
-    """The conversion of one ONNX model from fp32 to mixed precision, step by step.
+    """One conversion of an ONNX model from fp32 to mixed precision: call `prepare`, then `run`.
 
-    `given` is a plan of this ONNX graph, `torch_plan` a plan of the PyTorch graph from which it was exported.
+    Before `prepare`, the caller may set `given`, a plan of this ONNX graph, or `torch_plan`, a plan of the PyTorch graph from which the
+    model was exported.
     """
 
     def __init__(
         self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
     ) -> None:
         self.name = name
-        self.policy = replace(policy, cache_weights="step")  # a file stores each weight in the format of its readers
+        # "step" makes casts of weights free, because a file stores each weight in the format of its readers
+        self.policy = replace(policy, cache_weights="step")
         self.low, self.keep_io = policy.low, keep_io
         self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
         self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)
         self.model = model
         self.before_raising: list[ir.Model] = []
-        """The model at its original opset, and after each step, if the opset was raised."""
+        """If the opset was raised: the model at its original opset, and after each step before the last."""
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
-        """The plan, and whether only its nodes with an override are carried over."""
-        self.kept_out = frozenset[str]()  # ops that the model runs with torch.autocast disabled
+        """(plan, whether only its nodes with a node override are carried over) for the PyTorch graph; None without such a plan."""
+        self.kept_out = frozenset[str]()  # ATen base names of ops that the model runs with torch.autocast disabled
         self.source: Source | None = None
-        """The file or object from which the model was read; None if torch's exporter made it."""
+        """The file or object from which the model was read; None for a model from torch's exporter."""
         self.example_inputs = False
-        """Whether the samples are the example inputs of the export, and not calibration data."""
+        """Whether the samples are the example inputs of the export, not calibration data."""
 
     def prepare(self) -> None:
-        """Prepare the model for the passes, and check overrides against it."""
+        """Prepare the model for the passes. Raises PolicyError if an override matches nothing in the model."""
         ready = make_ready(self.model, self.low, self.lists)
         self.model, self.before_raising = ready.model, ready.before
         self.notes += ready.notes
@@ -224,7 +228,7 @@ class Job:
         except PolicyError as error:
             if not self.example_inputs:
                 raise
-            samples = Samples(problem=str(error))  # the example inputs ran in PyTorch: the user is not to blame
+            samples = Samples(problem=str(error))  # the example inputs ran in PyTorch, so a misfit is no error of the user
         if samples.problem:
             self.notes.append(f"no sample run, so no ranges are known and range-bound ops stay fp32: {samples.problem}")
         elif samples.made_up:
@@ -235,7 +239,7 @@ class Job:
         return samples
 
     def take_invalid(self, samples: Samples, remedy: str) -> None:
-        """Add a note with onnx.checker's complaint about the source. Raises CaptureError if ONNX Runtime does not run it either."""
+        """Add a note with onnx.checker's complaint about the source. Raises CaptureError if ONNX Runtime does not run the source either."""
         if samples.problem:
             why = samples.refusal or samples.problem
             said = f"onnx.checker says {samples.invalid}, and ONNX Runtime does not run it either: {why}"
@@ -259,13 +263,13 @@ class Job:
             if order.target is not None:
                 made.keep({} if order.plan_target is None else {order.plan_target: plan.to_json()})
                 if is_large(model):
-                    model = ir.load(order.target)  # the data file of the source may just have been replaced
+                    model = ir.load(order.target)  # reload: the weights may refer to a data file that has just been replaced
         return OnnxResult(plan, replace(report, notes=plan.notes), order.target, order.plan_target, model)
 
     def verify(self, made: Written | None, report: OnnxReport, samples: Samples, order: Order) -> OnnxReport:
-        """Run the full check, load and run the model, and measure the error under true rounding.
+        """Run onnx.checker's full check, run the model in ONNX Runtime, and measure the error under true rounding.
 
-        Raises EmitError for any failure, except complaints of onnx.checker that the source has, too.
+        Return `report` with the results. Raises EmitError for any failure, except for a complaint of onnx.checker about the source, too.
         """
         proto, outside = (to_proto(self.model), False) if made is None else (made.proto, made.outside)
         file = str(made.path) if made is not None and outside else None
@@ -285,7 +289,7 @@ class Job:
         return replace(report, valid=not complaint, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:
-        """Raise AccuracyError if the error exceeds `max_rel_err`, and EmitError if it is unknown."""
+        """Raise AccuracyError if the error exceeds `max_rel_err`, and EmitError if no error was measured. Without a limit, do nothing."""
         if order.max_rel_err is None:
             return
         error = report.strict_error
@@ -329,7 +333,7 @@ class Job:
             raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}") from error
 
     def _refused_itself(self) -> str:
-        """The error of ONNX Runtime, with default options, in loading the source; "" if it loads."""
+        """Return the error of ONNX Runtime, with default options, in loading the source; "" if the source loads or is not known."""
         source = self.source
         if source is None:
             return ""
@@ -341,9 +345,9 @@ class Job:
         return ""
 
     def _unoptimised(self, made: str | onnx.ModelProto, error: Exception) -> Any:
-        """A session without ONNX Runtime's optimiser, and a note, if the optimiser fails on the source as well.
+        """Return a session without ONNX Runtime's optimiser, and add a note, if the optimiser fails on the source as well.
 
-        Raises Rejected if the source loads, or if this model fails without the optimiser, too.
+        Raises Rejected if the source loads with the optimiser, or if this model fails without the optimiser, too.
         """
         said = self._refused_itself()
         if not said:
@@ -359,13 +363,13 @@ class Job:
         return runner
 
     def unchanged(self, order: Order) -> OnnxResult:
-        """Write the model without changes, for the policy fp32."""
+        """Write and check the model without changes, for a policy whose low format is fp32."""
         report = OnnxReport(weights_before=self.before, weights_after=self.before)
         return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
 
 
 def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples: Samples, given: ModelPlan | None = None) -> RegionPlan:
-    """Run the deciding passes on the graph that was read. Nothing is edited. Raises PlanError if `given` does not fit."""
+    """Return the plan that the deciding passes make for a graph; nothing is edited. Raises PlanError if the plan `given` does not fit."""
     seen = RegionRanges(fingerprint(reading.graph), REGION, reading.ranges)
     problem = Problem(
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=tuple(reading.constants),
@@ -376,32 +380,34 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))
     region = plan_region(problem)
-    copies = tuple(replace(copy, scales=TENSOR) for copy in region.quantised.copies)  # a constant scale knows no rows
+    # scales in a file are constants, so there is one for each tensor: the scale of a row depends on the input
+    copies = tuple(replace(copy, scales=TENSOR) for copy in region.quantised.copies)
     return replace(region, quantised=replace(region.quantised, copies=copies))
 
 
 def asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if products may read fp8. A given plan decides it by itself."""
+    """True if products may read fp8: by the plan `given`, or by the policy if no plan is given."""
     return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 
 def largest(reading: OnnxReading, samples: Samples) -> dict[str, float]:
-    """The largest magnitude of each value in sample runs. Inputs of the model are read from the samples that were kept."""
+    """Return the largest magnitude of each value in the sample runs. For inputs of the model, only the kept samples count."""
     fed = {name: max(float(np.abs(feed[name]).max(initial=0)) for feed in samples.feeds) for name in (samples.feeds or [{}])[0]}
     return fed | {name: seen.amax for name, seen in reading.ranges.items()}
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """The constants that a low copy would damage, each with whether an op that reads it stays fp32 in the plan."""
+    """Return the constants that a low copy would damage, each with whether an op that reads it stays fp32 in the plan."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        if read.loss is not None and (kept or not read.loss.kept):  # a low reader of an inexact constant was found not to be harmed
+        # a loss marked `kept` whose reader is low after all is skipped: the rounding was found not to harm this reader
+        if read.loss is not None and (kept or not read.loss.kept):
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())
 
 
 def constant_bytes(model: ir.Model) -> int:
-    """Bytes of initialisers and Constant nodes."""
+    """Return the bytes of all initialisers and Constant nodes."""
     held = (constant_tensor(node.outputs[0]) for graph in model.graphs() for node in graph if node.op_type == "Constant")
     return weight_bytes(model) + sum(tensor.nbytes for tensor in held if tensor is not None)

@@ -1,10 +1,10 @@
-"""Apply saved plans to an ONNX graph.
+"""Apply given plans to an ONNX graph.
 
 1. A plan of an ONNX file has the file's node names. It must fit node by node, and is followed exactly.
-2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op.
-   The n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers
-   differ, the colour is carried over only if all of them have the same.
-3. High is always carried over. Low is carried over if no fact forbids it, like an override.
+2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op. The
+   n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers differ,
+   the colour is carried over only if all nodes of that op and module in the plan have the same colour.
+3. The colour high is always carried over. The colour low is carried over like an override: only if no fact about the op forbids it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ REGION = "onnx"
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
 """Reasons of colours that the user chose node by node."""
 SOFT = (Reason.CONSTANT, Reason.CANCELS)
-"""Facts that a given plan of the same graph may overrule, since its author has seen them."""
+"""Reasons to keep an op high that a given plan of the same graph may overrule, since the plan's author has seen them."""
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
-    """The region of `plan` for the graph of `problem`. Raises PlanError if none fits, or if it makes an op low that must be high."""
+    """Return the region of `plan` that fits the graph of `problem`.
+
+    Raises PlanError if no region fits, or if the region makes an op low that must be high.
+    """
     region = match_region(plan, problem)
     for planned in region.nodes:
         vertex = problem.graph.nodes.get(planned.name)
@@ -47,12 +50,12 @@ def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 @dataclass(frozen=True)
 class Carried:
-    """The result of carrying a plan of a PyTorch graph over to a file."""
+    """Result of `carry_over`: how many nodes of a file follow a plan of the PyTorch graph."""
 
     followed: int
-    """Number of ONNX nodes with a colour from the plan."""
+    """Number of ONNX nodes that have their colour from the plan."""
     missed: tuple[str, ...]
-    """Nodes of the plan that have no node in the file."""
+    """Names of nodes of the plan that have no matching node in the file."""
 
     def note(self) -> str:
         text = f"the plan of the PyTorch graph decides {self.followed} ops of the file"
@@ -63,9 +66,9 @@ class Carried:
 
 
 def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carried:
-    """Pin the ops of an ONNX graph to the colours that the same ops have in a PyTorch plan.
+    """Fix the colours of ops in an ONNX graph to the colours that the same ops have in a PyTorch plan. Return what was matched.
 
-    With `only_chosen`, only ops for which the user gave a node override are pinned.
+    With `only_chosen`, only ops for which the user gave a node override are fixed.
     """
     planned: dict[tuple[str, str], list[NodePlan]] = {}
     for node in plan.nodes:
@@ -93,9 +96,10 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carr
 
 
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
-    """Pin ops high that the model runs with torch.autocast disabled, and return a note. `ops` are the names of such ops.
+    """Keep the ops high that the model runs with torch.autocast disabled. Return a list with a note, or an empty list if there are none.
 
-    A product in another kind of region, such as torch.no_grad, is not pinned unless its name is in `ops`.
+    `ops` are the names of such ops. A file does not tell regions apart, so an op in any region, such as torch.no_grad, is kept high. The
+    exception is an op on the allowlist, which is kept high only if its name is in `ops`.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():
@@ -109,15 +113,15 @@ def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
 
 
 def region_ops(model: ir.Model) -> frozenset[str]:
-    """ATen base names of all ops in regions of `model`."""
+    """Return the ATen base names of all ops that `model` has from separate regions, such as torch.no_grad."""
     origins = (_origin(node) for node in model.graph.all_nodes() if _in_region(node))
     return frozenset(origin[1] for origin in origins if origin is not None)
 
 
 def _in_region(node: ir.Node) -> bool:
-    """Whether torch's exporter took a node from a separate region, such as torch.autocast or torch.no_grad.
+    """True if torch's exporter took the node from a separate region, such as torch.autocast or torch.no_grad.
 
-    The exporter runs such a region as generated code, and the node's stack trace names that code.
+    The exporter runs a region as generated code, and the node's stack trace names that code.
     """
     return node.metadata_props.get("pkg.torch.onnx.stack_trace", "").startswith('File "<eval_with_key>')
 
@@ -133,7 +137,7 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
             return False
         if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
             return False
-    low = planned.colour is Colour.LOW  # the user's choice of low is kept, with a note on its risk
+    low = planned.colour is Colour.LOW  # a low colour that the user chose gets ASKED: it is then kept, with a note on its risk
     reason = Reason.ASKED if planned.reason is Reason.ASKED or (chosen and low) else Reason.IN_PLAN
     pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
     reading.graph.nodes[name] = replace(vertex, pinned=pinned)
@@ -141,13 +145,13 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
 
 
 def base_name(op: str) -> str:
-    """The name of an op in the op table."""
+    """Return the name of an op in the op table; `op` itself if the table does not have it."""
     row = find_op(op)
     return row.name if row is not None else op
 
 
 def _origin(node: ir.Node) -> tuple[str, str, str] | None:
-    """Module path, ATen base name and FX name that torch's exporter recorded on a node; None if it recorded none."""
+    """Return the module path, ATen base name and FX name that torch's exporter recorded on a node; None if they are missing."""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
     target = re.search(r"target=torch\.ops\.\w+\.(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
     if not scopes or target is None:

@@ -1,4 +1,4 @@
-"""Load the ONNX functions, which need the onnx extra. This loads no code that captures or runs PyTorch models."""
+"""Load the ONNX functions, which need the onnx extra, without importing code that captures or runs PyTorch models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from amprewrite.tables.errors import EmitError
 
 
 def load_onnx_support() -> ModuleType:
-    """Import amprewrite.api.onnx.convert. Raises EmitError with the install command if the onnx extra is missing."""
+    """Import and return amprewrite.api.onnx.convert. Raises EmitError with the install command if the onnx extra is missing."""
     try:
         from amprewrite.api.onnx import convert
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""A plan in a browser: the HTML report, and the view in a notebook."""
+"""Views of a plan for browsers: the HTML report, and the fragment that a notebook shows."""

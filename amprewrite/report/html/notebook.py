@@ -1,4 +1,4 @@
-"""The view of a plan in a notebook: the summary, the modules, and the graph if it is small. It uses inline styles only."""
+"""Make the HTML fragment that a notebook shows for a plan: the summary, a table of modules, and the graph if it is small."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from amprewrite.report.pictures.svg import HIGH, LOW, to_svg
 from amprewrite.tables.boundary.printable import printable
 
 MOST_DRAWN = 60
-"""Most ops of a graph that is drawn below the table."""
+"""Largest number of ops of a plan whose graph is drawn below the table."""
 ROWS = 24
+"""Largest number of rows of the table of modules."""
 
 
 def to_notebook(plan: ModelPlan, summary: str) -> str:
-    """The plan as an HTML fragment that needs no stylesheet or script."""
+    """Return the plan as an HTML fragment with inline styles, which needs no stylesheet and no script."""
     cell = 'style="padding:2px 10px;text-align:right;white-space:nowrap"'
     first = 'style="padding:2px 10px;text-align:left;white-space:nowrap"'
     rows = []

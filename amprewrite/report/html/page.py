@@ -1,7 +1,7 @@
 """The HTML report: one self-contained file that loads nothing from the network.
 
-This file gathers the facts; `assets/report.*` draw them. The data is JSON with `<` escaped, so no name in a model can end the
-script or add markup.
+This module collects the data of the page, and `assets/report.*` draw the page. The data is JSON with `<` escaped, so that no name in a
+model can end the script or add markup.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.vocabulary import Colour
 
 SECONDS = 5.0
-"""Default time for trying out changes of nodes. The rest of the nodes get the general condition of their reason."""
+"""Default time limit in seconds for trying changes of nodes. Nodes not reached in time get the general condition of their reason."""
 
 
 def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
-    """Write the report. `report` is a verify Report or a DebugReport of the same model. `seconds` bounds the trials of changes.
+    """Write the HTML report to `path`, and return the path.
 
+    `report`, a Report of `verify` or a DebugReport of the same model, adds errors. `seconds` limits the time for trying changes of nodes.
     Raises EmitError if `path` cannot be written.
     """
     return write_text(path, html(plan, title, report, seconds))
 
 
 def html(plan: ModelPlan, title: str = "", report: Any = None, seconds: float = SECONDS) -> str:
-    """The report as HTML text."""
+    """Return the report as HTML text. The arguments are the same as for `to_html`."""
     data = json.dumps(payload(plan, title, report, seconds), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = asset("report.html")
     for mark, text in (("/*CSS*/", asset("report.css")), ("/*JS*/", asset("report.js")), ("/*DATA*/", data)):
@@ -51,7 +52,7 @@ def asset(name: str) -> str:
 
 # -- facts -----------------------------------------------------------------------------
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
-    """The data of the page. Keys are short, since there may be thousands of nodes."""
+    """Return the data of the page as plain values for JSON. Keys of nodes are short, since there may be thousands of nodes."""
     drawing = draw(plan)
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     flips = _flips(plan, drawing, seconds)
@@ -91,7 +92,7 @@ def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[st
 
 
 def _fp8(plan: ModelPlan, node: NodePlan) -> list[str]:
-    """Sentences about the GEMMs of a product and the fp8 copies of its result."""
+    """Return sentences about the fp8 GEMMs of a product and the fp8 copies of its result; an empty list if it has none."""
     return [line.strip() for line in region_of(plan, node).quantised.about(bare_name(plan, node))]
 
 
@@ -108,14 +109,14 @@ def _node(node: NodePlan, flips: list[str], row: Any, weights: int, fp8: list[st
 
 
 def _number(value: Any) -> float | str | None:
-    """`value` for JSON: infinity becomes "inf", a missing measurement None."""
+    """Return `value` rounded for JSON: "inf" for infinity, None for a missing measurement (None or NaN)."""
     if value is None or math.isnan(value):
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else "inf"
 
 
 def _modules(plan: ModelPlan) -> list[list[Any]]:
-    """Rows of the module list: depth, path, ops, low, casts, weight copies, FLOPs, low FLOPs."""
+    """Return rows for the list of modules: depth, path, name, ops, low, high, casts, casts of weights, FLOPs, low FLOPs."""
     rows: list[list[Any]] = []
 
     def walk(row: Any, depth: int) -> None:
@@ -128,7 +129,10 @@ def _modules(plan: ModelPlan) -> list[list[Any]]:
 
 
 def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
-    """Sentences on changes that would recolour each node, tried while time is left: high nodes and ends of casts first."""
+    """Return, by node, sentences on changes that would give the node its other colour.
+
+    Changes are tried for `seconds`, first for high nodes and for nodes next to casts. Later nodes get their general condition only.
+    """
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}
     edges = {end for edge in drawing.edges if edge.cast for end in (edge.source, edge.target)}

@@ -1,1 +1,1 @@
-"""Pictures of a plan: SVG, DOT, Model Explorer."""
+"""Pictures of a plan: SVG and PNG drawings, DOT text for Graphviz, and node data for Model Explorer."""

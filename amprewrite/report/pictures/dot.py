@@ -18,7 +18,7 @@ CAST = "#8b3fe0"
 
 
 def to_dot(plan: ModelPlan, path: Any = None) -> str:
-    """The graph as DOT text. Raises EmitError if `path` is given and cannot be written."""
+    """Return the graph as DOT text, and write it to `path` if given. Raises EmitError if `path` cannot be written."""
     drawing = draw(plan)
     lines = [
         "digraph plan {",
@@ -63,5 +63,8 @@ def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """A quoted DOT string. JSON's escapes are valid DOT if control characters are taken out; line ends are kept for labels."""
+    """Return `text` as a quoted DOT string. Line ends are kept for labels.
+
+    JSON's escapes are valid in DOT once `printable` has replaced control characters.
+    """
     return json.dumps("\n".join(map(printable, text.split("\n"))), ensure_ascii=False)

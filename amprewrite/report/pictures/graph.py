@@ -1,4 +1,4 @@
-"""The graph that all pictures of a plan draw: ops with fp32 or low values, inputs, outputs, and edges with their casts."""
+"""Collect the graph that all pictures of a plan draw: ops with fp32 or low values, inputs, outputs, and edges with their casts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ class Edge:
     """An edge from the op that makes a value to an op that reads it."""
 
     source: int
+    """Index of the maker in `Drawing.nodes`."""
     target: int
+    """Index of the reader in `Drawing.nodes`."""
     cast: str = ""
-    """Format of the copy that the reader reads; "" if it reads the value itself."""
+    """Format of the cast copy that the reader reads; "" if it reads the value itself."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """The nodes, the edges between places in `nodes`, and the nested layout."""
+    """Result of `draw`: the nodes to draw, the edges between them, and the nested boxes of modules."""
 
     nodes: tuple[NodePlan, ...]
     edges: tuple[Edge, ...]
     nest: Nest
     hidden: int
-    """Number of ops left out because they carry no fp32 value. Weights are not drawn either."""
+    """Number of ops that are not drawn because they carry no fp32 value. Weights are not drawn either, and not counted."""
 
     def colour(self, edge: Edge) -> Colour:
-        """The colour of the op that makes the edge's value."""
+        """Return the colour of the op that makes the edge's value."""
         return self.nodes[edge.source].colour
 
 
 def draw(plan: ModelPlan) -> Drawing:
-    """Nodes, edges and layers of the whole plan. If there are several regions, each is a box."""
+    """Return the nodes, edges and nested boxes of the whole plan. With several regions, each region is a box."""
     nodes: list[NodePlan] = []
     paths: list[tuple[str, ...]] = []
     edges: list[Edge] = []

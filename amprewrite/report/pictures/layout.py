@@ -1,14 +1,15 @@
-"""Place the boxes of a drawn plan: modules are nested boxes, and each box arranges its parts in layers.
+"""Lay out the drawing of a plan: modules are nested boxes, and each box arranges its parts in layers.
 
 Inside every module (Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures", 1981):
 
-1. Its parts (ops and modules) are ordered by their first run. An edge between ops inside two parts counts as an edge of the parts.
-2. Each part is one layer below the last part that it reads. Parts that read nothing move down to their reader.
+1. The parts of the module (ops and inner modules) are ordered by their first run. An edge between ops inside two parts counts as an edge
+   between the parts.
+2. Each part is one layer below the lowest part that it reads. A part that reads nothing moves down to the layer above its reader.
 3. An edge across several layers gets a place in each of them, so that it is drawn around the parts there.
-4. The order within a layer follows the mean place of the neighbours, swept down and up a few times.
+4. Each layer is sorted by the mean position of the neighbours of its parts. This is repeated a few times, downwards and upwards.
 
-Opening or closing modules changes sizes but not this structure, so a reader may do so without a new layout.
-`place` turns it into coordinates for a static picture; the HTML report does the same in its script.
+Opening or closing a module changes sizes but not layers, so a viewer of the report can do so without a new layout. `place` turns layers
+into coordinates for a static picture; the HTML report does the same in its script.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 SWEEPS = 6
+"""Number of passes over all layers, downwards and upwards in turn, that improve order and positions."""
 LONGEST_ROUTE = 60
-"""Most layers across which an edge gets a place in each. Longer edges are drawn straight."""
+"""An edge that passes more layers than this gets no place in them, and is drawn straight."""
 
 
 @dataclass
@@ -29,24 +31,27 @@ class Box:
 
     id: int
     path: str
+    """Path of the module; "" for the root."""
     label: str
+    """Text of the title: the last part of the path, or several parts."""
     parent: int
     """Id of the enclosing box, -1 for the root."""
     parts: list[int] = field(default_factory=list)
-    """Ids of ops (places in the list of nodes) and of boxes, in the order in which they first run."""
+    """Ids of the ops (indices in the list of nodes) and boxes inside, in the order of their first runs."""
     layers: list[list[int]] = field(default_factory=list)
-    """Parts from left to right in each layer, from top to bottom; a negative id is the place of a passing edge."""
+    """Layers from top to bottom, each a list of ids from left to right. A negative id is the place of an edge that passes the layer."""
     chains: list[list[int]] = field(default_factory=list)
-    """Edges between parts: the source, the places passed, the target."""
+    """Edges between parts, each as the ids of its source, of the places that it passes, and of its target."""
 
 
 @dataclass
 class Nest:
-    """Nested boxes over a list of ops."""
+    """Nested boxes around a list of ops."""
 
     count: int
-    """Number of ops. Ids below it are ops, ids from it on are boxes."""
+    """Number of ops. Ids below this number are ops; ids from this number on are boxes."""
     boxes: list[Box]
+    """All boxes, the root first."""
     parent: list[int]
     """Id of the box around each op."""
 
@@ -54,7 +59,7 @@ class Nest:
         return self.boxes[number - self.count]
 
     def path_of(self, op: int) -> list[int]:
-        """Ids from the op outwards: the op, its box, the enclosing boxes, up to the root."""
+        """Return the ids of an op and all boxes around it, from the op outwards to the root."""
         path, here = [op], self.parent[op]
         while here >= 0:
             path.append(here)
@@ -63,9 +68,9 @@ class Nest:
 
 
 def nest(paths: list[tuple[str, ...]], edges: Iterable[tuple[int, int]]) -> Nest:
-    """Boxes and their layers for ops in running order, from the module path of each.
+    """Return the boxes and their layers for ops in running order. `paths` has the module path of each op, `edges` pairs of ops.
 
-    A module with a single part gets no box; its part is in the enclosing box.
+    A module with a single part gets no box of its own: the part is in the enclosing box.
     """
     tree = _tree(paths)
     found = Nest(len(paths), [], [-1] * len(paths))
@@ -99,7 +104,7 @@ def _tree(paths: list[tuple[str, ...]]) -> _Branch:
 
 
 def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -> int:
-    """Make the box of a branch and the boxes inside it. Returns its id, or the id of its only part."""
+    """Make the box of a branch and all boxes inside. Return the id of the box, or of the only part of a branch that gets no box."""
     if len(branch.parts) == 1 and parent >= 0:
         ((name, only),) = branch.parts.items()
         if isinstance(only, int):
@@ -118,7 +123,7 @@ def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -
 
 
 def _meeting(way: list[int], other: list[int]) -> tuple[int, int, int]:
-    """The innermost box around both ends, and the two parts of it that hold them."""
+    """Return the innermost box around both ends of an edge, and the two parts of this box that hold the ends."""
     mine = {box: place for place, box in enumerate(way)}
     for place, box in enumerate(other):
         if box in mine:
@@ -149,7 +154,7 @@ def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
 
 
 def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
-    """Add places for edges to the layers that they pass."""
+    """Add a place for each edge to every layer that it passes, and record the edge in `box.chains`."""
     passing = 0
     for a, b in edges:
         span = range(layer[a] + 1, layer[b])
@@ -184,7 +189,7 @@ def _order(box: Box) -> None:
 # -- coordinates -------------------------------------------------------------------------------
 @dataclass
 class Rect:
-    """Left, top, width and height of a box or op in the picture."""
+    """Left end, top, width and height of a box or op, in units of the picture."""
 
     x: float
     y: float
@@ -193,26 +198,28 @@ class Rect:
 
 
 GAP, PASS, ROW, PAD, HEAD, GUTTER = 18.0, 6.0, 26.0, 14.0, 24.0, 40.0
-"""Space between parts, width of a passing edge, space between layers, margin inside a box, height of its title, space between columns."""
+"""In this order: space between parts, width of a passing edge, space between layers, margin in a box, height of its title, space
+between columns."""
 TALL, ASPECT = 1150.0, 1.5
-"""Height from which the layers of a box are set in columns, and the ratio of width to height that columns aim at."""
+"""Height above which the layers of a box are set in several columns, and the ratio of width to height that the columns aim at."""
 
 
 @dataclass
 class Placed:
-    """A nest in coordinates, for one choice of open boxes."""
+    """Result of `place`: the coordinates of everything visible, for one choice of open boxes."""
 
     rects: dict[int, Rect]
     """Rectangle of every visible op and box."""
     passes: dict[tuple[int, int], tuple[float, float]]
-    """Middle of each place of a passing edge, by (box, id)."""
+    """Middle of each place of a passing edge, by (id of the box, id of the place)."""
     open: set[int]
+    """Ids of the open boxes."""
     gutters: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Left end of the column of a part or place, by (box, id). Edges from the previous column go up there."""
+    """x of the gap to the left of the column with a part or place, by (id of the box, id). Edges from the previous column go up there."""
 
 
 def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:
-    """Coordinates of everything visible if the boxes `opened` are open. `size_of` gives width and height of ops and closed boxes."""
+    """Return the coordinates of everything visible if the boxes `opened` are open. `size_of` has the sizes of ops and closed boxes."""
     sizes: dict[int, tuple[float, float]] = dict(size_of)
     spots: dict[int, dict[int, tuple[float, float, float]]] = {}
 
@@ -243,8 +250,10 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 
 
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
-    """Positions inside a box, and its size. A part has its upper left corner, a passing edge its middle, each with the gutter to the
-    left of its column."""
+    """Return the positions (x, y, gutter) of everything inside an open box, by id, and the size of the box.
+
+    x and y are the upper left corner of a part, or the middle of a place. The gutter is the x of the gap to the left of its column.
+    """
     if not box.parts:
         return {}, (8 * PAD, HEAD + 2 * PAD)
     middle: dict[int, float] = {}
@@ -288,7 +297,7 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 
 
 def _columns(heights: list[float], broad: float) -> list[range]:
-    """Layers by column. Long chains are set in columns, like text, until width and height are about in the ratio ASPECT."""
+    """Divide layers into columns, like text, so that width and height are about in the ratio ASPECT. Up to the height TALL, one column."""
     tall = sum(heights)
     count = 1
     if tall > TALL:
@@ -306,7 +315,7 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 
 
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
-    """Middles near the wanted ones, in order, with a gap between neighbours: the mean of packing from the left and from the right."""
+    """Return the middles of a layer's items, close to `want` but without overlap: the mean of packing from the left and the right."""
     from_left, right = [], float("-inf")
     for item, x in zip(layer, want, strict=True):
         right = max(x - width[item] / 2, right) + width[item] + GAP

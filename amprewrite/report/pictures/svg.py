@@ -1,4 +1,4 @@
-"""Draw a plan as SVG, for papers and READMEs: the drawing of the HTML report without its script. PNG needs the png extra."""
+"""Draw a plan as SVG or PNG, for papers and READMEs. The drawing is that of the HTML report, without its script."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ LOW, HIGH, CAST, INK, SOFT, LINE = "#0b8c82", "#c96f06", "#8b3fe0", "#171c26", "
 TINT = {Colour.LOW: "#e3f4f1", Colour.HIGH: "#fdf1df", Colour.PLAIN: "#eceef3"}
 INK_OF = {Colour.LOW: LOW, Colour.HIGH: HIGH, Colour.PLAIN: SOFT}
 OP, END, SHUT = (150.0, 40.0), (104.0, 26.0), (190.0, 48.0)
-"""Width and height of an op, of an input or output, and of a closed module."""
+"""(Width, height) of the box of an op, of an input or output, and of a closed module."""
 MOST_OPEN = 90
-"""Most boxes and ops that are shown if no depth is given."""
+"""Largest number of boxes and ops that a drawing without a given depth shows."""
 MARGIN = 12.0
 
 
 def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
-    """The graph as SVG text. Modules up to `depth` are open; None opens as many as fit `MOST_OPEN`.
+    """Return the graph as SVG text, and write it to `path` if given.
 
-    Raises EmitError if `path` is given and cannot be written.
+    Modules down to level `depth` are drawn open, deeper ones as one closed box. None opens as many levels as fit `MOST_OPEN`. Raises
+    EmitError if `path` cannot be written.
     """
     drawing = draw(plan)
     placed = place(drawing.nest, _sizes(drawing), _opened(drawing, depth))
@@ -51,7 +52,10 @@ def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
 
 
 def to_png(plan: ModelPlan, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-    """Write the drawing as a PNG file, `scale` pixels a unit. Raises EmitError without the png extra, or if the file cannot be written."""
+    """Write the drawing as a PNG file with `scale` pixels per SVG unit, and return its path.
+
+    Raises EmitError if the png extra is not installed, or if `path` cannot be written.
+    """
     try:
         import resvg_py
     except ImportError as error:
@@ -66,7 +70,7 @@ def _sizes(drawing: Drawing) -> dict[int, tuple[float, float]]:
 
 
 def _opened(drawing: Drawing, depth: int | None) -> set[int]:
-    """Ids of open boxes: all down to `depth`, or level by level while at most `MOST_OPEN` parts are visible."""
+    """Return the ids of the boxes to draw open: all down to level `depth`; for None, level by level up to `MOST_OPEN` visible parts."""
     nest = drawing.nest
     level = {nest.count: 0}
     for box in nest.boxes[1:]:
@@ -83,7 +87,7 @@ def _opened(drawing: Drawing, depth: int | None) -> set[int]:
 
 
 def _seen(drawing: Drawing, placed: Placed, op: int) -> int:
-    """The outermost closed box around an op, or the op itself."""
+    """Return the id that is visible for `op`: the outermost closed box around it, or the op itself."""
     way = drawing.nest.path_of(op)
     return next((number for number in reversed(way[1:]) if number not in placed.open), op)
 
@@ -126,7 +130,7 @@ def _ops(drawing: Drawing, placed: Placed) -> list[str]:
 
 
 def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
-    """A closed module as SVG: its name, its number of ops, and the share of them that runs low."""
+    """Return the SVG of a closed module: its name, its number of ops, and a bar with the share of ops that run low."""
     r, box = placed.rects[number], drawing.nest.box(number)
     inside = [node for op, node in enumerate(drawing.nodes) if number in drawing.nest.path_of(op) and node.role == "op"]
     low = sum(node.colour is Colour.LOW for node in inside)
@@ -142,7 +146,7 @@ def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
 
 
 def _bundles(drawing: Drawing, placed: Placed) -> dict[tuple[int, int], list[int]]:
-    """Edges by their visible ends: an op, or the outermost closed box around it."""
+    """Group the indices of edges by their two visible ends. Edges inside one closed box are left out."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, edge in enumerate(drawing.edges):
         ends = _seen(drawing, placed, edge.source), _seen(drawing, placed, edge.target)
@@ -159,7 +163,7 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
         points = _route(drawing, placed, a, b)
         path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
         for (x0, y0, _), (x1, y1, gutter) in pairwise(points):
-            if y1 < y0:  # up the gutter to the next column
+            if y1 < y0:  # the next point is higher, in the next column: go up between the columns
                 path += f"V{y0 + 12:.1f}H{gutter:.1f}V{y1 - 13:.1f}H{x1:.1f}V{y1:.1f}"
                 continue
             bend = min((y1 - y0) * 0.55, 50) if y1 > y0 else 50
@@ -171,8 +175,10 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
 
 
 def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float, float, float]]:
-    """Points of an edge, each with the gutter that leads to it. It leaves the boxes of its source, passes parts in between, and enters
-    the boxes of its target."""
+    """Return the points (x, y, gutter) of an edge from `a` to `b`. The gutter is the x of the gap to the left of the point's column.
+
+    The edge leaves the boxes around `a`, passes the layers in between, and enters the boxes around `b`.
+    """
     nest = drawing.nest
     way, other = _outwards(drawing, a), _outwards(drawing, b)
     meet = next(number for number in other if number in way)
@@ -199,7 +205,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """SVG marks on all edges that read a copy."""
+    """Return SVG marks with the format, one for each bundle of edges that has a cast."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}
@@ -217,7 +223,7 @@ def _frame(r: Rect) -> str:
 
 
 def _text(x: float, y: float, text: str, room: float, ink: str, style: str) -> str:
-    """SVG text, cut to fit `room` by the mean width of a letter."""
+    """Return an SVG text element. `text` is cut to fit the width `room`, estimated by the mean width of a letter."""
     most = max(int(room / 6.3), 3)
     text = printable(text)
     text = text if len(text) <= most else f"{text[: most - 1]}…"

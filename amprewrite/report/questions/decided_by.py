@@ -1,4 +1,4 @@
-"""Find the pass that decided each colour: the deciding passes run again, and a new colour is credited to the pass that gave it."""
+"""Find the pass that decided each node's colour: run the deciding passes again, and note after each pass the colours that changed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ OPEN = "open"
 
 @dataclass(frozen=True)
 class Decided:
-    """The colour of one op after a pass, and the pass that gave it."""
+    """The colour of one op after a pass, and the pass that decided the colour."""
 
     node: str
     op: str
     colour: str
+    """low, high, plain or `OPEN`."""
     by: str
+    """Name of the pass; "" for an open node."""
     why: str
+    """The reason, the node that caused it and details, in words; "" for an open node."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,19 @@ class Progress:
 
     region: str
     after: str
+    """Name of the pass."""
     nodes: tuple[Decided, ...]
     casts: int
+    """Number of casts that are planned so far."""
     edits: int
+    """Number of edits of single ops that are planned so far."""
 
 
 def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
-    """The decisions on each region of `plan` after the pass called `name`.
+    """Return the decisions on each region of `plan` after the pass called `name`. Regions decided without this pass are left out.
 
-    Raises PlanError if no pipeline of these regions has such a pass, and for a plan from a file, which has no problem to decide again.
+    Raises PlanError if no region's pipeline has such a pass. Raises it also for a plan from a file, which cannot be decided again, since
+    it does not hold the problem (graph, policy and evidence).
     """
     found = tuple(_progress(region, name) for region in plan.regions if _has(region, name))
     if not found:
@@ -81,7 +88,7 @@ def _decided(planned: NodePlan, decisions: Decisions, by: dict[str, str]) -> Dec
 
 
 def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
-    """Rows of (node, colour, pass, why), one for each op. If there are several regions, names have the form "region/node"."""
+    """Return a row (node, colour, pass, why) for each op. With several regions, node names have the form "region/node"."""
     several = len(found) > 1
     return [
         (f"{each.region}/{node.node}" if several else node.node, node.colour, node.by, node.why) for each in found for node in each.nodes

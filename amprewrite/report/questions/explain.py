@@ -1,6 +1,6 @@
-"""Explain a plan in sentences: a node's format, the rule that decided, the node that caused it, and the price of a change.
+"""Explain a plan in sentences: a node's format, the rule that decided it, the node that caused it, and the price of a change.
 
-Heavy ops that were left in fp32 always come first, each with the condition under which it would run low.
+Heavy ops (matmuls and convolutions) that stay fp32 always come first, each with the condition under which it would run low.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.vocabulary import Colour
 
 MOST_TRIED = 4
-"""Most nodes of a module for which changes are tried. Nodes of larger modules are only listed."""
+"""Largest number of nodes in a module for which changes are tried. Explanations of larger modules have no trials."""
 MOST_HEAVY = 8
-"""Most heavy ops that are listed one by one; the rest are counted."""
+"""Number of heavy ops in fp32 that are listed one by one; any further ops are only counted."""
 
 
 def explain(plan: ModelPlan, name: str = "") -> str:
-    """Sentences about a node, a module, or, without a name, the whole plan.
+    """Return sentences about the node or module `name`, or about the whole plan without a name.
 
-    Raises PlanError with similar names for an unknown name.
+    Raises PlanError for an unknown name; the message lists similar names.
     """
     if not name:
         every = f"no heavy op was left high: every matmul and convolution runs in {plan.low}"
@@ -46,18 +46,21 @@ def _heavy_first(nodes: tuple[NodePlan, ...]) -> list[NodePlan]:
 
 
 def region_of(plan: ModelPlan, node: NodePlan) -> RegionPlan:
-    """The region of a node of `plan.nodes`."""
+    """Return the region that holds `node`, a node of `plan.nodes`."""
     name = node.name.partition("/")[0]
     return next((region for region in plan.regions if len(plan.regions) > 1 and region.name == name), plan.regions[0])
 
 
 def bare_name(plan: ModelPlan, node: NodePlan) -> str:
-    """The node's name inside its region."""
+    """Return the name of `node` inside its region, without the region's prefix."""
     return node.name.partition("/")[2] if len(plan.regions) > 1 else node.name
 
 
 def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
-    """Sentences on a node's format and reason, its casts, and changes that would alter it. With `asked` the changes are tried."""
+    """Return sentences on a node's format and reason, its casts, and changes that would alter its format.
+
+    With `asked`, changes are tried. Without it, only a heavy op in fp32 gets a sentence on its general condition.
+    """
     bare, region = bare_name(plan, node), region_of(plan, node)
     lines = [node.sentence()]
     if is_heavy_high(node):
@@ -74,7 +77,10 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
 
 
 def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
-    """Sentences on changes that would give the node the other colour. With `asked`, causes and prices are found by trial."""
+    """Return sentences on changes that would give the node its other colour; empty for a node without fp32 values.
+
+    Without `asked`, the sentences only give the general condition of the node's reason. With `asked`, trials find causes and prices.
+    """
     if node.colour is Colour.PLAIN or node.role != "op":
         return []
     other = "high" if node.colour is Colour.LOW else "low"
@@ -102,7 +108,7 @@ def _and(names: tuple[str, ...]) -> str:
 
 
 def heavy(plan: ModelPlan) -> list[str]:
-    """Sentences on heavy ops left in fp32, most FLOPs first, each with the condition under which it would run low."""
+    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, each with the condition to run low."""
     found = by_impact(plan.nodes)
     lines = []
     for node in found[:MOST_HEAVY]:
@@ -120,7 +126,7 @@ def _left_high(node: NodePlan) -> str:
 
 
 def _by_reason(plan: ModelPlan) -> list[str]:
-    """One sentence for each reason: the number of ops that it decided, and the first of them."""
+    """Return one sentence for each colour and reason: the number of ops with that reason, and the first op's name."""
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     counted = Counter((node.colour, node.reason) for node in ops)
     lines = []

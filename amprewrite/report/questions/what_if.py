@@ -1,11 +1,11 @@
 """Find changes that would alter a node's colour. The deciding passes run again with each change, so every answer is checked.
 
-A region's plan keeps the problem from which it was decided. Deciding is a pure function of that problem and takes
-milliseconds, so a question is answered by trial:
+A region's plan keeps the `Problem` (graph, policy and evidence) from which it was decided. Deciding is a pure function of that problem
+and takes milliseconds, so changes are simply tried:
 
-1. `forced` overrides the node itself and compares the plans: other nodes that change, and the difference in casts.
-2. `cause` looks for the fewest other nodes whose new colour changes this one: the named cause first, then denied ops upstream, then
-   the nearest nodes of the same colour, one by one and then together. Nodes that are not needed are dropped again.
+1. `forced` overrides the node itself and compares the plans: other nodes that change colour, and the difference in casts.
+2. `cause` looks for a small set of other nodes whose override also changes this node. It tries the cause that the plan records, then
+   denied ops upstream, then the nearest nodes of the same colour: first one by one, then together. Unneeded nodes are dropped again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 MOST_ALONE, MOST_TOGETHER = 6, 16
-"""Most candidates tried one by one, and most tried together."""
+"""Number of candidates that `cause` tries one by one, and largest number that it tries together."""
 OTHER = {Colour.LOW: Colour.HIGH, Colour.HIGH: Colour.LOW}
 
 
 @dataclass(frozen=True)
 class Change:
-    """The effect on a region's plan of another colour for some nodes."""
+    """Result of a trial: the effect on a region's plan if some nodes are overridden with another colour."""
 
     colour: Colour
     """The new colour."""
@@ -40,21 +40,22 @@ class Change:
     moved: tuple[str, ...]
     """Other nodes that change colour as a result."""
     casts: int
-    """Difference in the number of casts, without copies of weights."""
+    """Change in the number of casts of activations; negative if there are fewer."""
     weight_casts: int
+    """Change in the number of low copies of weights."""
     cast_bytes: int
-    """Difference in the bytes that casts read and write."""
+    """Change in the bytes that all casts read and write."""
     seconds: float = 0.0
-    """Difference in the modelled time of a pass."""
+    """Change in the modelled time of one pass, in seconds."""
 
     @property
     def overrides(self) -> dict[str, str]:
-        """This change as the `overrides` of `rewrite`: {"node:linear_3": "fp32"}."""
+        """The change in the form of the option `overrides` of `rewrite`: {"node:linear_3": "fp32"}."""
         word = "low" if self.colour is Colour.LOW else "fp32"
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
     def price(self) -> str:
-        """The differences in casts, bytes and time, in words."""
+        """Return the changes in casts, bytes and time in words."""
         parts = [_count(self.casts, "cast"), _count(self.weight_casts, "copy of a weight", "copies of weights")]
         said = " and ".join(part for part in parts if part) or "no cast more or fewer"
         size = f" ({_bytes(self.cast_bytes)})" if self.cast_bytes else ""
@@ -64,7 +65,7 @@ class Change:
 
 
 class WhatIf:
-    """Trials of changes to one region of a plan. `WhatIf.of` gives None for a plan that was read from JSON or edited."""
+    """Tries changes on one region of a plan. `WhatIf.of` returns None for a region that was read from JSON or edited."""
 
     def __init__(self, region: RegionPlan) -> None:
         assert isinstance(region.basis, Problem)
@@ -78,7 +79,7 @@ class WhatIf:
         return cls(region) if isinstance(region.basis, Problem) else None
 
     def decide(self, colours: Mapping[str, Colour]) -> RegionPlan:
-        """The plan with overrides for these nodes. If the region follows a given plan, that plan is edited instead."""
+        """Return the region's plan with these nodes overridden. If the region follows a given plan, that plan is edited instead."""
         basis = self.basis
         if basis.given is not None:
             nodes = tuple(replace(node, colour=colours.get(node.name, node.colour)) for node in basis.given.nodes)
@@ -90,11 +91,11 @@ class WhatIf:
         return plan_region(basis)
 
     def forced(self, name: str) -> Change | None:
-        """The effect of an override of the node itself; None if it cannot have the other colour."""
+        """Return the effect of an override of node `name` itself; None if the node cannot have its other colour."""
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
-        """The fewest other nodes, among the likeliest, whose override also changes this node; None if there are none."""
+        """Return the effect of overriding a small set of other nodes that changes node `name` too; None if no likely set does."""
         candidates = list(self._candidates(name))
         for each in candidates[:MOST_ALONE]:
             change = self._change(name, (each,))
@@ -113,7 +114,7 @@ class WhatIf:
         return self._change(name, tuple(nodes))
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Nodes of the same colour, likeliest cause first."""
+        """Yield at most MOST_TOGETHER other ops with the colour of node `name`, the likeliest cause first."""
         colour, graph = self.colours[name], self.basis.graph
         planned = {node.name: node for node in self.base.nodes}
         nearest = list(_by_distance(graph, name))
@@ -127,7 +128,7 @@ class WhatIf:
             yield each
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
-        """The effect of overriding `nodes` with the other colour of `name`; None if `name` does not change."""
+        """Return the effect of giving `nodes` the colour that `name` does not have; None if node `name` keeps its colour."""
         colour = OTHER.get(self.colours[name])
         if colour is None:
             return None
@@ -141,7 +142,7 @@ class WhatIf:
         return Change(colour, nodes, moved, new[0] - old[0], new[1] - old[1], new[2] - old[2], seconds)
 
     def _counts(self, plan: RegionPlan) -> tuple[int, int, int]:
-        """Number of casts of activations and of copies of weights, and the bytes that both move."""
+        """Return the number of casts of activations, the number of casts of weights, and the bytes that both read and write."""
         weights = sum(cast.weight for cast in plan.casts)
         size = FP32.bytes + FORMATS[self.basis.policy.low.name].bytes
         moved = sum(self.basis.graph[cast.value].numel for cast in plan.casts if cast.value in self.basis.graph.nodes)
@@ -153,7 +154,7 @@ def _upstream(graph: OpGraph, name: str) -> Iterator[str]:
 
 
 def _by_distance(graph: OpGraph, name: str) -> Iterator[str]:
-    """Other nodes along edges in both directions, nearest first."""
+    """Yield all other connected nodes, along edges in both directions, nearest first."""
     return _walk(name, lambda n: [*graph.digraph.predecessors(n), *graph.digraph.successors(n)])
 
 
@@ -175,7 +176,7 @@ def _count(number: int, word: str, words: str = "") -> str:
 
 
 def _bytes(number: int) -> str:
-    """Signed bytes with a unit."""
+    """Format a number of bytes with its sign and a unit, such as "+1.5 MB"."""
     size, unit = float(abs(number)), "B"
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":
@@ -185,9 +186,9 @@ def _bytes(number: int) -> str:
 
 
 def conditions(node: NodePlan, low: str) -> str:
-    """The condition under which the node would have its other colour; "" if its neighbours decide.
+    """Return the condition under which the node would have its other colour; "" if the colours of its neighbours decide.
 
-    The text completes the sentence "it would run low …".
+    The text completes the sentence "it would run low …" or "it would run high …".
     """
     text = _CONDITIONS.get(node.reason, "")
     return text.format(op=node.op, name=node.name, detail=node.detail, low=low, source=node.source or "its line")
