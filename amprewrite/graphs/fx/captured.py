@@ -1,4 +1,4 @@
-"""A captured fx graph with the problem that was read from it, and the copy of it that passes edit."""
+"""A captured fx graph with the problem that was read from it (`Captured`), and the copy of the graph that passes edit (`EditedGraph`)."""
 
 from __future__ import annotations
 
@@ -22,47 +22,50 @@ from amprewrite.tables.vocabulary import Reason
 from amprewrite.torch_internals.graph_modules import LazyGraphModule
 
 Hoisted = tuple[int, torch.dtype, Layout]
-"""A low copy of a weight: position of the weight among the inputs, dtype of the copy, its padded layout."""
+"""A low copy of a weight: (position of the weight among the inputs, dtype of the copy, padded layout of the copy)."""
 Widened = tuple[int, torch.dtype, int | None]
-"""A result that is cast after the graph: its position, its dtype then, and the position of the scale for its gradient among the inputs."""
+"""A result that is cast after the graph has run: (position of the result, dtype that it is cast to, position of the gradient's scale).
+
+The last is a position among the inputs of the graph; None if the gradient of the result is not scaled.
+"""
 
 
 @dataclass
 class Captured:
-    """A captured graph. `module` is never edited; `problem` is replaced when more becomes known."""
+    """A captured graph and all facts read from it. `module` is never edited. `know` replaces `problem` when more facts become known."""
 
     problem: Problem
     module: torch.fx.GraphModule
     nodes: dict[str, torch.fx.Node]
-    """The fx node of each vertex of the problem's graph."""
+    """The fx node of each vertex of the problem's op graph, by the name of the vertex."""
     match_given: Callable[[Problem], RegionPlan] | None = None
-    """Finds the plan to follow for a graph inside this one."""
+    """Returns the part of the given plan for a body graph (of a checkpoint, loop or condition) from its problem. None without a plan."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
-    """The bodies of activation checkpoints, for a caller that runs them one by one."""
+    """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     given: dict[str, str] = field(default_factory=dict)
-    """For a graph inside another: the outer value of each input, by vertex."""
+    """For a body graph: the vertex of the outer graph whose value an input gets, by the input's vertex; "" if the value has no vertex."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Root mean squares of learnt numbers that may scale a value, by vertex."""
+    """Signed root mean square of each parameter that may scale a value (LayerScale, ReZero), by vertex."""
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
-    """Kind of count of each value."""
+    """By node: whether its value consists of counts such as positions and lengths, and how large these may be (`ir/evidence/counts.py`)."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
-    """Inner graphs that are not rewritten, with the reason. The key "" stands for all of them."""
+    """(reason, detail) of each body graph that is not rewritten, by the attribute that holds it. The key "" stands for all others."""
     by_autocast: Captured | None = None
-    """The same graph read by torch.autocast's lists, for a comparison."""
+    """The same graph, read with the op lists of torch.autocast for a comparison; None if no comparison needs it."""
     tried: bool = False
-    """True if a plan of it has passed a run on fake tensors, so that deciding alone gives the plan."""
+    """True if a plan of this graph has passed a run on fake tensors, so that later plans are decided without such a run."""
 
     def know(self, **facts: Any) -> None:
-        """Replace the problem by one with these `facts`, which are fields of `Problem`."""
+        """Replace `problem` by a copy with these `facts`, which are fields of `Problem`."""
         self.problem = replace(self.problem, **facts)
 
     def note(self, text: str) -> None:
-        """Add a line to the notes of every plan of this graph, once."""
+        """Add the line `text` to the notes of every plan of this graph, unless they have it already."""
         if text not in self.problem.notes:
             self.know(notes=(*self.problem.notes, text))
 
     def with_parts(self) -> Iterator[Captured]:
-        """Yield this graph, the bodies of its checkpoints, and the bodies of checkpoints in them."""
+        """Yield this graph and the body graphs of its activation checkpoints, at any depth."""
         yield self
         for part in self.parts.values():
             yield from part.with_parts()
@@ -74,10 +77,10 @@ class Captured:
 
     @property
     def results(self) -> dict[int, str]:
-        """The vertices that the graph returns, by position among its results."""
+        """The vertex of each result of the graph, by position. Results that are no nodes are left out."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
-        given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function returns its saved values, too
+        given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function returns (results, saved values)
         return {place: names[each] for place, each in enumerate(given) if isinstance(each, torch.fx.Node) and each in names}
 
 
@@ -88,9 +91,9 @@ class Reading:
     lists: OpLists
     low: Format
     training: bool
-    """Read as a graph with gradients."""
+    """True if the graph is read as a graph with gradients: a backward may follow."""
     grad: bool = True
-    """True if gradients are on where a graph with gradients begins."""
+    """True if gradients are enabled at the start of the graph. Passes read this only if `training` is True."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,11 @@ class Target:
     training: bool
     """True if the graph was captured with gradients."""
     weight_cache: WeightCache | None
-    """Cache that makes its low copies of weights; None if the graph casts each weight where it reads it."""
+    """Cache that makes the graph's low copies of weights; None if the graph casts each weight where it reads the weight."""
     blocks: Sequence[Sequence[str]] = ()
-    """Weights that share an autograd node in training, by their names in the plan."""
+    """Groups of weights, by their names in the plan. The low copies of a group share one autograd node in training."""
     frozen: Mapping[int, FrozenWeight] = field(default_factory=dict)
-    """The frozen weights among its inputs, by position."""
+    """The frozen weights among the inputs of the graph, by position."""
 
 
 @dataclass
@@ -115,17 +118,17 @@ class EditedGraph:
 
     module: torch.fx.GraphModule
     nodes: dict[str, torch.fx.Node]
-    """The fx node of each vertex."""
+    """The fx node of each vertex, by the name of the vertex."""
     calls: Mapping[str, Call] = field(default_factory=dict)
-    """The calls of every op, read only if something may be padded."""
+    """Arguments and shapes of every op as plain data, by vertex; {} if no operand may be padded."""
     hoisted: list[Hoisted] = field(default_factory=list)
-    """The low copies of weights that the graph takes after its captured inputs."""
+    """The low copies of weights that the graph takes as inputs after its captured inputs."""
     stored: list[Hoisted] = field(default_factory=list)
-    """The low copies of frozen weights that it takes as its last inputs."""
+    """The low copies of frozen weights that the graph takes as its last inputs."""
     widened: list[Widened] = field(default_factory=list)
-    """The results that are returned low and cast after the graph."""
+    """The results that the graph returns low, and that are cast after the graph has run."""
     cast_up: list[int] = field(default_factory=list)
-    """Positions of frozen weights that it takes low and reads in fp32."""
+    """Positions of the frozen weights that the graph takes low and casts to fp32."""
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
@@ -134,13 +137,13 @@ class EditedGraph:
 
     @classmethod
     def of(cls, captured: Captured) -> EditedGraph:
-        """A copy of the captured graph; tensors and sub-modules are shared."""
+        """Return a copy of `captured` that passes can edit. It shares tensors and sub-modules with the captured graph."""
         module, copies = copy_graph(captured.module)
         return cls(module, {name: copies[node] for name, node in captured.nodes.items()}, captured.problem.calls)
 
 
 def put_inputs_first(graph: torch.fx.Graph) -> None:
-    """Move the inputs of a graph to its front, in their order. Dynamo of torch 2.11 adds symbols after ops that read them."""
+    """Move the inputs of a graph to its front, in their order. Dynamo of torch 2.11 adds symbolic sizes after ops that read them."""
     first = next(iter(graph.nodes))
     for node in graph.find_nodes(op="placeholder"):
         if node is first:
@@ -150,9 +153,9 @@ def put_inputs_first(graph: torch.fx.Graph) -> None:
 
 
 def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, torch.fx.Node]]:
-    """(copy of a graph, {node: its copy}). Tensors and sub-modules are shared.
+    """Return (copy of `module`, {node: its copy}). The copy shares tensors and sub-modules with `module`.
 
-    The copy generates its code when it is first asked for: passes edit it several times, and only read the graph.
+    The copy generates its Python code only when the code is needed, because passes edit the copy several times and read its graph alone.
     """
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph = torch.fx.Graph()
@@ -163,7 +166,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     copied = LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)
     for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
-        if hasattr(module, attribute):  # mark a graph of Dynamo's, and static inputs, for AOTAutograd
+        if hasattr(module, attribute):  # AOTAutograd reads these to find a graph of Dynamo and its static inputs
             setattr(copied, attribute, getattr(module, attribute))
     return copied, copies
 

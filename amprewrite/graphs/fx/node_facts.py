@@ -1,6 +1,6 @@
 """Facts about one fx node: value, dtype, role, the tensors it writes, and the shapes behind its FLOPs.
 
-One file because all of these functions query the same node, and most of them each other.
+All of these functions query one node, and most call each other. So they share a file.
 """
 
 from __future__ import annotations
@@ -24,42 +24,43 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 Leaf = TypeVar("Leaf")
 NO_TREE = {type(None), bool, int, float, str}
-"""Classes of values that hold neither tensors nor nodes."""
+"""Classes of values that contain neither tensors nor nodes, so that pytree need not search them."""
 SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
 ENTER_INFERENCE, EXIT_INFERENCE = "_enter_inference_mode", "_exit_inference_mode"
 GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
-"""Ops that begin another grad mode. Tensors of inference mode cannot be saved for backward, so copies are not shared across these."""
+"""Ops that change the grad mode. No cast is shared across these, because tensors of inference mode cannot be saved for backward."""
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
-"""Higher-order ops whose body is rewritten like a separate graph. Any other is opaque."""
+"""Names of the higher-order ops that run an activation checkpoint. Only their body graph may return low results."""
 TAKES_SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
 ABSOLUTE = {"float"}
-"""Conversions whose dtype is always spelled out."""
+"""Conversions whose name spells out the dtype: `x.float()`."""
 BIT_VIEWS = ops_with(Trait.READS_BITS)
 FAR = 10
-"""Number of ops between a uniform draw and a logarithm from which on the two are unrelated."""
+"""A logarithm that is this many ops after a uniform draw, or more, counts as unrelated to the draw."""
 LEAVES = "amprewrite_leaves"
-"""Key in a node's meta with RETURNED, SHARED or READ_BACK.
+"""Key in a node's meta: RETURNED, SHARED or READ_BACK, the reason why its value must be fp32 for the caller of the graph.
 
-RETURNED marks a value that leaves the graph itself, SHARED memory that does, READ_BACK the op of a result that its own backward reads.
+RETURNED marks a value that the graph returns, SHARED a value in memory that the caller or a body graph uses, too, and READ_BACK an op
+whose result is returned and read by the op's own backward.
 """
 RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"
-"""Key in a node's meta: the memory of its result, if capture records another."""
+"""Key in a node's meta: the storages of its result in eager PyTorch, where capture records different storages."""
 HELD = "amprewrite_held"
-"""Key in the meta of an input that the model holds."""
+"""Key in the meta of a graph input that the model holds (a weight, a global) instead of taking it as an argument."""
 NODE = "amprewrite_node"
-"""Key in the meta of a node of an edited graph: its name in the plan. A cast has the name of the value it copies."""
+"""Key in the meta of a node of an edited graph: its name in the plan. A cast has the name of the value that it casts."""
 
 ROLES = {"placeholder", "get_attr", "output"}
 FUNCTORCH = ("_increment_nesting", "_decrement_nesting")
-"""Ends of the names of the ops that open and close a torch.func transform."""
+"""Suffixes of the names of the ops that open a torch.func transform, and of the ops that close one."""
 ENTER_AUTOCAST, EXIT_AUTOCAST = "_enter_autocast", "_exit_autocast"
 
 
 @dataclass
 class Fact:
-    """Facts about one fx node before it becomes a vertex."""
+    """Facts about one fx node, collected before the node becomes a vertex of the op graph."""
 
     node: torch.fx.Node
     position: int
@@ -70,13 +71,13 @@ class Fact:
     dtype: str
     writes: tuple[torch.fx.Node, ...] = ()
     writes_unsaid: tuple[torch.fx.Node, ...] = ()
-    """Tensors that it writes though its name does not say so."""
+    """Operands that the op writes although its name does not show it, such as running statistics."""
     autocast: str = ""
     transformed: bool = False
     pinned: tuple[Colour, Reason, str] | None = None
     relative: bool = False
     may_be_idle: bool = False
-    """True if a conversion may return its operand itself, if that has the target dtype."""
+    """True if a conversion may return its operand instead of a copy where the operand has the target dtype already."""
     kind: OpKind | None = None
     may_saturate: bool = False
     name: str = ""
@@ -85,7 +86,7 @@ class Fact:
 
 
 def example_value(node: torch.fx.Node) -> Any:
-    """The example value that capture left on a node: a fake tensor, a structure of them, or None."""
+    """Return the example value that capture left on `node`: a fake tensor, a structure of fake tensors, a number, or None."""
     meta = node.meta
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
@@ -95,16 +96,17 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _leaves_of(kind: type[Leaf], value: Any) -> list[Leaf]:
-    """The leaves of `value` of one class. Most values are one leaf; only structures need pytree."""
+    """Return the leaves of `value` that are instances of `kind`. Most values are one leaf, so only structures go through pytree."""
     if isinstance(value, kind):
         return [value]
     return [] if type(value) in NO_TREE else [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
 
 
 def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]:
-    """Uniform draws, the results of pointwise ops on them, and the logarithms that read these.
+    """Return the uniform draws that a logarithm reads, the logarithms, and the pointwise ops between the two.
 
-    A draw below one rounds up to one in a low format. Gumbel and exponential sampling take the logarithm of its distance from one.
+    These nodes must stay fp32: in a low format a draw just below one rounds up to one, and Gumbel and exponential sampling take the
+    logarithm of the distance between draw and one.
     """
     draws, logs = ops_with(Trait.DRAWS), ops_with(Trait.LOGARITHM)
     between = ops_with(Trait.KEEPS_DRAW, Trait.LOGARITHM)
@@ -129,12 +131,12 @@ def is_checkpoint(node: torch.fx.Node) -> bool:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """True if a vmap inside the graph batches this tensor: ops can read it, but its values cannot be looked at."""
+    """True if a vmap inside the graph batches `tensor`: ops can read the tensor, but Python code cannot read its values."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def storages(value: Any) -> set[int]:
-    """The storages of the tensors in `value`. A tensor wrapped by torch.func has the storage of the tensor inside."""
+    """Return the ids of the storages of all strided tensors in `value`. A tensor wrapped by torch.func has its inner tensor's storage."""
     found = set()
     for tensor in tensors(value):
         while is_wrapped_by_transform(tensor):
@@ -145,33 +147,33 @@ def storages(value: Any) -> set[int]:
 
 
 def memory_of(node: torch.fx.Node) -> set[int]:
-    """The storages of a node's result."""
+    """Return the ids of the storages that hold the result of `node` in eager PyTorch (`MEMORY` if it is set)."""
     known: set[int] | None = node.meta.get(MEMORY)
     return storages(example_value(node)) if known is None else known
 
 
 def differentiable(value: Any) -> bool:
-    """True if a gradient may belong to `value`.
+    """True if `value` may have a gradient: if it is a floating-point or complex tensor.
 
-    Capture's `requires_grad` is lost after data-dependent shapes. So every floating tensor counts.
+    `requires_grad` is not read, because capture loses it after data-dependent shapes.
     """
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 NOT_DENSE = ("sparse", "nested")
-"""Beginnings of the dtypes of values without a dense, strided layout."""
+"""Prefixes of the dtype names (`value_dtype`) of tensors without a dense, strided layout."""
 _LAYOUTS = {torch.strided: "", torch.jagged: "nested "}
 
 
 def value_dtype(value: Any) -> str:
-    """Name of the dtype of a value's floating tensors, or of all its tensors if none is floating, with "sparse" or "nested" before it."""
+    """Return the dtype of the floating tensors in `value`, or of all if none is floating: "fp32", "bf16+fp32", "sparse fp32", ""."""
     every = tensors(value)
     floating = [t for t in every if t.is_floating_point() or t.is_complex()]
     return "+".join(sorted({f"{_LAYOUTS.get(t.layout, 'sparse ')}{dtype_name(t.dtype)}" for t in floating or every}))
 
 
 def hint(size: Any) -> int:
-    """A size as a plain int without making a guard: a symbolic size gives its hint, or 64."""
+    """Return `size` as a plain int without adding a guard: the hint of a symbolic size, or 64 if the size has no hint."""
     if isinstance(size, int):
         return size
     known = getattr(getattr(size, "node", None), "_hint", None)
@@ -179,27 +181,28 @@ def hint(size: Any) -> int:
 
 
 def comparable(size: Any) -> Any:
-    """A size in a form that compares with others without a guard: a symbolic size gives its expression."""
+    """Return `size` in a form that `==` compares without adding a guard: the expression of a symbolic size, or the int itself."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
+    """Read the facts of `node`, which is at `position` in its graph."""
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
-    op = "autograd.grad" if node.target is torch.autograd.grad else op  # op_name gives `grad`, which is also the attribute `x.grad`
+    op = "autograd.grad" if node.target is torch.autograd.grad else op  # op_name gives "grad", also to the attribute `x.grad`
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
     if isinstance(node.target, HigherOrderOperator):
-        fact.dtype = ""  # read from its getitems
+        fact.dtype = ""  # the getitems that pick its results have the dtypes
     fact.writes, fact.writes_unsaid = written(node), written_unsaid(node)
-    if value is None and fact.writes:  # setitem and similar ops return nothing: they stand for the tensor that they write
+    if value is None and fact.writes:  # setitem and similar ops return nothing: they have the dtype of the tensor that they write
         fact.value = example_value(fact.writes[0])
         fact.dtype = value_dtype(fact.value)
     return fact
 
 
 def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
-    """The row of the op that this call is with its arguments."""
+    """Return the row of the op that the arguments of a call select: mode="area" makes `interpolate` an `adaptive_avg_pool2d`."""
     if row is None or not row.forms:
         return row
     given = _given(node)
@@ -224,7 +227,7 @@ def _role(node: torch.fx.Node, value: Any) -> str:
 
 
 def held_value(node: torch.fx.Node) -> Any:
-    """The value that a get_attr node reads from its module."""
+    """Return the value that the get_attr node `node` reads from its module; None if the module has no such attribute."""
     held: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         held = getattr(held, part, None)
@@ -239,21 +242,21 @@ def is_buffer(node: torch.fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class InputSource:
-    """Source of a graph input in Dynamo, without the input: a weak reference to a weight would block `swap_tensors`."""
+    """Dynamo's source of a graph input, without a reference to the input: a weak reference to a weight would block `swap_tensors`."""
 
     source: Any
 
 
 def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    """Metadata for a copy of a captured node, without Dynamo's reference to the graph input, which must not be kept alive."""
+    """Return the metadata `meta` for a copy of its node, without Dynamo's reference to the graph input, which must not stay alive."""
     found = meta.get("grapharg")
     return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
 
 
 def forget_inputs(graph: torch.fx.Graph) -> None:
-    """Clear the weak references of a graph's fake modes to the real tensors of its fakes, after capture and compilation."""
+    """Clear the weak references to real input tensors in the fake modes of `graph`. Call it after capture and compilation."""
     modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
-    tracing = tracing_context()  # AOTAutograd has a mode of its own
+    tracing = tracing_context()  # AOTAutograd has a fake mode of its own, with such references
     if tracing is not None:
         tracing.tensor_to_context.clear()
     for mode in modes | ({tracing.fake_mode} if tracing is not None and tracing.fake_mode is not None else set()):
@@ -263,7 +266,7 @@ def forget_inputs(graph: torch.fx.Graph) -> None:
 
 
 def source_name(node: torch.fx.Node) -> str:
-    """Source of a graph input in Dynamo: "L['self']._modules['fc']._parameters['weight']"; "" if there is none."""
+    """Return Dynamo's source of a graph input, such as "L['self']._modules['fc']._parameters['weight']"; "" if it has none."""
     arg = node.meta.get("grapharg")
     source = getattr(arg, "source", None)
     name = getattr(source, "name", "")
@@ -271,7 +274,7 @@ def source_name(node: torch.fx.Node) -> str:
 
 
 def note_held(graph: torch.fx.Graph) -> None:
-    """Mark the inputs that Dynamo found in a module or a global instead of a call's arguments. Dynamo forgets that after capture."""
+    """Mark with HELD the inputs that Dynamo took from a module or a global. Call it at capture: Dynamo drops these sources afterwards."""
     for node in graph.find_nodes(op="placeholder"):
         kind = getattr(getattr(node.meta.get("grapharg"), "source", None), "guard_source", None)
         name = getattr(kind() if callable(kind) else kind, "name", "")
@@ -280,12 +283,12 @@ def note_held(graph: torch.fx.Graph) -> None:
 
 
 def is_held(node: torch.fx.Node) -> bool:
-    """True if the model holds the value: a weight, a buffer, a counter in an attribute or in a global."""
+    """True if the model holds the value of `node`: a weight, a buffer, a counter in an attribute or in a global."""
     return node.op == "get_attr" or HELD in node.meta
 
 
 def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
-    """Tensors that the node writes in place."""
+    """Return the operands that `node` writes in place."""
     written = _leaves_of(torch.fx.Node, node.kwargs.get("out"))
     first = node.args[0] if node.args else None
     if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):
@@ -295,7 +298,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
-    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ takes a list of tensors that it writes
+    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ writes all tensors of a list
         written += _leaves_of(torch.fx.Node, first)
     if isinstance(node.target, HigherOrderOperator):
         written += _written_by_bodies(node)
@@ -305,7 +308,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 
 
 def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
-    """Weights and statistics that the node writes in addition to its result, though its name does not say so."""
+    """Return the operands that `node` writes although its name does not show it: running statistics, weights with max_norm."""
     row = find_op(op_name(node.target)) if node.op.startswith("call") else None
     if row is None or not row.writes:
         return ()
@@ -316,7 +319,7 @@ def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 
 @lru_cache(maxsize=256)
 def _default(target: Callable[..., Any] | str, name: str) -> Any:
-    """Default of an argument of a Python function; None if it is unknown."""
+    """Return the default of the parameter `name` of `target`; None if it is unknown."""
     try:
         return inspect.signature(target).parameters[name].default  # type: ignore[arg-type]
     except (KeyError, TypeError, ValueError):
@@ -324,23 +327,23 @@ def _default(target: Callable[..., Any] | str, name: str) -> Any:
 
 
 def _given(node: torch.fx.Node) -> dict[str, Any]:
-    """The arguments of a call, by name."""
+    """Return the arguments that the call `node` gives, by parameter name."""
     return {**dict(zip(_parameters(node.target), node.args, strict=False)), **node.kwargs}
 
 
 def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
-    """Positions of the inputs whose memory the graph writes, including writes by views and through `.data`."""
+    """Return the positions of the inputs whose memory the graph writes, including writes to views and through `.data`."""
     memory = {storage for node in graph.nodes for target in (*written(node), *_unsaid_in_bodies(node)) for storage in memory_of(target)}
     return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
 
 
 def _unsaid_in_bodies(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
-    """`written_unsaid`, including writes in the bodies of a higher-order op: a batch norm in a checkpoint writes its statistics."""
+    """Return `written_unsaid` of `node`, or of the nodes in its body graphs: a batch norm in a checkpoint writes its statistics."""
     return _written_by_bodies(node, _unsaid_in_bodies) if isinstance(node.target, HigherOrderOperator) else written_unsaid(node)
 
 
 def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Arguments that a custom op writes, by its schema."""
+    """Yield the operands that an ATen or custom op writes, by its schema."""
     target: Any = node.target
     if isinstance(target, OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
@@ -351,7 +354,7 @@ def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
-    """The graphs that a higher-order op runs; [] for any other node."""
+    """Return the body graphs of a higher-order op (checkpoint, loop, condition); [] for any other node."""
     owner = node.graph.owning_module
     if owner is None or not isinstance(node.target, HigherOrderOperator):
         return []
@@ -360,9 +363,9 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
 
 
 def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Iterable[torch.fx.Node]] = written) -> list[torch.fx.Node]:
-    """Operands that the body of a higher-order op writes; `write` returns the operands that a node of the body writes.
+    """Return the operands that the body graphs of a higher-order op write; `write` returns the operands that one node writes.
 
-    Only for a checkpoint it is known which; any other op counts with all operands.
+    Only a checkpoint shows which operand an input of its body is. For any other op whose body writes an input, all operands count.
     """
     operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
     if "mutation" in node.target.name():  # type: ignore[union-attr]
@@ -380,7 +383,7 @@ def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Ite
 
 
 def takes_gradients(graph: torch.fx.Graph) -> bool:
-    """True if the graph computes gradients itself: by torch.autograd, or by a torch.func.vjp function called outside of the transform."""
+    """True if `graph` computes gradients by torch.autograd, or by a torch.func.vjp function called outside of the transform."""
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
     pulled = graph.find_nodes(op="call_function", target=torch._functorch.eager_transforms._autograd_grad)
@@ -390,19 +393,19 @@ def takes_gradients(graph: torch.fx.Graph) -> bool:
 
 
 def differentiates(graph: torch.fx.Graph) -> bool:
-    """True if the graph computes gradients, itself or in a torch.func transform: without recording it fails or gives zeros."""
+    """True if `graph` computes gradients, by torch.autograd or torch.func. Under no_grad such a graph fails or returns zeros."""
     names = (str(getattr(node.target, "__name__", "")) for node in graph.nodes)
     return takes_gradients(graph) or any(name.endswith("_grad_increment_nesting") for name in names)
 
 
 def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """The arguments of a call by parameter name, as far as names are known, with None for parameters that are not given."""
+    """Return the arguments of a call by parameter name, as far as names are known. A parameter that is not given has None."""
     names = _parameters(node.target)
     return {**dict.fromkeys(names), **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def set_argument(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
-    """Set an argument of an op: by position if it is given so now, otherwise by name."""
+    """Set an argument of an op: at position `place` if the call gives it by position, otherwise by the keyword `name`."""
     if len(node.args) > place:
         node.update_arg(place, value)
     else:
@@ -411,7 +414,7 @@ def set_argument(node: torch.fx.Node, place: int, name: str, value: Any) -> None
 
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
-    """Names of the parameters of a target, in order; () if they are unknown."""
+    """Return the names of the parameters of `target`, in order; () if they are unknown."""
     if isinstance(target, OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
     if callable(target) and not isinstance(target, OpOverloadPacket):
@@ -424,7 +427,7 @@ def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
 
 
 def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
-    """Mark nodes inside the model's own autocast regions: "on" or "off"."""
+    """Set `autocast` of the facts inside the model's own autocast regions: "on" if the innermost one enables autocast, otherwise "off"."""
     stack: list[tuple[torch.fx.Node, str]] = []
     for node, fact in facts.items():
         if fact.op == ENTER_AUTOCAST:
@@ -436,17 +439,17 @@ def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
 
 
 def transform_regions(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
-    """For each node inside a torch.func transform (vmap, grad, jvp): the node that opens the outermost one around it."""
+    """Return {node: node that opens the outermost transform around it} for all nodes inside torch.func transforms (vmap, grad, jvp)."""
     return {node: around[0] for node, around in transform_openings(graph).items()}
 
 
 def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes inside a torch.func transform: their values exist at a level of their own."""
+    """Return the nodes inside torch.func transforms. Their values belong to the level of the transform."""
     return set(transform_regions(graph))
 
 
 def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch.fx.Node, ...]]:
-    """For each node inside torch.func transforms: the nodes that open them, outermost first."""
+    """Return {node: nodes that open the transforms around it, outermost first} for all nodes inside torch.func transforms."""
     around, found = list[torch.fx.Node](), {}
     for node in graph.nodes:
         opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
@@ -458,23 +461,25 @@ def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch
 
 
 Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
+"""Result of `transform_openings`."""
 
 
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
-    """The node before which to copy `value` for `user`: `user`, or the opening of the outermost transform around it but not around `value`.
+    """Return the node before which to insert a copy of `value` for `user`: `user` itself, or the op that opens a transform around `user`.
 
-    A copy inside a transform is a value of its level. The op that begins the transform takes values from outside.
+    That is the outermost transform around `user` but not around `value`: a copy made inside would belong to the transform's level.
     """
     around = openings.get(value, ())
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)
 
 
 def is_opaque(node: Any) -> bool:
+    """True if `node` runs a higher-order op."""
     return isinstance(node, torch.fx.Node) and isinstance(node.target, HigherOrderOperator)
 
 
 def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
-    """Every node among the arguments, with the name of its parameter ("" if unknown)."""
+    """Yield (parameter name, node) for every node among the arguments of `node`. The name is "" if it is unknown."""
     names = _parameters(node.target) if node.op in ("call_function", "call_method") else ()
     for position, argument in enumerate(node.args):
         name = names[position] if position < len(names) else ""
@@ -484,5 +489,6 @@ def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
 
 
 def device_of(value: Any) -> str:
+    """Return the device type of the first tensor in `value`; "cpu" if it has no tensor."""
     found = tensors(value)
     return found[0].device.type if found else "cpu"

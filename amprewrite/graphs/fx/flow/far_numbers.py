@@ -1,8 +1,8 @@
-"""Constants beyond the low format's range in a captured graph, and the effect they have on the ops that read them.
+"""Find constants beyond the low format's range in a captured graph, and pin high the ops that compute with such constants.
 
-A constant is clamped to ±max if that keeps its meaning: every reader uses it to block a position, or is bounded by it. Any other constant
-is a number to compute with. Its op stays high, and so do the ops that read the result: a clamped value would be wrong and finite, so that
-nothing shows the error.
+A constant is clamped to ±max of the low format if that keeps its meaning: if every reader uses the constant to block a position of a mask,
+or if the constant is a bound of the op. Any other constant is a number to compute with. Its op stays high, and so do the ops that read
+the result, because a clamped value would be wrong but finite, so that no overflow shows the error.
 
 By name it knows `mul`, which makes a large constant larger, `clamp_max`, whose only bound is an upper one, and the ops that make attention
 scores: `add`, `softmax`, `scaled_dot_product_attention`.
@@ -36,7 +36,7 @@ from amprewrite.tables.vocabulary import Colour, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
 _ORDINARY = 64
-"""An activation of this magnitude is ordinary."""
+"""Magnitude that an activation ordinarily may have. A product with a constant stays fp32 if it takes this magnitude beyond the range."""
 _FLUSHES = ops_with(Trait.ZERO_MATTERS)
 _BOUNDS = ops_with(Trait.BOUNDS)
 _SCALES, _WRITE_DOWN = ops_with(Trait.SCALES), ops_with(Trait.FILLS, Trait.HOLDS_NUMBERS)
@@ -44,21 +44,22 @@ _TAKE_NUMBERS = _WRITE_DOWN | _BOUNDS | _SCALES | ADDS_UP
 
 
 class FarNumbers(MaskRules[torch.fx.Node]):
-    """The values of a graph that hold numbers beyond the range, collected in graph order."""
+    """Collects the values of a graph that hold constants beyond the low format's range. `look_at` must get the ops in graph order."""
 
     def __init__(self, low: Format) -> None:
         super().__init__(low)
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
-        """Sides of zero (ABOVE, BELOW) on which a value holds a number beyond the range that the model wrote, as in a mask."""
+        """By value: the sides of zero (ABOVE, BELOW) on which the value holds constants beyond the range, as a mask does."""
         self.sizes: dict[torch.fx.Node, float] = {}
-        """Upper bound of the magnitude of these numbers."""
+        """By value: an upper bound of the magnitude of these constants."""
         self.computed_with: set[torch.fx.Node] = set()
-        """Values of `sides` that some op computes with."""
+        """The values of `sides` with which some op computes, instead of only blocking positions."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """Reads of a value, one for each result that it helps to make.
+        """Yield a `Read` for each op that reads `value`, and for each result that the op makes.
 
-        An in-place op makes its result and the base it writes to. A checkpoint body is a graph of its own and yields nothing.
+        An in-place op makes two results: its own, and the tensor to which it writes. A checkpoint yields nothing, because its body is read
+        as a separate graph.
         """
         for user in value.users:
             row = _row(user)
@@ -76,7 +77,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """Record the numbers beyond the range that the result of an op holds."""
+        """Record the constants beyond the range that the result of the op holds."""
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
         sides, size = self._written_down(fact)
@@ -93,7 +94,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Sides and magnitude of the numbers beyond the range that an op writes into its result or adds to it."""
+        """Return (sides, largest magnitude) of the constants beyond the range that an op writes into its result or adds to it."""
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
         if fact.op in _WRITE_DOWN:
@@ -103,7 +104,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
-        """Sides and magnitude of the numbers beyond the range that an op passes on from the operand `given`."""
+        """Return (sides, largest magnitude) of the constants beyond the range that an op passes on from its operand `given`."""
         sides, size = set[int](), 0.0
         for read in (each for each in self.reads(given) if each.made is fact.node):
             size = max(size, self.sizes[given] * max(map(abs, read.factors), default=1.0))
@@ -115,7 +116,11 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(sides), size
 
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
-        """Pin an op high if a constant is flushed or may not be clamped, or if an operand holds a number beyond the range."""
+        """Return a pin to high if a constant of the op does not fit the low format, or if an operand holds such a constant; otherwise None.
+
+        A constant fits if it underflows harmlessly, or if it is beyond the range and may be clamped. A factor must leave room for an
+        activation of magnitude `_ORDINARY`.
+        """
         low = self.low
         for constant in _constants(fact.node):
             size = abs(constant)
@@ -131,7 +136,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return None
 
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
-        """True if an op in the low format may clamp a floating constant beyond the range to ±max. Integer constants are never edited."""
+        """True if the op may run low with its floating `constant` clamped to ±max. False for an integer, which is never edited."""
         if type(constant) is int:
             return False
         if fact.op in FILLS:
@@ -141,7 +146,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return all(bound_fits(bound, lower, self.low) for bound, lower in _bounds(fact.op, fact.node) if isinstance(bound, float))
 
     def may_saturate(self, fact: Fact, facts: Mapping[torch.fx.Node, Fact]) -> bool:
-        """True if a low copy may clamp values beyond the range to ±max."""
+        """True if a low copy of the value may clamp numbers beyond the range to ±max, because they belong to a mask."""
         if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
             return self._may_be_mask(fact.node)
         if fact.role != "op" or fact.dtype != "fp32" or fact.row is None or fact.node in self.computed_with:
@@ -152,13 +157,14 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return self.holds_mask(fact.node, fact.op, fact.row.kind, bool(far), masks, beside)
 
     def _blocks(self, node: torch.fx.Node, constant: float) -> bool:
-        """True if a constant that fills a mask blocks a position: too large to compute with, or negative before a softmax."""
+        """True if a constant that fills a mask blocks a position: it is too large to compute with, or negative before a softmax."""
         return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
 
     def _may_be_mask(self, node: torch.fx.Node) -> bool:
-        """True if attention adds an input or a constant to its scores. fp32's lowest number would become -inf in a low format.
+        """True if attention adds the input or constant `node` to its scores, so that `node` may be a mask.
 
-        Rows that block all positions, as left padding makes them, would then be NaN, and so would every value computed from them.
+        A mask must be clamped: fp32's lowest number would become -inf in a low format. A softmax over a row that blocks all positions, as
+        left padding makes it, would then be NaN, and so would every value computed from it.
         """
         for reader in _followers(node, PASSES_MASK):
             if any(_takes_as_mask(user, reader) or (op_name(user.target) == "add" and self.reaches_softmax(user)) for user in reader.users):
@@ -167,7 +173,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
 
 
 def _constants(node: torch.fx.Node) -> list[float]:
-    """Numbers among the arguments of an op: finite floats, and integers if they are neither sizes nor indices."""
+    """Return the numbers among the arguments of an op: finite floats, and integers that are neither sizes nor indices."""
     found: list[float] = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
     whole: list[float] = [each for each in (*node.args, *node.kwargs.values()) if type(each) is int]
     return found + whole if whole and op_name(node.target) in _TAKE_NUMBERS else found
@@ -178,13 +184,14 @@ def _numbers(values: Any) -> tuple[float, ...]:
 
 
 def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
-    """Bounds of an op of `_BOUNDS`, each with True if it is a lower bound."""
+    """Yield (bound, True if it is a lower bound) for an op of `_BOUNDS`. A bound may be None, a number or a node."""
     args, named = node.args, node.kwargs
     yield from zip(args[1:3], (False,) if op == "clamp_max" else (True, False), strict=False)
     yield from ((named.get(name), name.startswith("min")) for name in ("min", "min_val", "max", "max_val"))
 
 
 def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node, place: int) -> Read[torch.fx.Node]:
+    """Return the `Read` of `node` by the op `user`, which takes `node` as operand `place` and makes the result `made`."""
     op = "" if user.kwargs.get("alpha", 1) != 1 else row.name
     bounds = list(_bounds(row.name, user)) if row.name in _BOUNDS else []
     lower, upper = (_numbers(bound for bound, is_lower in bounds if is_lower is wanted) for wanted in (True, False))
@@ -194,7 +201,7 @@ def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node
 
 
 def _places(node: torch.fx.Node, user: torch.fx.Node) -> Iterator[int]:
-    """Positions at which `user` takes `node` as an operand.
+    """Yield the positions at which `user` takes `node` as an operand.
 
     A keyword operand counts as the second, unless it is called `input` or `self`.
     """
@@ -211,13 +218,13 @@ def _row(node: torch.fx.Node) -> Op | None:
 
 
 def _takes_as_mask(node: torch.fx.Node, value: torch.fx.Node) -> bool:
-    """True if attention adds `value` to its scores."""
+    """True if `node` is an attention call that adds `value` to its scores as a mask."""
     mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
     return op_name(node.target) == "scaled_dot_product_attention" and mask is value
 
 
 def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
-    """`node`, and the values computed from it by `ops` alone."""
+    """Yield `node`, and the values computed from it through `ops` alone."""
     seen, waiting = {node}, [node]
     while waiting:
         found = waiting.pop()

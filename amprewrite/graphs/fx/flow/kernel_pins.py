@@ -1,13 +1,14 @@
-"""Ops whose low kernel, or its backward, treats values or gradients worse on a device than the fp32 kernel does.
+"""Find ops whose low kernel loses accuracy on a device, in its forward or its backward, and pin them high.
 
-1. The kernel adds up a gradient in the low format, or an op reads one value often.
+1. The kernel adds up a gradient in the low format, or an op reads one value so often that autograd adds up its gradient in the low format.
 2. The kernel rounds some elements twice, depending on their position.
-3. The backward leaves gradients of *bare taps* unwritten. A bare tap is a weight of a convolution that meets padding alone, or a weight of
-   a transposed one whose products are all cut off. oneDNN's bf16 kernels for strided convolutions then return old memory, at times NaN; so
-   does torch.autocast. Tried with torch 2.13: kernels of 1, 2, 3 and 5, strides to 4, paddings and dilations to 2 and maps to 4 in one and
-   two dims; all of these to 3 at most in three dims, and for transposed convolutions in one and two. No other padded convolution was wrong,
-   except kernels in three dims that are wider than the map. A convolution that is padded by a separate op is right and runs low. A
-   transposed one stays high; three dims are untried.
+3. The backward leaves the gradients of *bare taps* unwritten. A bare tap is a weight of a convolution that is multiplied by padding alone,
+   or a weight of a transposed convolution whose products are all cut off. For these weights oneDNN's bf16 kernels for strided convolutions
+   return uninitialised memory, at times NaN, also under torch.autocast. This was measured with torch 2.13. In one and two dims: kernel
+   sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, maps of up to 4 elements a dim. In three dims, and for transposed
+   convolutions in one and two dims: all of these up to 3. No other padded convolution was wrong, except for kernels in three dims that are
+   wider than the map. A convolution with bare taps runs low with a separate op for its padding, which gives right gradients. A transposed
+   convolution with bare taps stays high; three dims were not measured for these.
 
 By name it knows `getitem`, which may take its indices from tensors.
 """
@@ -30,17 +31,18 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
 Pin = tuple[Colour, Reason, str]
+"""A colour that facts force, with the reason and a detail."""
 
 
 def pin_unset(fact: Fact, low: Format) -> Pin | None:
-    """Pin a transposed convolution high if its sizes are such that its low backward leaves weight gradients uninitialised."""
+    """Return a pin to high for a transposed convolution whose low backward leaves weight gradients uninitialised; otherwise None."""
     if not _may_be_unset(fact.node, low) or not _has_bare_taps(fact.node, transposed=True):
         return None
     return Colour.HIGH, Reason.UNSET, f"{fact.op} in {low.name} on {device_of(fact.value)}"
 
 
 def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
-    """Convolutions of these sizes whose low backward leaves weight gradients uninitialised.
+    """Return the names of the convolutions, except transposed ones, whose low backward leaves weight gradients uninitialised.
 
     Symbolic sizes count by their value at capture.
     """
@@ -48,17 +50,20 @@ def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str
 
 
 def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
-    """True if the low backward of an op on its device leaves gradients uninitialised for some sizes."""
+    """True if the low backward of the op leaves gradients uninitialised on its device at some sizes."""
     row = find_op(op_name(node.target)) if node.op == "call_function" else None
     return row is not None and f"{device_of(example_value(node))}:{low.name}" in row.unset
 
 
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
-    """True if the sizes of a convolution give it bare taps. False if it is not `transposed` as asked."""
+    """True if a convolution has bare taps at its sizes, or, in three dims with padding, a kernel wider than the map.
+
+    False if the convolution is transposed and `transposed` is False, or the other way round.
+    """
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or isinstance(given.get("padding"), str):
-        return False  # a padding given by name requires a stride of one
+        return False  # "same" requires a stride of one, "valid" does not pad
     if ("output_padding" in given) is not transposed:
         return False
     dims = weight.dim() - 2
@@ -72,13 +77,13 @@ def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
 
 
 def per_dim(setting: Any, dims: int) -> tuple[Any, ...]:
-    """A setting of a convolution as a tuple with one entry for each dim."""
+    """Return a setting of a convolution, such as its stride, as a tuple with one entry for each of its `dims` dims."""
     each = tuple(setting) if isinstance(setting, list | tuple) else (setting,)
     return each * dims if len(each) == 1 else each
 
 
 def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool) -> bool:
-    """True if some tap of the kernel reads padding alone or, if `transposed`, writes only elements that are cut off."""
+    """True if, along one dim, a tap of the kernel reads padding alone or, if `transposed`, writes only elements that are cut off."""
     reach = dilation * (kernel - 1)
     if transposed:
         turns, inside = size, (size - 1) * stride - 2 * padding + reach + 1
@@ -89,11 +94,12 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 
 
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
-    """Pin an op high if it would add up the gradient of a trained value in the low format.
+    """Return a pin to high for an op that would add up the gradient of a trained value in the low format; otherwise None.
 
-    Either its kernel does so, or it reads the value often and autograd does so. `learning` are all values that get gradients. `trained` are
-    the values that torch.autocast holds in fp32: it adds up their gradients in fp32, and gradients of operands of ops on its fp32 list. The
-    property of the kernel holds under all lists, also under lists that allow every op. It does not overrule an override for this op.
+    Either the op's kernel does so, or the op reads the value more than MOST_READERS times and autograd does so. `learning` are all values
+    that get gradients. `trained` are the values among them that torch.autocast holds in fp32: it adds up their gradients in fp32, and the
+    gradients of operands of ops on its fp32 list. The pin holds under all op lists, also under lists that allow every op. An op for which
+    the user has an override gets no pin.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -108,12 +114,15 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
 
 
 def _takes_places(node: torch.fx.Node) -> bool:
-    """True if a getitem takes indices from a tensor, which may name an element more than once."""
+    """True if a getitem takes indices from a tensor, which may select an element more than once."""
     return any(isinstance(example_value(leaf), torch.Tensor) for leaf in tree_leaves(node.args[1:]) if isinstance(leaf, torch.fx.Node))
 
 
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
-    """Pin an op high if its low kernel rounds by position; None if the user moved the op, or if painting rules decide instead of costs."""
+    """Return a pin to high for an op whose low kernel rounds an element once or twice, depending on its position; otherwise None.
+
+    None also if the user has an override for the op, or if painting rules decide instead of costs.
+    """
     device = device_of(fact.value)
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
         return None

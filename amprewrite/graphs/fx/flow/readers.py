@@ -1,4 +1,4 @@
-"""Values with so many readers that adding up their gradients in a low format would lose accuracy."""
+"""Find values with so many readers that adding up their gradients in a low format would lose accuracy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 _STOP = ops_with(Trait.STOPS_GRADIENT)
 MOST_READERS = 8
-"""Number of gradients that a low format may add up.
+"""Largest number of gradients of one value that may be added up in a low format.
 
-Each addition rounds; for eight in bf16 that adds up to one product's rounding, 0.4 %.
+Each addition rounds. In bf16, eight additions together are off by as much as one product: by 0.4 %.
 """
 
 
 def trained_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes whose values get gradients in a backward: parameters and inputs that require them, and values computed from these."""
+    """Return the nodes that get gradients in a backward: parameters and inputs that require gradients, and values computed from these."""
     found: set[torch.fx.Node] = set()
     for node in graph.nodes:
         value = example_value(node)
@@ -32,13 +32,13 @@ def trained_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def trained_values(nodes: Mapping[str, torch.fx.Node]) -> frozenset[str]:
-    """Names of the `trained_nodes` among `nodes`, which belong to one graph."""
+    """Return the names of the nodes among `nodes` whose values get gradients. All of `nodes` must belong to one graph."""
     trained = trained_nodes(next(iter(nodes.values())).graph) if nodes else set()
     return frozenset(name for name, node in nodes.items() if node in trained)
 
 
 def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> tuple[str, ...]:
-    """Trained values with more than MOST_READERS readers: encoder memories, biases shared by layers, matrices used in loops.
+    """Return the values of `trained` with more than MOST_READERS trained readers, such as encoder memories and matrices used in loops.
 
     torch.autocast casts such a value for every reader and adds up the gradients of the copies in fp32. It keeps one copy of each weight, so
     parameters are left out.

@@ -1,11 +1,12 @@
-"""Attention whose keys and values are repeated for every query head of a group: the kernel can read the original heads.
+"""Find attention calls whose keys and values are repeated for every query head of a group: the kernel can read the original heads.
 
     keys = keys[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)         n copies of each of h heads
 
-Models repeat heads during capture because they ask for the mask, which capture builds (transformers, integrations/sdpa_attention.py).
-Outside of capture they pass `enable_gqa=True`.
+Models of transformers repeat heads if they have a mask, and otherwise pass `enable_gqa=True` (integrations/sdpa_attention.py). During
+capture they have a mask, so captured graphs repeat heads.
 
-By name it knows the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`; no view can merge copies.
+By name it knows the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`. A view cannot merge copies, so no view
+is among them.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from amprewrite.tables.ops.op_lists import op_name
 
 KEY, VALUE, GROUPED = (1, "key"), (2, "value"), "enable_gqa"
 WIDEST = 256
-"""Largest head size of flash attention (ATen/native/transformers/cuda/sdp_utils.cpp). Other kernels would repeat the heads again."""
+"""Largest head size of flash attention (ATen/native/transformers/cuda/sdp_utils.cpp). Other kernels would repeat the heads themselves."""
 _CROSSINGS = (cast_in, scale_gradient, unscale_gradient)
 _FULL = slice(None)
 
 
 @dataclass(frozen=True)
 class Way:
-    """The ops that repeat heads. Nothing but the attention call reads their results."""
+    """The ops that repeat the heads of the keys, or of the values, of one attention call. No other op reads their results."""
 
     whole: torch.fx.Node
-    """Returns as many heads as the query has."""
+    """The last op, `reshape` or `flatten`, which returns as many heads as the query has."""
     spread: torch.fx.Node
+    """The `expand` that repeats each head."""
     between: tuple[torch.fx.Node, ...]
-    """Conversions between `lined` and `spread`, last first."""
+    """Conversions between `lined` and `spread`, the last one first."""
     lined: torch.fx.Node
-    """Returns the heads with one more dim."""
+    """The first op, `unsqueeze` or `getitem`, which returns the heads with one more dim."""
 
     @property
     def heads(self) -> torch.fx.Node:
@@ -47,11 +49,12 @@ class Way:
 
     @property
     def ops(self) -> tuple[torch.fx.Node, ...]:
+        """`whole`, `spread`, the ops of `between` and `lined`, in this order: the last one of the graph first."""
         return self.whole, self.spread, *self.between, self.lined
 
 
 def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way, Way]]:
-    """Attention calls that read repeated heads, each with the ops that repeat its keys and its values."""
+    """Return {attention call: (ops that repeat its keys, ops that repeat its values)} if the kernel can read the original heads."""
     apart = transformed_nodes(graph)
     written_memory = {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     found: dict[torch.fx.Node, tuple[Way, Way]] = {}
@@ -70,7 +73,7 @@ def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way,
 
 
 def _way_to(whole: object) -> Way | None:
-    """The ops that repeat the heads in `whole`; None if other ops made it, or if an intermediate value has another reader."""
+    """Return the ops that repeat heads to make `whole`; None if other ops make it, or if an intermediate value has another reader."""
     if not isinstance(whole, torch.fx.Node) or op_name(whole.target) not in ("reshape", "flatten"):
         return None
     spread, between = whole.all_input_nodes[0], list[torch.fx.Node]()

@@ -1,17 +1,17 @@
-"""Sums that change one value in many small steps: `x = x + 0.1 * f(x)`, again and again.
+"""Find sums that change one value in many small steps, as samplers and solvers do: `x = x + 0.1 * f(x)`, again and again.
 
 A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The reader expands a sum as a linear form
-through sums, scalings and copies until it finds such an x. Factors are numbers, *learnt factors*, *schedules* or *noise*. Learnt factors
-and schedules vary along one dim at most.
+through sums, scalings and copies until it finds such an x. The factors a and b consist of numbers, *learnt factors*, *schedules* and
+*noise*. Learnt factors and schedules vary along one dim at most.
 
 1. A schedule is computed from buffers, inputs and constants of a sampler or solver (`sigmas[i + 1] - sigmas[i]`, `alphas[t].sqrt()`, one
-   for each sample) without a product, and varies along fewer dims than the value. Its numbers are known only in a call. Samplers and
-   solvers with a schedule take small steps. Random draws and booleans (stochastic depth, padding) make no schedule: residual streams take
-   large steps.
-2. A learnt factor is computed from parameters and numbers (LayerScale, ReZero, a learnt step). It counts by its root mean square, known at
-   capture. A factor of unknown size counts as small.
-3. Noise is drawn from a normal distribution, or is a floating input, or is computed from these: a stochastic solver scales a network's
-   result by it. A value computed from integers is no noise: it may be a mask.
+   for each sample) without a product, and varies along fewer dims than the value. Its numbers are known only when the graph runs. Samplers
+   and solvers with a schedule take small steps. A value computed from random draws or booleans (stochastic depth, padding) is no schedule,
+   because such values scale residual streams, which take large steps.
+2. A learnt factor is computed from parameters and numbers (LayerScale, ReZero, a learnt step). Its size is its root mean square, which is
+   known at capture. A learnt factor of unknown size counts as small.
+3. Noise is drawn from a normal distribution, is a floating input, or is computed from such values. A stochastic solver multiplies the
+   result of a network by noise. A value computed from integers is no noise, because it may be a mask.
 
 By name it knows how ops are linear: `add`, `sub`, `rsub`, `mul`, `div`, `neg`, `addcmul`, `addcdiv`, `lerp`.
 """
@@ -32,7 +32,7 @@ from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.operators import HigherOrderOperator
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops that pass on their first operand times one, if it has as many elements as the result: copies, views, conversions and bounds."""
+"""Ops that count as their first operand times one, if it has as many elements as the result: copies, views, conversions and bounds."""
 RANDOM = ops_with(Trait.RANDOM)
 SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 
@@ -40,10 +40,10 @@ SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 def read_small_steps(
     graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float], repeated: bool = False
 ) -> tuple[str, ...]:
-    """Sums that change one value in many small steps with a product in each, and the ops that scale or copy the value between two steps.
+    """Return the sums that change one value in many small steps with a product in each, and the ops between that scale or copy it.
 
-    `factors` are the root mean squares of parameters that may scale a value. A `repeated` graph is the body of another graph, which may run
-    it many times.
+    `factors` are the signed root mean squares of parameters that may scale a value. `repeated` is True for a body graph, which the graph
+    around it may run many times.
     """
     if not nodes:
         return ()
@@ -113,7 +113,10 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return found
 
     def _factor(self, given: Any, node: torch.fx.Node, how: str = "") -> Factor | None:
-        """The argument `given` of `node` as a factor, if it is a number, a schedule, a learnt factor or noise; otherwise None."""
+        """Return the argument `given` of `node` as a factor, if it is a number, a schedule, a learnt factor or noise; otherwise None.
+
+        `how` is the use of the factor: "" to multiply by it, "divided by", or "rest" to multiply by one minus the factor.
+        """
         value = example_value(given) if isinstance(given, torch.fx.Node) else given
         if type(value) in (int, float):
             if how == "rest":
@@ -127,7 +130,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return Factor(1.0, frozenset([(given, how)])) if known else None
 
     def _size(self, node: torch.fx.Node) -> float | None:
-        """Signed root mean square of a learnt factor, or of the result of element-wise ops on one; None if unknown."""
+        """Return the signed root mean square of a learnt factor, or of element-wise ops on a learnt factor; None if it is unknown."""
         if node in self.names and self.names[node] in self.factors:
             return self.factors[self.names[node]]
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
@@ -164,7 +167,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
-        """True if a value may be a factor in `beside`: exact or learnt, and varying along one dim at most and fewer than `beside`."""
+        """True if `node` is exact (or learnt, in a `mul` or `div`), and varies along one dim at most and along fewer dims than `beside`."""
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)
 
@@ -181,7 +184,7 @@ def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
 
 
 def _applied(node: torch.fx.Node, size: float) -> float | None:
-    """Result of an op on the number `size` in place of its only tensor; None if the op cannot take a single number."""
+    """Return the result of an op on the number `size` in place of its only tensor; None if the op cannot run on a single number."""
     number = torch.tensor([size], device="cpu")
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: number)
     try:
@@ -198,7 +201,7 @@ def _elements(node: torch.fx.Node) -> Any:
 
 
 def _dims(node: torch.fx.Node) -> int:
-    """Number of dims whose size is symbolic or above 1."""
+    """Return the number of dims of `node` whose size is symbolic or above 1."""
     return sum(not isinstance(size, int) or size > 1 for size in _shape_of(node) or ())
 
 

@@ -1,1 +1,1 @@
-"""fx graph → op graph: nodes, names, memory, calls, inner graphs, magnitudes of weights."""
+"""Read an fx graph into an op graph: nodes, names, shared memory, calls, body graphs, magnitudes of weights."""

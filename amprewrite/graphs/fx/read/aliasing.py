@@ -1,7 +1,8 @@
-"""Find fx nodes that share memory that is written in place, and count the writes before each reader.
+"""Find fx nodes that share memory written in place, and count the writes to a value before each of its readers.
 
-Capture runs some ops as Python code in place of torch's own, with a different sharing of memory: `dropout(x, 0.0)` is `x` itself in torch
-and a copy in capture; `x @ y` is a view in capture alone. So torch is asked again where that matters.
+Capture runs some ops as Python code in place of PyTorch's own code. Their results then share memory differently: `dropout(x, 0.0)` returns
+`x` itself in eager PyTorch and a copy in capture; `x @ y` is a view in capture alone. Where that matters, `real_value` runs PyTorch's own
+code on fake tensors.
 
 By name it knows `getitem`, which picks one result of a kernel with several.
 """
@@ -42,11 +43,13 @@ from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.torch_internals.dispatch import FakeTensor
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
-"""Dispatch key under which capture finds the Python code that it runs in place of torch's."""
+"""Dispatch key of the Python code that capture runs in place of PyTorch's own code."""
 _CHOOSE, _HIDE = ops_with(Trait.CHOOSES), ops_with(Trait.HIDES_WRITES)
 
 
 class _Union:
+    """Disjoint sets (union-find): `join` merges two sets, `find` returns the representative of a set."""
+
     def __init__(self) -> None:
         self.parent: dict[Any, Any] = {}
 
@@ -63,17 +66,20 @@ class _Union:
 
 @dataclass
 class Ties:
-    """Groups of nodes that share a colour, and the groups that write to a model input, parameter or buffer."""
+    """Groups of nodes that must have one colour, because they share memory written in place or are results of one kernel."""
 
     group: dict[torch.fx.Node, torch.fx.Node]
+    """Representative of the group of each node."""
     writes_state: set[torch.fx.Node]
+    """Representatives of the groups that write to a model input, parameter or buffer."""
     size: Counter[torch.fx.Node]
+    """Number of nodes in a group, by its representative."""
     kept: set[torch.fx.Node]
-    """Nodes that read memory that is written later through `.data`. Their backward reads the new values, which a copy would not have."""
+    """Readers of memory that is written later through `.data`. Their backward reads the new values, which a cast copy would not have."""
 
 
 def note_memory(graph: torch.fx.Graph) -> None:
-    """Record on every node the memory of its result in torch, if capture gives it another."""
+    """Record under MEMORY the storages of each node's result in eager PyTorch, where capture records different storages."""
     really: dict[int, set[int]] = {}
     apart = transformed_nodes(graph)
     for node in graph.nodes:
@@ -90,7 +96,7 @@ def note_memory(graph: torch.fx.Graph) -> None:
 
 
 def is_view(node: torch.fx.Node) -> bool:
-    """True if the tensor that a node returns is a view of another tensor, which may be hidden from the graph."""
+    """True if `node` returns a view of another tensor. The other tensor may be internal to the op, without a node of its own."""
     inside = made_inside(node)
     if inside is not None:
         return is_view(inside)
@@ -99,7 +105,7 @@ def is_view(node: torch.fx.Node) -> bool:
 
 
 def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node in a checkpoint's body that makes `node`, if `node` is a result of a checkpoint; otherwise None."""
+    """Return the node in the body graph of a checkpoint that makes `node`; None if `node` is no result of a checkpoint."""
     source = node.args[0] if node.args else None
     if isinstance(source, torch.fx.Node) and is_checkpoint(source):
         for body in bodies(source):
@@ -110,9 +116,9 @@ def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The operand that a node returns unchanged; None if there is none.
+    """Return the operand that `node`, an op without in-place writes, returns as the same tensor object; None if there is none.
 
-    `contiguous` does so with a contiguous tensor, and a checkpoint with an input that it returns.
+    `contiguous` returns an operand that is contiguous already. A checkpoint may return one of its inputs.
     """
     inside, source = made_inside(node), node.args[0] if node.args else None
     if inside is not None and isinstance(source, torch.fx.Node):
@@ -129,7 +135,7 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def reads_back(node: torch.fx.Node) -> bool:
-    """True if the backward of an op reads its result, as `tanh` does: a second backward then gives the result a gradient."""
+    """True if the backward of the op reads the op's result, as for `tanh`: a second backward then gives the result a gradient."""
     if op_name(node.target) in _CHOOSE:
         return False
     with torch.enable_grad():
@@ -138,7 +144,7 @@ def reads_back(node: torch.fx.Node) -> bool:
 
 
 def _wanting(node: torch.fx.Node) -> Any:
-    """The example value of an operand, with `requires_grad` set, in memory of its own."""
+    """Return a copy, with `requires_grad` set, of an operand's example value; the value itself if it cannot have a gradient."""
     value = example_value(node)
     return value.detach().requires_grad_().clone() if differentiable(value) else value
 
@@ -146,21 +152,21 @@ def _wanting(node: torch.fx.Node) -> Any:
 def _backward(value: torch.Tensor) -> Any:
     try:
         return value.grad_fn
-    except RuntimeError:  # captured without gradients, a view of memory that is written
+    except RuntimeError:  # the value is a view of memory that is written, captured without gradients
         return None
 
 
 def _saved(backward: Any) -> Iterator[torch.Tensor]:
-    """The tensors that the last op of a value saves for its backward."""
+    """Yield the tensors that the autograd node `backward` saves."""
     for name in dir(backward):
         if name.startswith("_saved_") and isinstance(saved := getattr(backward, name), torch.Tensor):
             yield saved
 
 
 def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = example_value) -> Any:
-    """Result of a node on its example operands by torch's own code; the example value from capture if torch cannot run it.
+    """Return the result of `node` on its example operands, by PyTorch's own code; capture's example value if that code cannot run.
 
-    `operand` returns the value of an operand. If it returns copies, the node may write to them.
+    `operand` returns the value to use for an operand. A node that writes in place is run only with an `operand` other than the default.
     """
     said = example_value(node)
     modes = [t.fake_mode for t in tensors(said) if isinstance(t, FakeTensor)]
@@ -173,14 +179,14 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
             if isinstance(node.target, str):
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
             return node.target(*args, **kwargs)
-    except Exception:  # some kernels take no symbolic sizes
+    except Exception:  # some kernels do not accept symbolic sizes
         return said
 
 
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
-    """Conversions between fp32 and `low` that may return their operand itself, because nothing can tell it from a copy.
+    """Yield the conversions between fp32 and `low` that may return their operand instead of a copy, because no reader can notice.
 
-    The copy is never written and is not returned, and the operand is not written any more.
+    The result is never written and is not returned, the operand is not written later, and both have the same strides.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
@@ -200,26 +206,28 @@ def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[tor
 
 
 def _strides_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if both tensors have the same strides, as far as is known without a guard."""
+    """True if both tensors are known to have the same strides, without adding a guard."""
     return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.stride(), b.stride(), strict=True))
 
 
 def _runs_as_python(node: torch.fx.Node) -> bool:
+    """True if capture may run the op of `node` as Python code in place of PyTorch's own code."""
     packet = getattr(torch.ops.aten, op_name(node.target), None) if node.op in ("call_function", "call_method") else None
     return packet is not None and any(_PYTHON in getattr(packet, name).py_kernels for name in packet.overloads())
 
 
 def _memory(fact: Fact) -> set[int]:
-    """The memory in which others may see a node's result; none if all readers use the returned copy instead."""
+    """Return the storages in which other nodes see a node's result; an empty set if they read its idle conversion (RETURNED) instead."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
 def _lies_in(fact: Fact) -> set[int]:
+    """Return the storages of a node's result, or of the tensor that the node writes if it returns nothing."""
     return memory_of(fact.writes[0] if example_value(fact.node) is None and fact.writes else fact.node)
 
 
 def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
-    """Memory that is written through `.data`, with the position of the last such write."""
+    """Return {storage: position of the last write to it through `.data`}."""
     aside: set[torch.fx.Node] = set()
     last: dict[int, int] = {}
     for node, fact in facts.items():
@@ -233,10 +241,11 @@ def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
 
 
 def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
-    """By memory: positions of writes that may use a copy instead, because nothing reads the old values under the old name later.
+    """Return, by storage, the positions of writes that may write to a cast copy instead, because nothing reads the old tensor later.
 
-    So in `scores = q @ k; scores += bias` the product may run low and the sum in fp32: the sum writes to the cast between them. Writes to a
-    model's inputs and weights must reach them, and under another grad mode a copy would have another autograd history.
+    In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the sum writes to the cast between them. Writes to
+    inputs and weights of the model are left out, because they must change these tensors. So are writes in another grad mode than the
+    tensor's, because a copy would have another autograd history.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)
@@ -259,9 +268,10 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """(groups of nodes that share memory written in place; a function that counts the writes to a value before a reader).
+    """Return (groups of nodes that share memory written in place, function that counts the writes to a value before a reader).
 
-    In training, a reader whose backward may read values written through `.data` is tied to its operand.
+    In training, an op whose operand is written later through `.data` is in one group with the operand, because its backward may read the
+    new values.
     """
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():
@@ -281,11 +291,11 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         if node.target is hooked:
             union.join(node, node.args[0])
             (inner,) = node.all_input_nodes[:1]
-            while (before := same_tensor(inner)) is not None:  # for example a dropout with p=0: the hook is on its operand
+            while (before := same_tensor(inner)) is not None:  # a dropout with p=0 returns its operand: the hook is on both
                 union.join(inner, before)
                 inner = before
         for storage in _memory(fact) if writes else ():
-            if fact.position <= max(writes.get(storage, (-1,))):  # made after the last write: nothing is shared any more
+            if fact.position <= max(writes.get(storage, (-1,))):  # after the last write, sharing memory has no effect
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
         for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():
@@ -297,7 +307,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
     for node, fact in facts.items():
         if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in _lies_in(fact)):
             state.add(union.find(node))
-        if is_opaque(node):  # the graph inside writes fp32
+        if is_opaque(node):  # a body graph writes fp32 to its operands
             state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}
     group = {node: union.find(node) for node in list(union.parent)}
 

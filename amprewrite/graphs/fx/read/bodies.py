@@ -1,10 +1,10 @@
-"""Graphs inside a graph: the bodies of conditions, loops, scans, maps and custom autograd Functions.
+"""Read the body graphs of higher-order ops: conditions, loops, scans, maps, checkpoints and custom autograd Functions.
 
-A higher-order op calls its bodies with tensors of its own choosing: slices of scanned tensors, loop state, gradients. So a body takes and
-returns fp32, as the graph around it does, whatever runs inside. Only a checkpoint's body may return low results.
+A higher-order op calls its body graphs with tensors that it chooses: slices of scanned tensors, loop state, gradients. So a body graph
+takes and returns fp32, in whatever format its ops run. Only the body graph of an activation checkpoint may return low results.
 
-The backward of an autograd Function is user code. With a loss scale it gets unscaled gradients, unless its graph shows that it is linear.
-Then the scale passes through it, as under GradScaler, and values that the user computes in half precision there are not flushed.
+The backward of an autograd Function is user code. With a loss scale, the backward gets unscaled gradients. If its graph shows that it is
+linear, it gets scaled gradients, as under GradScaler, so that values that the user computes there in half precision are not flushed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KEPT = {
     "flex_attention": "its graph is part of an attention kernel",
     "flex_attention_backward": "its graph is part of an attention kernel",
 }
-"""Higher-order ops whose bodies are not rewritten, with the reason."""
+"""Higher-order ops whose body graphs are not rewritten, each with the reason."""
 _NO_GRADIENT = ops_with(Trait.STOPS_GRADIENT) | ops_with(Trait.HAS_STEPS)
-"""Ops that take no gradient, or a gradient of zeros."""
+"""Ops that pass no gradient, or a gradient of zeros, to their operands."""
 
 
 def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, str]]:
-    """Every node of `module` that runs a body with fp32 at its border, with the name of the attribute that holds the body."""
+    """Yield (node, attribute that holds the body graph) for every body graph of `module`. Checkpoints are left out."""
     for node in module.graph.nodes:
         if not isinstance(node.target, HigherOrderOperator) or is_checkpoint(node):
             continue
@@ -42,10 +42,11 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 
 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
-    """The reason why the body `name` of `node` stays high in training with a narrow format or with loss scaling; None if it need not.
+    """Return the reason why all ops of a body graph stay fp32 in training with a narrow format or a loss scale; None if they need not.
 
-    No sample run shows the range of a user-written backward. With loss scaling, code around such a backward in a body, for example of a
-    condition, has gradients that nothing scales. The forward of an autograd Function is not differentiated.
+    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled. No sample run shows the range of a
+    user-written backward. With a loss scale, code around such a backward in a body graph, for example of a condition, has gradients that
+    nothing scales. The forward of an autograd Function may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -59,18 +60,18 @@ def _of_function(node: torch.fx.Node) -> bool:
 
 
 def backward_of(node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """The backward of the autograd Function that a node calls; None if it calls none."""
+    """Return the backward graph of the autograd Function that `node` calls; None if it calls none."""
     found = bodies(node) if isinstance(node.target, HigherOrderOperator) and _of_function(node) else []
     return found[1] if len(found) == 2 else None
 
 
 def _is_forward(node: torch.fx.Node, name: str) -> bool:
-    """True if the body `name` of an autograd Function is its forward, which is the first body."""
+    """True if the body graph at attribute `name` is the forward of an autograd Function, which is its first body graph."""
     return bool(_graphs(node)) and name == str(_graphs(node)[0].target)
 
 
 def has_own_backward(node: torch.fx.Node) -> bool:
-    """True if gradients of the node's result must be unscaled: an autograd Function reads them, or a hook in a body."""
+    """True if the gradient of `node`'s result must be unscaled, because a nonlinear backward of user code or a hook reads the gradient."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
     if "autograd_function" in node.target.name():
@@ -79,7 +80,7 @@ def has_own_backward(node: torch.fx.Node) -> bool:
 
 
 def _backward_is_linear(node: torch.fx.Node) -> bool:
-    """True if the backward of an autograd Function is linear. It takes the gradients of its results, then the saved values."""
+    """True if the backward of an autograd Function is linear in its first inputs, the gradients. The saved values are its last inputs."""
     if len(bodies(node)) != 2 or node.kwargs.get("dirty_idx"):
         return False
     forward, backward = bodies(node)
@@ -92,7 +93,7 @@ def _backward_is_linear(node: torch.fx.Node) -> bool:
 
 
 def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
-    """True if a factor on the nodes `scaled` becomes the same factor on all results of the graph. An unknown op counts as nonlinear."""
+    """True if multiplying the nodes `scaled` by a factor multiplies all results of the graph by it. An unknown op counts as nonlinear."""
     zeros: set[torch.fx.Node] = set()
     for node in graph.nodes:
         if node.op == "output":
@@ -106,13 +107,13 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
             if not targets <= scaled or not _hands_on_factor(node, scaled, zeros):
                 return False
             scaled.add(node)
-        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # sizes do not depend on the numbers
+        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # a size does not depend on the factor
             return False
     return False
 
 
 def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set[torch.fx.Node]) -> bool:
-    """True if `node`, which reads some of `scaled`, returns a result with the same factor."""
+    """True if multiplying `scaled`, some of which `node` reads, by a factor multiplies its result by it. `zeros` are nodes of zeros."""
     row, leaves = find_op(op_name(node.target)), tree_leaves((node.args, node.kwargs))
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and any(map(differentiable, tensors(example_value(leaf))))]
     if row is None or not all(map(differentiable, tensors(example_value(node)))) or node.kwargs.get("rounding_mode"):
@@ -120,7 +121,7 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
     if Trait.LINEAR_IN_ALL in row.traits:
         summands = [*node.args, *(given for name, given in node.kwargs.items() if name != "alpha")]
         if any(not tensors(example_value(each)) if isinstance(each, torch.fx.Node) else each for each in summands):
-            return False  # a number that is not zero, or may not be
+            return False  # the op adds a number that may differ from zero
     if row.traits & {Trait.LINEAR_IN_ALL, Trait.JOINS}:
         return all(leaf in scaled or leaf in zeros for leaf in floats)
     if sum(leaf in scaled for leaf in floats) != 1:
@@ -131,11 +132,11 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 
 
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """The ops of `body` that lead to no result with a gradient in the graph around `node`, nor to state that a loop carries on.
+    """Return the ops of `body` that lead neither to a result that gets a gradient around `node` nor to state that a loop carries on.
 
-    `name` is the attribute that holds the body. Autograd gives a result a gradient of zeros if nothing reads it, or only unread values or
-    steps such as comparisons do. If a value there is infinite, gradients of its operands are NaN. The forward of an autograd Function
-    returns its results and its saved values, which only its backward reads.
+    `name` is the attribute that holds `body`. Such ops should stay fp32: autograd gives a result a gradient of zeros if nothing reads the
+    result, or only ops that pass no gradient, such as comparisons. If the value of such an op is infinite, the gradients of its operands
+    are NaN. The forward of an autograd Function returns its results and its saved values. The saved values do not count as results.
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):
@@ -155,7 +156,7 @@ def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) ->
 
 
 def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes that a gradient may reach from a result of the graph, or from a value that it writes."""
+    """Return the nodes that a gradient may reach in a backward, from a result of `graph` or from a value that the graph writes."""
     found: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
         passes = op_name(node.target) not in _NO_GRADIENT and any(map(differentiable, tensors(example_value(node))))
@@ -165,7 +166,7 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
-    """Number of the first results of a loop that are inputs of its next iteration."""
+    """Return how many of the first results of `node` are inputs of its next iteration: 0 for a condition, map or checkpoint."""
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
         return len(node.args[1])
@@ -173,16 +174,16 @@ def _carried(node: torch.fx.Node, results: int) -> int:
 
 
 def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-    """(input of `body`, value of the outer graph) for each input that is passed such a value unchanged."""
+    """Return (input of `body`, value of the outer graph) for each input to which `node` passes an outer value unchanged."""
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]
-    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # earlier arguments, such as a predicate, are no operands
+    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # from the end, because a leading predicate is no operand
     return [(inner, given) for inner, given in pairs if _shape(inner) == _shape(given) is not None]
 
 
 def _graphs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The graphs among the arguments of `node`. Graphs of torch.export read weights by `get_attr`, too."""
+    """Return the get_attr nodes among the arguments of `node` that hold body graphs, without the nodes that hold weights."""
     leaves = (leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node) and leaf.op == "get_attr")
     return [leaf for leaf in leaves if isinstance(held_value(leaf), torch.fx.GraphModule)]
 

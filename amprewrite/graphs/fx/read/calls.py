@@ -1,4 +1,4 @@
-"""fx graph → calls: arguments and shapes of every op as plain data, and the ops that write to memory with other readers.
+"""Read the calls of an fx graph: arguments and shapes of every op as plain data, and the reasons why padding must not pass an op.
 
 By name it knows `getitem`, which may pick one of several results.
 """
@@ -21,7 +21,7 @@ from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 
 
 def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[str, Call]:
-    """A Call for every vertex of `graph`, by name, in the order in which the fx graph runs them."""
+    """Return a `Call` for every vertex of `graph`, by name, in the order in which the fx graph runs the ops."""
     names = {node: name for name, node in fx_nodes.items()}
     if not names:
         return {}
@@ -42,7 +42,7 @@ STATISTICS_AND_WEIGHTS = ((1, "running_mean"), (2, "running_var"), (3, "weight")
 
 
 def read_bare_norms(nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
-    """Norms on a CPU without statistics, weight or bias: no argument sets the dtype in which they keep their statistics."""
+    """Return the batch and instance norms on CPU without statistics, weight or bias: no argument sets the dtype of their statistics."""
     return tuple(name for name, node in nodes.items() if op_name(node.target) in NORMS and _is_bare(node))
 
 
@@ -53,7 +53,7 @@ def _is_bare(node: torch.fx.Node) -> bool:
 
 
 def read_far_constants(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
-    """Ops with finite constants beyond the range of `low` among their arguments."""
+    """Return the names of the ops that have a finite constant beyond the range of `low` among their arguments."""
     arguments = {name: (node.args, tuple(node.kwargs.values())) for name, node in nodes.items()}
     return tuple(name for name, given in arguments.items() if any(is_far(leaf, low) for leaf in leaves(given)))
 
@@ -83,7 +83,7 @@ def _shape(tensor: torch.Tensor) -> Shape:
 
 
 def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
-    """An argument without fx nodes: a node becomes a Ref, or its number if capture knows it."""
+    """Return an argument as plain data: an fx node becomes a `Ref`, or its number if capture knows the number."""
     if isinstance(argument, torch.fx.Node):
         value = example_value(argument)
         return value if type(value) in (int, float, bool) else Ref(names.get(argument, argument.name))
@@ -97,7 +97,7 @@ def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
 
 
 def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
-    """Values that an op such as `unsqueeze_` resizes in place, and their readers: their recorded sizes are the last ones."""
+    """Return {node: why padding must not pass it} for values that an op such as `unsqueeze_` reshapes in place, and for their readers."""
     found: dict[torch.fx.Node, str] = {}
     for node in graph.nodes:
         packet = getattr(torch.ops.aten, f"{op_name(node.target)}_", None) if is_inplace(node.target) else None
@@ -108,10 +108,10 @@ def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 
 
 def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
-    """Nodes whose memory is written while another op still reads it.
+    """Return {node: why padding must not pass it} for the nodes whose memory is written in place while another op may still read it.
 
-    An in-place op on a value that is not read afterwards does not count: it equals the same op out of place. Nodes inside torch.func
-    transforms have no memory to ask for.
+    An in-place op on a value that is not read afterwards does not count, because it gives the same result as the op out of place. Nodes
+    inside torch.func transforms (`transformed`) are skipped.
     """
     place = {node: position for position, node in enumerate(graph.nodes)}
     sharing: dict[int, list[torch.fx.Node]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Products of a captured graph that multiply numbers that count something (`ir/evidence/counts.py`)."""
+"""Find the products of a captured graph that multiply counts, such as positions and lengths (`ir/evidence/counts.py`)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 from amprewrite.torch_internals.trees import tree_leaves
 
 Counts = Mapping[torch.fx.Node, Count]
+"""The count of the value of each node."""
 
 
 def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None = None) -> None:
-    """Record the products of counts in the graph of `captured`, and the count of every value in `captured.counts`.
+    """Set `counted` on the products of counts in the problem's graph, and record the count of every value in `captured.counts`.
 
-    `inputs` are the real inputs of the graph, if available. `around` are the counts of its inputs, if another graph passes them. The host
-    reads constants only if a product depends on their values, once for each device.
+    `inputs` are the real inputs of the graph; () if they are not available. `around` are the counts of the inputs that an outer graph
+    passes to a body graph. Constants are read on the host only if a product depends on their values, once for each device.
     """
     low, nodes = captured.problem.policy.low, captured.module.graph.nodes
     if not any(node.flops for node in captured.problem.graph) and not any(map(is_opaque, nodes)):
         return
     held = _held(captured.module.graph, inputs)
+    # Constants are taken for large counts first, so that their values are read only if that makes a difference.
     supposed = _propagate(nodes, {**dict.fromkeys(held, Count.LARGE), **(around or {})}, low)
     graph = _kept(captured, supposed)
     if any(node.counted for node in graph):
@@ -43,16 +45,18 @@ def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None
 
 
 def _kept(captured: Captured, counts: Counts) -> Any:
+    """Return the op graph with `counted` set on every product that would round a count."""
     by_name = {name: counts[node] for name, node in captured.nodes.items() if node in counts}
     return keep_counts(captured.problem.graph, by_name, _summed)
 
 
 def _summed(node: OpNode) -> int:
+    """Return the number of elements over which a product sums: half its FLOPs for each element of its result."""
     return node.flops // (2 * max(node.numel, 1))
 
 
 def _held(graph: torch.fx.Graph, inputs: Sequence[Any]) -> dict[torch.fx.Node, Any]:
-    """The floating tensors that the model holds and does not learn, by node, with their value if it is known."""
+    """Return the floating tensors that the model holds and does not train, by node, each with its value; None if the value is unknown."""
     places = [*zip(graph.find_nodes(op="placeholder"), [*inputs, *[None] * len(graph.nodes)], strict=False)]
     places += [(node, held_value(node)) for node in graph.find_nodes(op="get_attr")]
     found = {}
@@ -69,7 +73,11 @@ def _learns(*values: Any) -> bool:
 
 
 def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node, Count]:
-    """The counts of constants: LARGE with whole numbers beyond the low format's exact ones, WHOLE with others. Unread ones are SMALL."""
+    """Return the count of each constant of `held`, from its values.
+
+    LARGE: whole numbers, some of them beyond the numbers that `low` holds exactly. WHOLE: other whole numbers. SMALL: fractions, and values
+    that are unknown.
+    """
     found, asked = dict.fromkeys(held, Count.SMALL), list[tuple[torch.fx.Node, Tensor]]()
     with torch.no_grad(), unselected():
         for node, value in held.items():
@@ -85,7 +93,7 @@ def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node,
 
 
 def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Count]:
-    """The counts of all values of a graph, from the `known` counts of its inputs and constants."""
+    """Return the count of every value of a graph, from the `known` counts of its inputs and constants."""
     found = dict[torch.fx.Node, Count]()
     for node in nodes:
         value = example_value(node)
@@ -102,7 +110,7 @@ def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Co
 
 
 def _dtype(value: Any) -> str:
-    """The dtype of a value. A Python float counts as fp32."""
+    """Return the name of the dtype of `value`. A Python float counts as fp32."""
     return "fp32" if isinstance(value, float | torch.SymFloat) else value_dtype(value)
 
 

@@ -1,23 +1,24 @@
-"""Values that leave a graph: each must be one fp32 value for the graph and for its caller, in numbers, memory and gradient.
+"""Mark the values that a graph returns, so that each is one fp32 tensor for the graph and for its caller: one memory and one gradient.
 
-A low value that is returned is cast. If other ops read the low value, the cast is not on their path: the caller's gradient with respect to
-the result misses them. And two results that share memory become two casts, which share none. So before a graph is read, an idle
-`x.to(x.dtype)` is inserted after the value, and all its other readers read that. In the captured graph it returns `x` itself. Coloured
-high, it is the cast on every reader's path:
+A low value that is returned must be cast to fp32. If ops in the graph read the low value instead of the cast, the caller's gradient with
+respect to the result lacks the part of these ops. If two results share memory, their two casts do not. So before a graph is read, an
+*idle conversion* `x.to(x.dtype)` is inserted after such a value x, and all other readers of x then read the conversion. In the captured
+graph the conversion returns `x` itself. It is pinned high, so in the edited graph it is the cast to fp32 for all these readers:
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-1. *Memory.* Two results may share memory, or elements of one result may, a result may share it with an input, or a body may write to it.
-   Then such a node follows the maker of the memory. The views from it to the results run high, and so do all ops that may write to it. If
-   the maker returns a view of a hidden tensor, as `linear` with more than two dims does, so does the node: after an in-place write,
-   autograd treats a view and a base differently. In graphs with gradients the same holds if a result is the very tensor that an op was
-   given, as with `contiguous`, and other ops read that tensor, or it has hooks: both are on the result's path. It also holds if gradients
-   were recorded where the tensor was made and are not where it is returned.
-2. *Values*, in graphs with gradients. If a result has other readers, such a node follows it. If it shares memory that the graph writes,
-   rule 1 applies. If a result has hooks, the node precedes them, so that the hooks are on the tensor that the caller gets.
-3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as `tanh` does, a second backward
-   gives the result a gradient. So the op itself runs high, and its own result is returned.
+1. *Memory.* This rule applies if several results share memory, if elements of one result share memory, if a result shares memory with an
+   input, or if a body graph writes to the memory. The idle conversion follows the op that makes the memory, its *maker*. The views that
+   lead from the maker to the results run high, and so do all ops that may write to the memory. If the maker returns a view of a tensor
+   inside the op, as `linear` with more than two dims does, a view follows the conversion: after an in-place write, autograd treats a view
+   and a base differently. In graphs with gradients the rule also applies if the graph writes to the memory of a result or an input. It
+   applies if a result is the same tensor object as an operand, as with `contiguous`, and the operand has other readers or hooks. And it
+   applies if such a tensor is made with gradients enabled and returned with gradients disabled.
+2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
+   the result has hooks, the conversion precedes the hooks, so that the hooks are on the tensor that the caller gets.
+3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
+   the result a gradient. If the graph returns such a result, the op itself runs high and gets no idle conversion.
 
 By name it knows `detach`, which stops gradients.
 """
@@ -57,13 +58,14 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without_grad: set[Node] | None) -> torch.fx.GraphModule:
-    """Mark the values that leave a graph in a copy of `module`; return `module` itself if there are none.
+    """Return a copy of `module` with idle conversions and LEAVES marks on the values that leave the graph; `module` if there are none.
 
-    `copy` returns (copy, {node: its copy}). `without_grad` are the nodes that run without gradients; None says that all do.
+    `copy(module)` returns (copy, {node: its copy}). `without_grad` are the nodes that run without gradients; None if the graph is read as
+    a graph without gradients.
     """
     memory = Memory(module.graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(module.graph)  # no border fits inside, and results run high without one
+    regions = transform_regions(module.graph)  # left out below: no cast fits inside, and the ops run high anyway
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
@@ -90,16 +92,17 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
 
 
 def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterator[Node]:
-    """Results with gradients that the backward of their own op reads. Heavy ops have no second derivative, or do not read their results.
+    """Yield the results with gradients that the backward of their own op reads, as for `tanh`.
 
-    A value that leaves a torch.func transform is left out: no border fits inside, and the ops there read another tensor.
+    Ops on the allow list are left out: their backward has no derivative, or does not read their result. Results of ops inside a torch.func
+    transform are left out: no cast can be inserted there, and the ops inside do not read the tensor that the caller gets.
     """
     apart, alike, known = transform_regions(graph), Alike(), dict[Hashable, bool]()
     for node in dict.fromkeys(map(_before_hooks, _results(graph))):
         if node in without_grad or not differentiable(example_value(node)) or _op_of(node)[-1] in apart:
             continue
         op = _maker(node)
-        key = alike.key(op) or op  # all layers make their keys and values by like calls: one answer serves all
+        key = alike.key(op) or op  # the layers of a model make equal calls, so one answer serves all of them
         if key not in known:
             known[key] = _is_read_back(op)
         if known[key]:
@@ -107,29 +110,30 @@ def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterato
 
 
 def _maker(result: Node) -> Node:
-    """The op that makes `result`. For a result of a checkpoint, the op in its body."""
+    """Return the op that makes `result`; for a result of a checkpoint, the op in the body graph."""
     inside = made_inside(result)
     return _op_of(result)[-1] if inside is None else _maker(_before_hooks(inside))
 
 
 def _is_read_back(op: Node) -> bool:
-    """True if the backward of an op reads the op's result."""
+    """True if the backward of `op` reads the op's result. Ops on the allow list give False."""
     row = find_op(op_name(op.target))
     heavy = row is not None and row.kind is OpKind.ALLOW
     return op.op not in ("placeholder", "get_attr") and not heavy and reads_back(op)
 
 
 def _op_of(node: Node) -> tuple[Node, ...]:
-    """`node`, and the op of which it picks a result."""
+    """Return (`node`,), or (`node`, its op) if `node` picks one of several results of an op."""
     source = node.args[0] if node.target is operator.getitem else None
     picked = isinstance(source, Node) and not isinstance(example_value(source), torch.Tensor)
     return (node, source) if picked and isinstance(source, Node) else (node,)
 
 
 def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
-    """Nodes whose values exist only inside a torch.func transform. A value that leaves the transform is a plain tensor.
+    """Return the nodes whose values exist only inside a torch.func transform.
 
-    Another transform may read a wrapped one: `jacrev` does so around its backward.
+    A value that is read outside of its transform is a plain tensor and does not count. A value that is still wrapped counts, although
+    another transform may read it, as in `jacrev`.
     """
     regions = transform_regions(graph)
     return {node for node, region in regions.items() if _wrapped(node) or all(regions.get(user) == region for user in node.users)}
@@ -140,7 +144,10 @@ def _wrapped(node: Node) -> bool:
 
 
 def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) -> Node:
-    """Insert the idle conversion after `maker`, or after the transform of `regions` that it leaves, and let all other readers read it."""
+    """Insert an idle conversion after `maker`, let all other readers of `maker` read the conversion, and return the conversion.
+
+    If `maker` is inside a torch.func transform (`regions`), the conversion follows the transform, and readers inside keep reading `maker`.
+    """
     place, region = maker, regions.get(maker)
     readers = [reader for reader in maker.users if region is None or regions.get(reader) != region]
     while region is not None and regions.get(place.next) == region:
@@ -155,7 +162,7 @@ def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) ->
 
 
 def _view(graph: torch.fx.Graph, node: Node) -> None:
-    """Insert a view of all of `node` after it, and let all other readers read that."""
+    """Insert a view of the whole of `node` after it, and let all other readers of `node` read the view."""
     readers = list(node.users)
     with graph.inserting_after(node):
         whole = graph.call_method("view_as", (node, node))
@@ -165,7 +172,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Results through whose other readers a gradient may flow. Values that the graph itself differentiates count as well."""
+    """Yield the results of `graph` with other readers through which a gradient may flow. Operands of autograd.grad count as results."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):
@@ -175,7 +182,10 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Makers of results with hooks: `retain_grad` of the caller sees the gradient after the hooks, so they belong on the returned value."""
+    """Yield, for each result with hooks, the value below the hooks.
+
+    `retain_grad` of the caller sees the gradient after the hooks, so the hooks must be on the value that is returned.
+    """
     for node in _results(graph):
         maker = _before_hooks(node)
         if maker is not node and maker.op not in ("placeholder", "get_attr") and differentiable(example_value(node)):
@@ -183,14 +193,14 @@ def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _before_hooks(node: Node) -> Node:
-    """The value without the hooks on it."""
+    """Return the value on which the hooks of `node` are; `node` itself if it is no hook."""
     while node.target is hooked:
         (node,) = node.all_input_nodes[:1]
     return node
 
 
 def _takes_gradient(reader: Node) -> bool:
-    """True if a gradient may flow back through `reader`: not through indices, comparisons or sizes."""
+    """True if a gradient may flow back through `reader`. None flows through indices, comparisons or sizes."""
     if op_name(reader.target) in _STOP:
         return False
     if any(differentiable(t) for t in tensors(example_value(reader))):
@@ -203,9 +213,9 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _read_as_another(result: Node, without_grad: Set[Node]) -> bool:
-    """True if a result is a tensor that an op was given, and that tensor has other readers or hooks, or is of a checkpoint's body.
+    """True if `result` is the same tensor object as an operand with other readers or hooks, or if a checkpoint returns such a tensor.
 
-    Also true for a tensor that was made with gradients and is returned where there are none.
+    Also true if that operand is made with gradients enabled, and `result` with gradients disabled (`without_grad`).
     """
     result = _before_hooks(result)
     while (given := same_tensor(result)) is not None:
@@ -225,12 +235,12 @@ def _overlaps(value: Any) -> bool:
 
 
 class Memory:
-    """The nodes of a graph by the memory of their results."""
+    """The nodes of a graph by the storages of their results, with facts about each storage: returned, taken as an input, written."""
 
     def __init__(self, graph: torch.fx.Graph, without_grad: Set[Node] = frozenset()) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)
         self.seen_otherwise: dict[int, set[Node]] = defaultdict(set)
-        """Nodes that read the memory as integers, between views as floats."""
+        """By storage, the nodes whose result is no floating tensor, such as integer views between floating views."""
         self.results, self.inputs, self.written, self.written_inside = set[int](), set[int](), set[int](), set[int]()
         self.last_write: dict[int, int] = {}
         self.position = {node: position for position, node in enumerate(graph.nodes)}
@@ -267,14 +277,14 @@ class Memory:
         self.same = {storage for result in found if _read_as_another(result, without_grad) for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """Storages whose values must leave as one tensor: several results share them, or a result and an input do, or they are written."""
+        """Return the storages to which rule 1 of the module docstring applies, in the order of the first nodes that hold them."""
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
             found |= (self.results & self.written) | (self.inputs & self.written) | self.same
         return sorted((storage for storage in found if storage in self.holders), key=lambda s: self.position[self.holders[s][0]])
 
     def maker(self, storage: int) -> Node | None:
-        """The node that makes the memory; None if it is from outside, or if several results of one op share it."""
+        """Return the node that makes the memory `storage`; None if an input holds it, or if several results of one op share it."""
         if storage in self.inputs:
             return None
         first = self.holders[storage][0]
@@ -284,7 +294,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """The nodes that lead to the results in this memory, and all nodes that may write to it, without its maker."""
+        """Return the nodes in the memory `storage` that lead from its maker to results, and all that may write to it, without the maker."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

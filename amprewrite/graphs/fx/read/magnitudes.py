@@ -1,4 +1,4 @@
-"""Magnitudes of the weights of a captured graph, known without any data."""
+"""Read magnitudes, offsets and scaling factors of the weights of a captured graph. No sample data is needed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Largest finite magnitude of each fp32 parameter and buffer of the graph, by node; {} if the low format has fp32's range."""
+    """Return the largest finite magnitude of each fp32 parameter and buffer, by vertex; {} if the low format has fp32's range."""
     found = weights_among(captured, inputs)
     return dict(zip(found, largest(list(found.values())), strict=True))
 
 
 def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """The fp32 parameters and buffers that the graph takes among its `inputs` or reads from its module, by node.
+    """Return the fp32 parameters and buffers that the graph takes among its `inputs` or reads from its module, by vertex.
 
-    {} if the low format has fp32's range. Tensors of other classes (distributed, fake) are left out: reading them is not free.
+    {} if the low format has fp32's range. Tensors of other classes (distributed, fake) are left out: their values are costly to
+    read, or missing.
     """
     return _plain_weights(captured, inputs) if captured.problem.policy.low.narrow else {}
 
 
 def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """Return `weights_among`, whatever the range of the low format."""
     names, graph = captured.names, captured.module.graph
     placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     held = ((node, held_value(node)) for node in graph.find_nodes(op="get_attr"))
@@ -56,11 +58,12 @@ def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tenso
 
 
 def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
-    """Parameters and buffers that are added to a value, and tables of rows, that have an offset (`has_offset`), by node.
+    """Return the vertices of the weights whose values have an offset: a mean that is larger than their spread (`has_offset`).
 
-    The rows of a table may have a common offset, too. The host reads once for each device.
+    Checked are parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset common to
+    all rows counts, too. The host reads once for each device.
 
-    Training adds no offset before a norm: the norm removes it, and its gradient with it.
+    Weights before a norm need no exception. Training gives them no offset, because the norm removes an offset and the gradient of it.
     """
     found, looked_up = summands(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
@@ -74,10 +77,10 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Signed root mean squares of learnt numbers that may scale a value, by node. The sign is the sign of their mean.
+    """Return the signed root mean square of each parameter that may scale a value, by vertex. The sign is the sign of its mean.
 
-    They vary along one dim at most, as a factor for each channel, and have a reader other than products, norms and sums of several. The
-    host reads once for each device.
+    Such a parameter varies along one dim at most, as a factor for each channel does. It has a reader other than products, norms and sums
+    of several operands. The host reads once for each device and statistic.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
@@ -93,7 +96,7 @@ def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
 
 
 def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
-    """True if a weight of one dim at most has a reader other than products, norms and sums of several."""
+    """True if the weight is a parameter of one dim at most, with a reader other than products, norms and sums of several operands."""
     if graph[name].role != "parameter" or sum(size > 1 for size in weight.shape) > 1:
         return False
     readers = list(graph.readers(name))
@@ -102,9 +105,9 @@ def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
 
 
 def largest(tensors: Sequence[Tensor]) -> list[float]:
-    """Largest finite magnitude of each tensor. The host reads once for each device, and once more for a tensor with infinities.
+    """Return the largest finite magnitude of each tensor. The host reads once for each device, and once more for a tensor with infinities.
 
-    Every low format with a narrow range has infinities: a mask of -inf fits.
+    Infinities do not count, because every low format of narrow range can hold them: a mask of -inf fits.
     """
     if not tensors:
         return []
@@ -117,7 +120,7 @@ def largest(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _read(numbers: Sequence[Tensor]) -> list[Any]:
-    """0-dim tensors as numbers. The host reads once for each device."""
+    """Return 0-dim tensors as Python numbers. The host reads once for each device."""
     found: list[Any] = [None] * len(numbers)
     for device in {number.device for number in numbers}:
         places = [place for place, number in enumerate(numbers) if number.device == device]

@@ -1,7 +1,7 @@
-"""fx graph → its products of rows and a matrix, whose operands may be quantised.
+"""Find the products of rows and a matrix in an fx graph, whose operands may be quantised to fp8.
 
-By name it knows where `linear`, `matmul`, `mm` and `addmm` take their operands. Left out: products inside a torch.func transform, an
-operand multiplied by itself, products with factors of their own, and a summand that is no row.
+By name it knows where `linear`, `matmul`, `mm` and `addmm` take their operands. Left out are products inside a torch.func transform,
+products of a tensor with itself, products with further factors such as `alpha`, and products plus a summand of more than one row.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 
 PRODUCTS = ops_with(Trait.READS_FP8)
 FACTORS = {"beta": 1, "alpha": 1, "use_gelu": False, "out_dtype": None, "dtype": None, "out": None}
-"""Arguments that change the product, each with the value at which it does not."""
+"""Arguments that change the product, each with the value that leaves the product unchanged."""
 
 
 def read_matrix_products(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> dict[str, MatrixProduct]:
-    """The products of `graph` that fp8 kernels could run, by name."""
+    """Return the products of `graph` that fp8 kernels could run, by vertex. `trained` are the vertices whose values get gradients."""
     names = {node: name for name, node in nodes.items()}
     apart = transformed_nodes(next(iter(names)).graph) if names else set()
     found = {name: _product(graph, name, node, names, trained) for name, node in nodes.items() if node not in apart}
@@ -49,7 +49,7 @@ def _product(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torc
 
 
 def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
-    """The nodes that make x and w of a product; None if it is not one of rows and a matrix, or has factors of its own."""
+    """Return the operands (rows x, matrix w) of a product; None if its operands have other shapes or if it has further factors."""
     given = named_arguments(node)
     if any(given.get(name, plain) not in (plain, None) for name, plain in FACTORS.items()):
         return None
@@ -61,13 +61,13 @@ def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
 
 
 def bias_of(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node that makes the summand of a product; None if it has none."""
+    """Return the node that makes the summand (bias) of a product; None if the product has no summand."""
     given = named_arguments(node)
     return next(iter(given.values())) if op_name(node.target) == "addmm" else given.get("bias")
 
 
 def transposes(node: torch.fx.Node) -> bool:
-    """True if the product is x · w, False if it is x · wᵀ."""
+    """True if the product is x · w, False if it is x · wᵀ, as `linear` computes."""
     return op_name(node.target) != "linear"
 
 

@@ -1,4 +1,4 @@
-"""Canonical names and order: depth first from the outputs, independent of the order of the fx nodes."""
+"""Give the nodes canonical names and a canonical order: depth first from the outputs, independent of the order of the fx nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"
 
 
 def module_path(node: torch.fx.Node, entry: str) -> str:
-    """Path of the module in which the node was called, from the root of the rewritten model."""
+    """Return the path, from the root of the rewritten model, of the module that called `node`. `entry` is the captured module's path."""
     stack = node.meta.get("nn_module_stack")
     inner = ""
     if stack:
@@ -27,9 +27,9 @@ def module_path(node: torch.fx.Node, entry: str) -> str:
 
 
 def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Module) -> str | None:
-    """Path in `root` of the module whose frame was captured: after a graph break that may be a part of the model.
+    """Return the path in `root` of the module whose frame was captured; None if no parameter or buffer of the graph shows the path.
 
-    `inputs` are the real inputs of the graph. Parameters and buffers among them show the path. None if there are none.
+    After a graph break the captured frame may belong to a sub-module. `inputs` are the real inputs of the graph.
     """
     paths: dict[int, list[str]] = {}
     for path, tensor in (*named_parameters_in(root, remove_duplicate=False), *named_buffers_in(root, remove_duplicate=False)):
@@ -43,7 +43,7 @@ def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Modu
 
 
 def clean_path(text: str) -> str:
-    """A module path without Dynamo's roots: "L['self']._modules['net']._modules['0']" and "L['self'].net.0" become "net.0"."""
+    """Return a module path without Dynamo's roots: "L['self']._modules['net']._modules['0']" and "L['self'].net.0" become "net.0"."""
     text = re.sub(r"^(?:L|G)\['[^']*'\]", "", text)
     if not text.startswith((".", "[")):
         return text
@@ -56,7 +56,7 @@ _PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
 def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
     node = fact.node
     if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, HigherOrderOperator):
-        return f"size_{fact.op}" if fact.role == "op" else "size"  # their number varies with symbolic shapes
+        return f"size_{fact.op}" if fact.role == "op" else "size"  # their number varies with symbolic shapes: names of ops must not
     if fact.role == "op":
         return fact.op
     if fact.role == "output":
@@ -75,11 +75,12 @@ def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
 
 
 def canonical_order(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
+    """Return the nodes in the order of their ranks, which `name_all` sets."""
     return sorted(facts, key=lambda node: facts[node].rank)
 
 
 def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
-    """Post-order from the outputs; then writes and other effects that no output reads, in graph order."""
+    """Return the nodes in post-order from the outputs, then the writes and other effects that no output reads, in graph order."""
     done: dict[torch.fx.Node, None] = {}
     outputs = [node for node in facts if node.op == "output"]
     effects = [node for node in facts if node.op != "output"]
@@ -102,7 +103,7 @@ def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
 def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
     """Set the rank and the name of every fact. Names are unique: the op and a count, as in linear, linear_1, …
 
-    The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own names, and counting skips these.
+    The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own names, and no op gets such a name.
     """
     counts: Counter[str] = Counter()
     bases = {node: _base_name(fact, entry, names) for node, fact in facts.items()}

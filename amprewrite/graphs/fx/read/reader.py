@@ -1,10 +1,12 @@
-"""fx graph → op graph: one vertex an op, with dtype, shape, device, source line and module path as facts.
+"""Read an fx graph into an op graph: one vertex for each op, with dtype, shape, device, source line and module path as facts.
+
+A vertex gets a colour later: low runs in the low format, high in fp32. Pinned vertices get their colour here.
 
 1. Read facts from the example values that capture left on the nodes.
 2. Find the operands that follow an op's colour, from its row in the op table.
-3. Pin nodes that facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, missing kernels.
+3. Pin nodes whose colour facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, missing kernels.
 4. Tie nodes that share memory written in place, and results of one kernel.
-5. Name and order canonically: depth first from the outputs, independent of the order of the fx nodes.
+5. Name and order the vertices canonically: depth first from the outputs, independent of the order of the fx nodes.
 
 By name it knows ops that are another op with certain arguments (`_kind`: `inner`, `einsum`, `pow`, `mul`), ops that pick (`getitem`,
 `getattr`), and conversions that read another tensor for its dtype alone (`to`, `type_as`).
@@ -62,18 +64,18 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
 _FLOATING = ("fp", "bf", "float", "complex", *NOT_DENSE)
-"""Beginnings of the names of dtypes that hold fractions."""
+"""Prefixes of the names of dtypes that hold fractions."""
 
 
 def read_graph(
     module: torch.fx.GraphModule, low: Format, lists: OpLists, entry: str = "", names: tuple[str, ...] = (), training: bool = False,
     grad: bool = True, device: str = "cpu",
 ) -> tuple[OpGraph, dict[str, torch.fx.Node]]:
-    """The op graph of `module` and the fx node of each vertex.
+    """Return (op graph of `module`, fx node of each vertex by the vertex's name).
 
     `low` is the low format. `lists` give the kind of each op. `entry` is the path of the module that was called. `names` are the names of
-    its positional parameters. `training` says if a backward may follow, `grad` if gradients are on where such a graph begins. `device` is
-    the graph's device.
+    its positional parameters. `training` is True if a backward may follow. If so, `grad` says whether gradients are enabled at the start
+    of the graph. `device` is the type of the graph's device.
     """
     facts = {node: read_fact(node, position) for position, node in enumerate(module.graph.nodes)}
     note_autocast(facts)
@@ -108,7 +110,7 @@ def read_graph(
 def _pinned_summing(
     graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str
 ) -> OpGraph:
-    """The graph with ops pinned high that would add up gradients in the low format where torch.autocast adds them up in fp32."""
+    """Return `graph` with ops pinned high that would add up gradients in the low format where torch.autocast adds them up in fp32."""
     wide = held_wide(graph, device) if learning else set()
     trained = {node for node in learning if facts[node].name in wide}
     found = {}
@@ -120,11 +122,11 @@ def _pinned_summing(
 
 
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
-    """The kind of the op in this call. The op lists give it by the op's name, with five exceptions:
+    """Return the kind of the op in this call; None if it is on no list. The lists give the kind by the op's name, with five exceptions:
 
-    1. Squares and cubes keep a small relative error. In bf16 they also keep their range.
-    2. A power that only a tanh reads, as in GELU, may overflow without harm.
-    3. A product of a value with itself is a square.
+    1. A square or cube (`pow`) may run low in a format with fp32's range, because its relative error stays small.
+    2. Such a power that only tanh reads, as in GELU, may also run low in a format of narrow range, because an overflow does no harm.
+    3. A product of a value with itself counts as a square.
     4. `inner` of a vector is a dot product, not a matrix product.
     5. An einsum that sums over no dim of two operands is an elementwise product, not a matrix product.
     """
@@ -132,9 +134,9 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
         return None
     kind = lists.kind(fact.row.name)
     if kind is None and fact.op in CONVERSIONS:
-        return OpKind.CLEAR  # converts to the dtype it has already, except for conversions with facts of their own
+        return OpKind.CLEAR  # most conversions keep the dtype; `_pin` decides on the rest
     if kind is None and lists.rule == "autocast":
-        return OpKind.INFER  # torch.autocast lets it follow its inputs
+        return OpKind.INFER  # torch.autocast runs an unlisted op in the dtype of its inputs
     if lists.rule == "cost" and fact.row.name not in lists.asked:
         if kind is OpKind.ALLOW and fact.op == "inner" and _reads_a_vector(fact.node):
             return lists.kind("dot")
@@ -149,13 +151,13 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
 
 
 def _reads_a_vector(node: torch.fx.Node) -> bool:
-    """True if an operand has one dimension or none."""
+    """True if an operand is a tensor of at most one dim."""
     values = [example_value(operand) for _, operand in arguments(node)]
     return any(isinstance(value, torch.Tensor) and value.dim() < 2 for value in values)
 
 
 def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
-    """True if products and sums lead from `node` to tanh and to nothing else."""
+    """True if tanh alone reads `node`, directly or through at most `steps` sums and products in a row."""
     names = {op_name(user.target) for user in node.users}
     if names == {"tanh"}:
         return True
@@ -164,7 +166,7 @@ def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
 
 
 def turns_grad_on(graph: torch.fx.Graph) -> bool:
-    """True if the model itself enables gradients somewhere, so that a backward may follow even if the caller disabled them."""
+    """True if the graph itself enables gradients somewhere, so that a backward may follow even if the caller disabled gradients."""
     return any(
         (op_name(node.target) in SET_GRAD and bool(node.args[0])) or (op_name(node.target) == ENTER_INFERENCE and not node.args[0])
         for node in graph.nodes
@@ -180,7 +182,7 @@ def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
 
 
 def without_grad(graph: torch.fx.Graph, grad: bool) -> set[torch.fx.Node]:
-    """Nodes that run without gradients: under the model's own no_grad or inference_mode, or under its caller's if `grad` is False."""
+    """Return the nodes that run without gradients: under the model's own no_grad or inference_mode, or its caller's if `grad` is False."""
     found, enabled = set(), grad
     around: dict[torch.fx.Node, bool] = {}
     for node in graph.nodes:
@@ -204,10 +206,11 @@ def _operands(
     write_versions: Callable[[torch.fx.Node, Fact], int],
     no_grad: set[torch.fx.Node],
 ) -> list[Operand]:
-    """The fp32 tensors an op reads. Copies are shared within a write version, and never between no_grad code and the rest.
+    """Return the fp32 tensors that an op reads, each with the format in which the op needs it (`Demand`).
 
-    A result is returned in the grad mode that made it, whatever mode the graph ends in. An operand that the op writes to has the op's own
-    format.
+    Readers share a cast of a value only within one write version. Code under no_grad and code with gradients get different versions. A
+    returned value has the version of the op that made it, whatever the grad mode at the end of the graph. An operand that the op writes
+    to is needed in the op's own format.
     """
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):
@@ -232,11 +235,11 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.role == "output" or fact.autocast or fact.transformed or row is None or kind is None:
         return Demand.ANY if fact.role == "op" and fact.op == "getattr" else Demand.HIGH
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
-        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the indices that are returned with low values
+        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # ANY for indices returned along with low values
     if fact.dtype != "fp32":
         answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
         if fact.may_be_idle:
-            return Demand.ANY  # a conversion to low returns an operand that is low already
+            return Demand.ANY  # it returns its operand if the plan makes the operand low
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     second = fact.op in LIKE_SECOND and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node
     if second or fact.op in TAKES_SHAPE_ONLY:
@@ -254,7 +257,7 @@ def _reads_bits(fact: Fact) -> bool:
 
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbers) -> tuple[Colour, Reason, str] | None:
-    """The colour that an op must have, with the reason and a detail. None if the op lists and the passes may choose it."""
+    """Return (colour, reason, detail) if facts force the colour of a node; None if the op lists and the passes may choose the colour."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "op" and fact.dtype.startswith(NOT_DENSE) and fact.dtype.endswith("fp32"):
@@ -277,11 +280,11 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
         return Colour.HIGH, Reason.KEPT if fact.node in ties.kept else Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
-    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # on the deny list: reason enough
+    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # a denied op is high already
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value)
-    if fact.writes_unsaid and device not in fact.row.mixed_on:  # it would write to a copy of a weight
+    if fact.writes_unsaid and device not in fact.row.mixed_on:  # a low op would write to a cast copy
         return Colour.HIGH, Reason.WRITES_STATE, ""
     if f"{device}:{low.name}" in fact.row.no_kernel:
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
@@ -289,7 +292,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Pin an op high if its source spells out an fp32 dtype. A dtype taken from another tensor makes the fact relative."""
+    """Return a pin to high if the op's source spells out fp32; otherwise None. Mark a conversion to another tensor's dtype `relative`."""
     node = fact.node
     if fact.op in ABSOLUTE:
         return Colour.HIGH, Reason.EXPLICIT_DTYPE, "float()"
@@ -307,13 +310,13 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """Let an op with an explicit result dtype read any format, unless it reads bits or several tensors of one dtype."""
+    """Let an op with an explicit result dtype read its only operand in any format. Conversions and ops that read bits stay unchanged."""
     if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS and len(fact.operands) == 1:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 
 
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Pin an op high that makes fp32 from no fp32 operand; None for masks and low values, which convert exactly."""
+    """Return a pin to high for an op that makes fp32 from other dtypes; None for exact conversions of booleans or low values."""
     if fact.operands or (fact.may_be_idle and fact.relative):
         return None
     first = fact.node.args[0] if fact.node.args else None
@@ -324,10 +327,10 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
-    """`softmax(x.float()).to(x.dtype)` asks for the fp32 that an internal kernel computes in anyway: let it run low in, low out.
+    """Unpin the ops of `softmax(x.float()).to(x.dtype)`: the softmax may read and return low values, because it computes in fp32 anyway.
 
-    Only if every reader of the fp32 result is a cast back to a dtype taken from another tensor, so that nothing ever reads the fp32 bits,
-    and if the lists let the op compute internally.
+    This needs an op of kind INTERNAL, and every reader of its fp32 result must cast the result to a dtype taken from another tensor, so
+    that nothing reads the fp32 bits.
     """
 
     def internal(fact: Fact) -> bool:

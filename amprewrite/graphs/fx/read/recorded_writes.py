@@ -1,4 +1,4 @@
-"""Inputs to which a graph writes values with gradients. Autograd records such a write, and it cannot be undone."""
+"""Find the inputs to which a graph writes values with gradients. Autograd records such a write, which cannot be undone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _STATISTICS = ops_with(Trait.RUNNING_STATISTICS)
 
 
 def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
-    """Positions of the inputs to which autograd records a write.
+    """Return the positions of the inputs that the graph writes in place so that autograd records the write.
 
-    Norms write their running statistics without gradients, so these do not count.
+    Norms write their running statistics without gradients, so these writes do not count.
     """
     trained = trained_nodes(graph)
     quiet = without_grad(graph, grad=True)

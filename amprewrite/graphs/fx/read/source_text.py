@@ -1,8 +1,9 @@
-"""Facts about a call from the model's source: is its dtype spelled out, or taken from another tensor?
+"""Read facts about a call from the model's source that capture loses, such as whether the source spells out a dtype.
 
-Capture turns both `x.to(torch.float32)` and `x.to(y.dtype)` into `to(float32)`; only the source shows the difference. Of
-`torch.amp.custom_fwd(cast_inputs=dtype)`, by which the author of an autograd Function sets the dtype of its forward under mixed precision,
-capture keeps only the line of PyTorch that calls the forward. It also loses `no_grad` inside code that it captures without gradients.
+1. Capture turns both `x.to(torch.float32)` and `x.to(y.dtype)` into `to(float32)`.
+2. With `torch.amp.custom_fwd(cast_inputs=dtype)` the author of an autograd Function sets the dtype of its forward under mixed precision.
+   Capture keeps only the stack frame in which PyTorch calls the forward.
+3. Capture loses `no_grad` inside code that it captures without gradients.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 import torch
 
 _ABOVE = PurePath(__file__).parents[__name__.count(".")]
-"""The folder that holds this package."""
+"""The folder that contains this package."""
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.M)
 _GRAD_MODES = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "once_differentiable"}
 _LITERALS = {"float32", "float", "fp32", "FloatTensor"}
 
 
 def frame_around(function: types.FunctionType) -> types.FunctionType:
-    """A function that calls `function`. PyTorch's own modules need one: Dynamo captures no frame of a file that it skips."""
+    """Return a function that only calls `function`. Methods of PyTorch's own modules need this: Dynamo skips frames of PyTorch's files."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
@@ -37,33 +38,33 @@ def frame_around(function: types.FunctionType) -> types.FunctionType:
 
 
 AROUND = frame_around(frame_around).__code__  # type: ignore[arg-type]
-"""The code of every frame that `frame_around` makes."""
+"""The code object of every function that `frame_around` returns."""
 
 
 def location(stack_trace: str | None) -> tuple[str, int]:
-    """File and line of the innermost frame; ("", 0) if the only one is our own around a module of PyTorch."""
+    """Return (file, line) of the innermost frame that is not of `frame_around`; ("", 0) if there is none."""
     frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND.co_filename]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
 
 
 def source_of(stack_trace: str | None) -> str:
-    """File name and line of the innermost frame, as plans show it; "" if there is none.
+    """Return "file:line" of the innermost frame, as plans show it; "" if there is none.
 
-    A file of this package is shown with its folders.
+    `file_label` gives the name of the file.
     """
     file, line = location(stack_trace)
     return f"{file_label(file)}:{line}" if file else ""
 
 
 def file_label(file: str) -> str:
-    """A file as plans show it: its name, without folders; a file of this package with its path inside the package."""
+    """Return a file as plans show it: its name without folders, or for a file of this package its path from the package on."""
     path = PurePath(file)
     package = _ABOVE / __name__.partition(".")[0]
     return path.relative_to(_ABOVE).as_posix() if path.is_relative_to(package) else path.name
 
 
 def has_own_dtype(stack_trace: str | None) -> bool:
-    """True if an op belongs to a forward that `torch.amp.custom_fwd` gives a dtype of its own."""
+    """True if an op belongs to the forward of an autograd Function whose dtype `torch.amp.custom_fwd(cast_inputs=...)` sets."""
     if stack_trace is None or "decorate_fwd" not in stack_trace:
         return False
     return _call_with_own_dtype() in ((frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace))
@@ -71,20 +72,20 @@ def has_own_dtype(stack_trace: str | None) -> bool:
 
 @cache
 def _call_with_own_dtype() -> tuple[str, int]:
-    """The line where PyTorch calls such a forward outside of autocast: the last call in the wrapper.
+    """Return (file, line) where the wrapper of `custom_fwd` calls a forward with a dtype of its own: the last call in the wrapper.
 
-    The first is for a forward without a dtype.
+    The first call in the wrapper is for a forward without a dtype.
     """
-    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # code of the wrapper, the same for all functions
+    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # the wrapper's code is the same for all functions
     lines, first = inspect.getsourcelines(code)
     calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]
     return code.co_filename, calls[-1]
 
 
 def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
-    """True if the author of an op runs it without gradients, in a function that is called within the frames `around`.
+    """True if the model's source runs an op without gradients, in a frame inside the frames of `around`.
 
-    Source that cannot be read counts as no statement.
+    `stack_trace` is the stack trace of the op, `around` that of the call around it. False if the source cannot be read.
     """
     outside = len(_FRAME.findall(around or ""))
     frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]
@@ -96,7 +97,7 @@ def _without_grad_at(file: str, line: int) -> bool:
     if (file, line) in _calls_once_differentiable():
         return True
     said: bool | None = None
-    for node in ast.walk(_file(file)):  # outermost first
+    for node in ast.walk(_file(file)):  # outermost first, so that the innermost grad mode decides
         if isinstance(node, ast.FunctionDef | ast.With) and node.lineno <= line <= (node.end_lineno or 0):
             given = node.decorator_list if isinstance(node, ast.FunctionDef) else [item.context_expr for item in node.items]
             said = next((not _enables(each) for each in given if _names_of(each) & _GRAD_MODES), said)
@@ -105,7 +106,7 @@ def _without_grad_at(file: str, line: int) -> bool:
 
 @cache
 def _calls_once_differentiable() -> frozenset[tuple[str, int]]:
-    """The lines of PyTorch's wrapper that calls a backward without gradients, so that it cannot be differentiated."""
+    """Return (file, line) for all lines of the wrapper of `once_differentiable`, which runs a backward without gradients."""
     code = torch.autograd.function.once_differentiable(print).__code__
     lines, first = inspect.getsourcelines(code)
     return frozenset((code.co_filename, first + place) for place in range(len(lines)))
@@ -113,7 +114,7 @@ def _calls_once_differentiable() -> frozenset[tuple[str, int]]:
 
 @lru_cache(maxsize=64)
 def _file(file: str) -> ast.Module:
-    """The source of a file; an empty module if it cannot be read."""
+    """Return the syntax tree of a file; an empty module if the source cannot be parsed."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -140,7 +141,7 @@ def dtype_is_literal(stack_trace: str | None, call: str) -> bool:
 
 
 def _marked(stack_trace: str) -> str:
-    """The part of the code line above the carets of the innermost frame, "" if there are none."""
+    """Return the part of the source line that the carets of the innermost frame mark; "" if there are no carets."""
     lines = stack_trace.rstrip().splitlines()
     if len(lines) < 2 or not lines[-1].strip() or set(lines[-1].strip()) - set("^~"):
         return ""
@@ -159,7 +160,7 @@ def _literal_at(file: str, line: int, marked: str, call: str) -> bool:
 
 
 def _statement(file: str, line: int) -> ast.AST | None:
-    """The shortest run of whole lines from `line` on that parses."""
+    """Return the syntax tree of the shortest run of whole lines from `line` on that parses; None if no run of up to 15 lines parses."""
     for length in range(1, 16):
         tree = _parsed("".join(linecache.getline(file, line + i) for i in range(length)))
         if tree is not None:
