@@ -1,1 +1,1 @@
-"""Functions that rewritten graphs call: copies of many tensors, loss scaling, pads, hooks, masks."""
+"""Functions that rewritten graphs call: to copy many tensors, scale the loss, multiply in fp8, pad, run hooks, and drop masks."""

@@ -1,7 +1,7 @@
-"""Attention masks that allow all positions or are plainly causal: find them, so that calls can do without.
+"""Find attention masks that allow all positions or are exactly causal, so that attention calls can run without a mask.
 
-Outside of capture a model looks at the values of such a mask and leaves it out. Capture cannot look, so the captured graph builds the mask
-and passes it. That rules out the fastest attention kernels, which take no mask but know `is_causal`
+In eager mode a model reads the values of such a mask and passes no mask. Capture cannot read values, so the captured graph builds the mask
+and passes it. A mask rules out the fastest attention kernels, which take no mask but support `is_causal`
 (ATen/native/transformers/cuda/sdp_utils.cpp: flash attention refuses `attn_mask`).
 """
 
@@ -24,15 +24,18 @@ from amprewrite.tables.vocabulary import Edit
 from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 
 PURE = ops_with(Trait.MAKES_MASK) | {saturate.__name__}
-"""Ops that build masks, and the clamp that `insert-casts` puts before a low copy of one."""
+"""Names of the ops that build masks, and of the clamp that the pass `insert-casts` puts before the low copy of a mask."""
 MOST_ELEMENTS = 1 << 27
-"""Largest mask whose values are read. Reading takes three bytes an element."""
+"""Largest number of elements of a mask whose values are read. The check takes three bytes of memory for each element."""
 _BLOCKED = -6e4
-"""Highest number that blocks a position when added to a score: its exponential is 0. fp16's lowest, -65504, is below it."""
+"""Highest number that blocks a position when it is added to an attention score, because the exponential of the sum is 0.
+
+The lowest fp16 number, -65504, is below this limit.
+"""
 
 
 class Kind(Enum):
-    """The positions that a mask allows."""
+    """Kind of an attention mask, by the positions that it allows."""
 
     ALL = "all positions"
     CAUSAL = "causal"
@@ -40,7 +43,10 @@ class Kind(Enum):
 
 
 def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]] | None:
-    """(nodes that compute `mask`, in order; sizes they read); None if it reads anything else or is written in place."""
+    """Return (nodes that compute `mask`, in graph order; size nodes that they read), or None if `mask` depends on more than sizes.
+
+    Also None if an op writes in place to one of the nodes.
+    """
     inner: set[torch.fx.Node] = set()
     sizes: dict[torch.fx.Node, None] = {}
     waiting = [mask]
@@ -76,13 +82,15 @@ def writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
 
 ATTENTION = "scaled_dot_product_attention"
 MASK, CAUSAL = (3, "attn_mask"), (5, "is_causal")
-"""Position and name of arguments of torch.nn.functional.scaled_dot_product_attention."""
+"""Each is the (position, name) of an argument of torch.nn.functional.scaled_dot_product_attention."""
 
 
 def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.Node]) -> dict[torch.fx.Node, Edit]:
-    """The edit that is possible for the mask of each attention call of a graph. Calls that need their mask are left out.
+    """Return, for each attention call of `graph` that may run without its mask, the edit that makes this possible.
 
-    `around` maps each input of a checkpoint's body to its value in the outer graph.
+    A mask of fixed sizes is dropped. A mask that depends on sizes alone is looked up by these sizes at run time. A boolean mask on a CPU is
+    looked at in each call. A call that needs its mask is not in the result. In the body graph of a checkpoint, `around` maps each input to
+    its value in the outer graph; in an outer graph `around` is {}.
     """
     found: dict[torch.fx.Node, Edit] = {}
     for mask, calls in mask_readers(graph).items():
@@ -99,7 +107,10 @@ def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.No
 
 
 def mask_readers(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """The attention calls that read each mask. Calls under torch.func transforms are left out: no code can read a mask's values there."""
+    """Return the attention calls of `graph` that read each mask, by mask.
+
+    Left out are calls with `is_causal`, and calls under a torch.func transform, where no code can read the values of a mask.
+    """
     found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     transformed = transformed_nodes(graph)
     for node in graph.nodes:
@@ -111,13 +122,13 @@ def mask_readers(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Nod
 
 
 def argument(call: torch.fx.Node, which: tuple[int, str]) -> Any:
-    """An argument of a call by its position or its name; None if it is not given."""
+    """Return the argument of `call` at `which`, a pair (position, name); None if the call does not give this argument."""
     at, name = which
     return call.args[at] if len(call.args) > at else call.kwargs.get(name)
 
 
 def queries_and_keys(call: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
-    """The first two operands of an attention call."""
+    """Return the query and the key operand of an attention call."""
     return argument(call, (0, "query")), argument(call, (1, "key"))
 
 
@@ -138,7 +149,7 @@ def _is_written(mask: torch.fx.Node) -> bool:
 
 
 class Masks:
-    """A mask of a graph as a function of sizes, with a cache of its kind for each set of sizes."""
+    """Computes one mask of a graph from sizes, and caches the kind of the mask for each set of sizes."""
 
     def __init__(self, nodes: Sequence[torch.fx.Node], sizes: Sequence[torch.fx.Node]) -> None:
         graph = torch.fx.Graph()
@@ -150,7 +161,7 @@ class Masks:
         self._kinds: dict[tuple[tuple[int, ...], tuple[int, int]], Kind] = {}
 
     def kind(self, sizes: tuple[int, ...], lengths: tuple[int, int]) -> Kind:
-        """Kind of the mask at these `sizes`, for `lengths` (queries, keys)."""
+        """Return the kind of the mask that is computed from `sizes`, for `lengths` = (number of queries, number of keys)."""
         key = (sizes, lengths)
         found = self._kinds.get(key)
         if found is None:
@@ -159,7 +170,11 @@ class Masks:
         return found
 
     def find(self, lengths: tuple[int, int], sizes: tuple[Any, ...], device: torch.device) -> tuple[Tensor | None, bool]:
-        """(mask to pass on, is_causal). Reading a mask waits for the device, once for each set of sizes."""
+        """Return (mask to pass to attention, value of `is_causal`). The mask is None if attention needs none.
+
+        The first call with given sizes reads the values of the mask, which waits for the device. If they cannot be read, because sizes are
+        symbolic or a CUDA graph is recorded, the mask is passed.
+        """
         known = all(type(size) is int for size in (*sizes, *lengths))
         may_look = known and ((sizes, lengths) in self._kinds or not recording(device))
         kind = self.kind(sizes, lengths) if may_look else Kind.OTHER
@@ -167,20 +182,24 @@ class Masks:
 
 
 def find_mask(masks: Masks, sizes: tuple[Any, ...], query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """`Masks.find` in the form that a graph calls."""
+    """Return `masks.find` for the lengths and the device of `query` and `key`. Rewritten graphs call this function."""
     return masks.find((query.shape[-2], key.shape[-2]), tuple(sizes), query.device)
 
 
 def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """(mask to pass on, is_causal) from the values of a boolean `mask` on a CPU, where reading them waits for no device."""
+    """Return (mask to pass to attention, value of `is_causal`). The mask is None if its values show that attention needs none.
+
+    Only the values of a plain tensor on a CPU are read, because reading them waits for no device. Any other mask is passed.
+    """
     kind = kind_of(mask, (query.shape[-2], key.shape[-2])) if mask.is_cpu and is_plain(mask) else Kind.OTHER
     return (mask, False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
 
 
 def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
-    """Kind of `mask`, broadcast over (..., queries, keys).
+    """Return the kind of `mask`, which broadcasts to (..., queries, keys). `lengths` is (number of queries, number of keys).
 
-    A position is allowed by True in a boolean mask, and by zero in a mask to be added.
+    A boolean mask allows a position by True. A mask that is added to the scores allows a position by 0. The kind is OTHER if the mask has
+    more than MOST_ELEMENTS elements, or if a number in it neither allows nor blocks a position.
     """
     mask = mask.detach()[tuple(0 if step == 0 and at < mask.dim() - 2 else slice(None) for at, step in enumerate(mask.stride()))]
     if mask.numel() > MOST_ELEMENTS:

@@ -1,11 +1,11 @@
-"""Training steps inside a CUDA graph: a replay runs kernels on fixed addresses, and no Python.
+"""Keep the state of a loss scale usable inside a CUDA graph: a replay runs kernels on fixed addresses, and runs no Python.
 
-So a loss scale that the graph updates cannot be a new tensor each time, and the result of a step cannot be a Python attribute:
+So a loss scale that the graph updates cannot be a new tensor at each step, and the overflow flag of a step cannot be a Python attribute:
 
-1. From the first recording on, the tensors of the state keep their addresses. New values are copied there.
-2. The result of a step waits in a mailbox, a 0-dim tensor: -1 if it is empty. The next replay or eager step updates the state by it and
-   empties it, so that both can take turns.
-3. A forward copies the scale, since its memory will be overwritten.
+1. From the first recording on, the tensors of the state keep their addresses. New values are copied to these addresses.
+2. The overflow flag of a step waits in a mailbox, a 0-dim tensor that holds -1 while it is empty. The next step updates the state by this
+   flag and empties the mailbox. Replayed and eager steps both do so, so that they can take turns.
+3. A forward copies the scale, because a later step overwrites the memory of the scale.
 """
 
 from __future__ import annotations
@@ -22,22 +22,31 @@ EMPTY = -1.0
 
 
 def recording(device: torch.device) -> bool:
-    """True if kernels on `device` are now recorded in a CUDA graph."""
+    """True if `device` is a CUDA device and the current stream records its kernels in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Recorded:
-    """State of `owner` from the first recording on: the tensors among its attributes that `names` lists."""
+    """Keeps the tensors in the attributes `names` of `owner` at fixed addresses, from the first recording of a CUDA graph on.
+
+    `mailbox` is the 0-dim fp32 tensor in which the overflow flag of a step waits.
+    """
 
     def __init__(self, owner: Any, names: tuple[str, ...], mailbox: Tensor) -> None:
         self.owner, self.names, self.mailbox = owner, names, mailbox
 
     def post(self, found: Tensor) -> None:
-        """Add the non-finite flag `found` of an optimizer to the mailbox. Flags of several optimizers add up."""
+        """Add `found`, the overflow flag of an optimizer (above 0 if a gradient is not finite), to the mailbox.
+
+        Flags of several optimizers add up.
+        """
         self.mailbox.clamp_(min=0).add_(found.to(self.mailbox.device, non_blocking=True))
 
     def apply_pending(self, update: Callable[[Tensor], None]) -> None:
-        """Update the state by the flag in the mailbox, if there is one. The device decides, without a host sync."""
+        """Call `update` with the flag in the mailbox, then empty the mailbox. An empty mailbox leaves the state unchanged.
+
+        The device decides whether the mailbox is empty, so the host does not wait.
+        """
         waits = self.mailbox >= 0
         with self.in_place(waits):
             update(self.mailbox.clamp(min=0))
@@ -45,9 +54,9 @@ class Recorded:
 
     @contextlib.contextmanager
     def in_place(self, where: Tensor | None = None) -> Iterator[None]:
-        """Let the block replace tensors of the state, then write their values to the old addresses.
+        """Context that may replace the tensors of the state; at its end the new values are copied to the old addresses.
 
-        With `where`, write only if it is true.
+        With `where`, a 0-dim boolean tensor, the values are copied only if it is true.
         """
         places = {name: getattr(self.owner, name) for name in self.names}
         for name, place in places.items():

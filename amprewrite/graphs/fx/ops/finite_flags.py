@@ -1,8 +1,8 @@
-"""Gradients that were checked for inf and NaN when they were made, so that the check after a backward need not read them again.
+"""Remember which gradients were checked for inf and NaN when they were made, so that the check after a backward need not read them again.
 
-Autograd keeps such a gradient as `p.grad`, or adds it to an existing one. A `p.grad` in the storage that we wrote, with the version that it
-had then, holds the checked values. Any other gradient (accumulated, changed by a hook) is checked as usual. An optimizer step does not rely
-on these flags: a write that PyTorch does not count (`.data`, a collective) may have happened since.
+Autograd stores such a gradient as `p.grad`, or adds it to an existing `p.grad`. If `p.grad` has the recorded storage and the recorded
+version counter, it holds the checked values. Any other gradient (accumulated, changed by a hook) is checked as usual. An optimizer step
+does not rely on these flags, because a write that PyTorch does not count (`.data`, a collective) may have changed the gradient since.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from amprewrite.torch_internals.autograd import current_backward
 
 _LATEST = 4
-"""Number of backward passes that are remembered. A backward inside another one ends before it; threads run theirs in parallel."""
-_MADE: OrderedDict[int, dict[int, tuple[StorageWeakRef, int, Tensor]]] = OrderedDict()
-"""By autograd's number of a backward and the address of a storage: (weak reference, version, flag).
+"""Number of backward passes whose gradients are remembered.
 
-The weak reference keeps the address from being reused for another storage.
+More than one is needed, because a backward may run inside another backward, and threads run backward passes in parallel.
+"""
+_MADE: OrderedDict[int, dict[int, tuple[StorageWeakRef, int, Tensor]]] = OrderedDict()
+"""The checked gradients of each backward, by autograd's number of the backward.
+
+Each gradient is stored as (weak reference to its storage, its version counter, flag), by the address of its storage. The weak reference
+keeps the address from being reused for another storage.
 """
 
 
 def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
-    """Remember that `flag` says if all `gradients` are finite. Each has a storage of its own."""
+    """Record that `flag`, a 0-dim fp32 tensor, is 0 if and only if all `gradients` are finite. Each gradient must have its own storage.
+
+    Nothing is recorded while torch.distributed is initialised.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
     number = current_backward()
     made = _MADE.get(number)
-    if made is None or number < 0:  # outside of any backward
+    if made is None or number < 0:  # -1 is the number outside of any backward: earlier entries belong to other gradients
         made = _MADE[number] = {}
         if len(_MADE) > _LATEST:
             _MADE.popitem(last=False)
@@ -41,9 +48,10 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
 
 
 def finite_flags(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """(flags, gradients that still have to be checked).
+    """Return (flags of the gradients that were checked when they were made, gradients that still have to be checked).
 
-    A flag covers all gradients that were checked together, including gradients that were accumulated or changed by a hook since.
+    A flag is above 0 if any of the gradients that were checked together was not finite, even if a hook or an accumulation has changed this
+    gradient since.
     """
     backwards = tuple(reversed(_MADE.values()))
     if not backwards:

@@ -1,11 +1,11 @@
-"""Kernels of a GPU with fp8 units, which make fp8 copies and multiply them, and the fallback for each kernel that fails.
+"""Make fp8 copies and multiply them by the kernels of a GPU with fp8 units, with a fallback for each kernel that fails.
 
-The first launch of a kernel may fail: Triton compiles it then, and cuBLAS looks for an algorithm. The first failure warns, and the kernel
-is not tried again. PyTorch makes the copies in more passes. bf16 units multiply the same copies: bf16 holds every number of both fp8
-formats, and sums are kept in fp32, so only the order of the sums differs.
+The first launch of a kernel may fail, because Triton compiles the kernel at this launch and cuBLAS searches for an algorithm. The first
+failure raises a warning, and the kernel is not tried again. As the fallback, PyTorch makes the copies in more passes, and bf16 units
+multiply the same copies: bf16 represents every number of both fp8 formats, and sums stay in fp32, so only the order of the sums differs.
 
-A compiled graph cannot catch an error. So a product in it is a custom op, which catches the error at run time. An exported program holds
-`torch._scaled_mm`, because it runs without this package.
+A compiled graph cannot catch an error. So a product in a compiled graph is a custom op, which catches the error at run time. An exported
+program contains `torch._scaled_mm`, because it runs without this package.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ T = TypeVar("T")
 TRIAL = 64
 """Rows and columns of the matrices of a trial product."""
 _failed: set[tuple[object, ...]] = set()
-"""Keys of the kernels that failed; each holds the device."""
+"""Keys of the kernels that failed. The key of a kernel contains its device."""
 
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """True if the matrix units of this device multiply fp8: NVIDIA from sm_89 on."""
+    """True if the matrix units of `device` multiply fp8: an NVIDIA GPU from compute capability 8.9 on."""
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def by_kernel(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
-    """The result of `use`, called with the module of our Triton kernels. None without fp8 units, in compilers, and after a failure."""
+    """Return the result of `use`, called with the module of our Triton kernels; None if the kernels cannot run on `matrix`.
+
+    The kernels cannot run without fp8 units, during compilation, on a matrix that is not plain contiguous memory, and after a failure.
+    """
     if not multiplies_fp8(matrix.device) or torch.compiler.is_compiling() or not is_plain(matrix) or not matrix.is_contiguous():
         return None
     kernels = _imported() if ("casts", matrix.device) not in _failed else None
     if kernels is None:
         return None
     try:
-        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # Triton launches on the current device
+        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # because Triton launches on the current device
             return use(kernels)
     except torch.OutOfMemoryError:
         raise
@@ -73,7 +76,11 @@ def _imported() -> ModuleType | None:
 def multiply_units(
     left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """`(left * ours) · (right * theirs)ᵀ + bias` on fp8 units. Factors are 0-dim, or columns with one a row."""
+    """Return `(left * ours) · (right * theirs)ᵀ + bias` as `dtype`, multiplied by fp8 units, or by bf16 units if these fail.
+
+    `left` (m, k) and `right` (n, k) are fp8. `ours` and `theirs` are fp32 factors: 0-dim, or columns with a factor for each row. With
+    `fast`, the kernel may accumulate with fewer bits.
+    """
     if torch.compiler.is_exporting():
         return _launch(left, right, ours, theirs, bias, dtype, fast)
     if torch.compiler.is_compiling() or not is_plain(left):
@@ -83,14 +90,15 @@ def multiply_units(
 
 
 def _multiply(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # cuBLAS chooses an algorithm by formats, scales and sizes; rows are left out, because they change with the batch
+    # A failure is remembered by this key, which holds the properties by which cuBLAS chooses an algorithm. The rows of `left` are not in
+    # the key, because their number changes with the batch.
     kind = (left.device, left.dtype, right.dtype, ours.dim(), bias is None, fast, left.shape[1], len(right))
     if kind not in _failed:
         try:
             return _launch(left, right, ours, theirs, bias, dtype, fast)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the device, a size or a layout is not supported
+        except Exception as error:  # raised if the device, a size or a layout is not supported
             sizes = f"{len(left)} x {left.shape[1]} x {len(right)}"
             _fails(kind, f"an fp8 product of {sizes} cannot run here ({_brief(error)}); bf16 units multiply the same copies")
     product = wide_product(left.to(BASE.dtype), right.to(BASE.dtype).t()) * ours * theirs.t()
@@ -108,7 +116,7 @@ def _shape(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tens
 
 
 def _launch(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # a matrix with one row counts as contiguous with any strides, but the kernel checks them
+    # flatten and unflatten set the usual strides: PyTorch accepts any strides for a contiguous matrix with one row, the kernel does not
     left, right = (each.contiguous().flatten().unflatten(0, each.shape) for each in (left, right))
     return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=fast)
 
@@ -124,7 +132,10 @@ def _brief(error: Exception) -> str:
 
 
 def fails_on(device: torch.device, recipe: Recipe) -> str:
-    """The error of a first product of this recipe on a GPU that should multiply fp8; "" if there is none. Each GEMM is tried once."""
+    """Return the error of the first GEMM of `recipe` that fails in a trial on `device`; "" if none fails or the device has no fp8 units.
+
+    Each GEMM is tried once in a process. The result is also "" while a CUDA graph is recorded.
+    """
     if not multiplies_fp8(device) or recording(device):  # while a CUDA graph is captured, results cannot be read
         return ""
     return _trial(device, recipe)
@@ -140,13 +151,16 @@ def _trial(device: torch.device, recipe: Recipe) -> str:
                     return f"{gemm}: a sum of {TRIAL} ones is {made.flatten()[0].item()}"
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the device, a size or a layout is not supported
+        except Exception as error:  # raised if the device, a size or a layout is not supported
             return f"{gemm}: {_brief(error)}"
     return ""
 
 
 def makes_copies(device: torch.device) -> bool:
-    """False if our kernels fail on a GPU with fp8 units, or make wrong copies."""
+    """False if `device` has fp8 units and our Triton kernels fail there or make wrong copies; otherwise True.
+
+    While a CUDA graph is recorded the result is True, because the copies cannot be read.
+    """
     return not multiplies_fp8(device) or recording(device) or _copies_ones(device)
 
 

@@ -1,11 +1,11 @@
 """Copy many tensors at once; cast gradients of low copies to fp32, unscale and check them in one pass.
 
-On CUDA a Triton kernel does it where it is faster. Elsewhere, or if Triton is missing or cannot compile, torch does the same in more
-passes. Torch's own multi-tensor kernels come first where they apply: they need no table of addresses.
+On CUDA a Triton kernel does this where it is faster. On other devices, and if Triton is missing or cannot compile, torch does the same in
+more passes. Torch's own multi-tensor kernels are preferred where they apply, because they need no table of addresses.
 
-Saved: a gradient of n elements that torch casts and unscales in one pass (2 bytes read, 4 written) and checks in another at the end of
-backward (4 read, 4 written) moves 14 n bytes, in one pass 6 n. Cost on the host, without the launch: 14 us for one gradient and 55 us for
-sixteen, about as much as sixteen calls of torch's.
+For a gradient of n elements, torch moves 14 n bytes: one pass casts and unscales (2 bytes read, 4 written), and another pass at the end of
+backward checks (4 read, 4 written). The kernel moves 6 n bytes in its one pass. Its cost on the host, without the launch, is 14 us for one
+gradient and 55 us for sixteen gradients, about as much as sixteen calls of torch functions.
 """
 
 from __future__ import annotations
@@ -28,24 +28,30 @@ from amprewrite.torch_internals.dispatch import is_legacy_batched, is_wrapped_by
 from amprewrite.torch_internals.kernels import copy_tensors
 
 ONE_PASS_FROM = 1 << 22
-"""Elements of a gradient, or of a batch of them, from which on the kernel is used. It saves 8 bytes of each.
+"""Least number of elements, over all gradients of a call, for which the kernel is used. The kernel saves 8 bytes for each element.
 
-By bandwidth that is 10 us here on an H100 (3.35 TB/s), 22 us on an A100 (1.55 TB/s), 110 us on a T4 (0.3 TB/s). Estimated, not timed on a
-GPU.
+At this number the saving is 10 us on an H100 (3.35 TB/s), 22 us on an A100 (1.55 TB/s) and 110 us on a T4 (0.3 TB/s). These times are
+computed from the bandwidth, not measured.
 """
 STRIDED_FROM = 6
-"""Number of strided copies from which on one launch of the kernel should be cheaper than a launch of torch's for each.
+"""Least number of strided copies for which one launch of the kernel replaces one torch launch for each copy.
 
-Estimated with 4 us of host time for each of torch's launches, not timed on a GPU.
+From this number on the kernel should be cheaper: an estimate with 4 us of host time for each torch launch, not a measurement.
 """
 DEVICES = {"cuda"}
 """Device types on which the kernel runs. A type is removed when the kernel fails there."""
 _TABLES = 1024
-"""Address tables cached on devices, 2 kB each for 16 tensors. Allocators return the same addresses step after step."""
+"""Most address tables that are cached on devices. A table takes 2 kB for 16 tensors.
+
+Later steps use the tables again, because allocators return the same addresses step after step.
+"""
 
 
 def copy_many(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy and cast every source into its target of the same shape. Either may be strided. Records no gradient."""
+    """Copy and cast each source into the target at the same position, which has the same shape.
+
+    Sources and targets may be strided. Autograd records nothing.
+    """
     with GradMode(on=False):
         if len(targets) >= STRIDED_FROM and targets[0].device.type in DEVICES:
             strided = [at for at, target in enumerate(targets) if not target.is_contiguous() or not sources[at].is_contiguous()]
@@ -57,9 +63,10 @@ def copy_many(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def unscale_many(gradients: Sequence[Tensor], factor: Tensor, flag: Tensor | None = None) -> list[Tensor] | None:
-    """fp32 `gradient * factor` of low gradients in one pass, recorded as checked; None if the kernel cannot do it or does not pay.
+    """Return fp32 `gradient * factor` for each of the low `gradients`, made in one pass; None if the kernel cannot run or is not faster.
 
-    `factor` and `flag` are 0-dim fp32 tensors on the gradients' device. `flag` becomes 1 if a product is not finite.
+    `factor` and `flag` are 0-dim fp32 tensors on the device of the gradients. `flag` becomes 1 if a product is not finite. The products are
+    recorded as checked (`finite_flags.py`).
     """
     if torch.compiler.is_compiling() or not gradients or gradients[0].dtype not in LOW_DTYPES or _kernels(gradients[0].device) is None:
         return None
@@ -74,7 +81,7 @@ def unscale_many(gradients: Sequence[Tensor], factor: Tensor, flag: Tensor | Non
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True if a tensor is ordinary strided memory: no subclass, no wrapper of a transform, not being traced."""
+    """True if `tensor` is ordinary strided memory: not a subclass, not a wrapper of a torch.func transform, not traced."""
     if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
         return False
     wrapped = is_wrapped_by_transform(tensor) or is_legacy_batched(tensor)
@@ -82,11 +89,11 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Tensor | None = None, flag: Tensor | None = None) -> bool:
-    """Copy with the Triton kernel; False if it cannot be used. Some targets may be written even then."""
+    """Copy with the Triton kernel; return False if the kernel cannot copy all tensors. Some targets may be written even then."""
     where, kinds = targets[0].device, (sources[0].dtype, targets[0].dtype)
     kernels = _kernels(where)
     if kernels is None or not kernels.DTYPES.issuperset(kinds) or recording(where):
-        return False  # a replay would read the table of addresses from memory that we may have freed
+        return False  # not while recording: a replay would read the table of addresses from memory that we may have freed
     by_rank: dict[int, list[tuple[int, ...]]] = {}
     for source, target in zip(sources, targets, strict=True):
         plain = is_plain(source) and is_plain(target) and source.device == where == target.device
@@ -101,7 +108,7 @@ def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Ten
             longest = max(row[2] for row in rows)
             with torch.cuda.device(where) if where.type == "cuda" else torch.no_grad():
                 kernels.launch(_table(tuple(rows), where, _stream(where)), len(rows), longest, kinds, rank, aligned, factor, flag)
-    except Exception as error:  # Triton compiles at the first launch: no C compiler, an unsupported device, an error of its own
+    except Exception as error:  # Triton compiles at the first launch. No C compiler, an unsupported device, or an error of Triton
         DEVICES.discard(where.type)
         _warn(f"the fused kernel for weights and gradients cannot run here ({type(error).__name__}: {error})")
         return False
@@ -109,7 +116,7 @@ def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Ten
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The module of Triton kernels if they can run on `device`; otherwise None."""
+    """Return the module of Triton kernels if they can run on `device`; otherwise None."""
     return _imported() if device.type in DEVICES else None
 
 
@@ -135,9 +142,9 @@ def _stream(device: torch.device) -> int:
 
 @functools.lru_cache(_TABLES)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """`rows` as a tensor on `device`, copied without a host sync.
+    """Return `rows` as an int64 tensor on `device`, copied without a host sync.
 
-    It is cached by `stream`: another stream might read it before the copy ends.
+    Each `stream` has its own cached table, because another stream might read the table before the copy ends.
     """
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

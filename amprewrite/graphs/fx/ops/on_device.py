@@ -1,4 +1,7 @@
-"""Move a number to the device of a value. A file of its own, so that reading a loss scale loads no kernels."""
+"""Copy a 0-dim tensor, such as a loss scale, to another device.
+
+The function has a file of its own, so that a module that reads a loss scale does not import the kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from torch import Tensor
 
 
 def on_device(number: Tensor, device: torch.device) -> Tensor:
-    """`number` on `device`. A copy to a CPU waits for the value, which the host may read at once."""
+    """Return `number` on `device`: the same tensor if it is there already, otherwise a copy.
+
+    The host waits only for a copy to a CPU, because it may read such a copy at once.
+    """
     return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
 
 

@@ -1,7 +1,8 @@
-"""Functions that a padded graph calls: changes of size, a weight cast that pads, batch norm on padded channels.
+"""Functions that a padded graph calls: to add and remove padding, to cast and pad a weight, and for batch norm on padded channels.
 
-Padding a weight costs no more than its cast. If copies of weights are made outside the graph, the cast writes into the logical part of
-memory that is zero elsewhere (`graphs/fx/weights`). In a graph it is a pad of a cast, which a compiler fuses.
+The *logical* sizes of a tensor are without padding, its *physical* sizes with padding. Padding a weight costs no more than its cast. If the
+copy of a weight is made outside of the graph, the cast writes into the logical part of memory that is zero elsewhere (`graphs/fx/weights`).
+In a graph the copy is a cast and a pad, which a compiler fuses.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from amprewrite.ir.plans.pad_plan import Layout, physical
 
 # -- changes of size ---------------------------------------------------------------------------
 def pad_dims(x: Tensor, layout: Layout) -> Tensor:
-    """`x` with zeros after the logical part of every axis that `layout` pads."""
+    """Return `x`, which has its logical sizes, with zeros appended to every axis that `layout` pads."""
     opened, pads = _opened(x, layout, 0)
     amounts = [amount for logical, grown in reversed(pads) for amount in (0, grown - logical)]
     return _closed(F.pad(opened, amounts), x.dim(), layout)
 
 
 def slice_dims(x: Tensor, layout: Layout, dense: bool = False) -> Tensor:
-    """The logical part of an `x` that is padded as in `layout`: a view if possible, contiguous if `dense`."""
+    """Return `x`, which is padded as in `layout`, without the padding: a view if possible, contiguous if `dense`."""
     found = _closed(logical_part(x, layout), x.dim(), layout)
     return found.clone() if dense and not found.is_contiguous() else found
 
 
 def resize(x: Tensor, have: Layout, want: Layout, refresh: bool = False, dense: bool = False) -> Tensor:
-    """`x`, padded as in `have`, with the padding of `want`. Padding common to both is kept, unless `refresh` asks for new zeros."""
+    """Return `x` with its padding changed from the layout `have` to the layout `want`.
+
+    Padding that is the same in both layouts stays, unless `refresh` asks for new zeros. With `dense`, a result that only loses padding is
+    contiguous.
+    """
     kept = () if refresh else tuple(entry for entry in have if entry in want)
     off = tuple(entry for entry in have if entry not in kept)
     on = tuple(entry for entry in want if entry not in kept)
@@ -42,9 +47,10 @@ def resize(x: Tensor, have: Layout, want: Layout, refresh: bool = False, dense: 
 
 
 def _opened(x: Tensor, layout: Layout, side: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """(`x` with every dim of `layout` split into its axes, (logical, physical) extents by dim).
+    """Return (`x` with every composed dim of `layout` split into its axes, (logical, physical) size of each axis).
 
-    `side` 0 splits by logical extents, 1 by physical.
+    A composed dim joins several axes, such as heads and the size of a head. `side` is 0 if `x` has logical sizes, 1 if `x` has physical
+    sizes. An axis outside of `layout` gets the pair (0, 0).
     """
     pads: list[list[tuple[int, int]]] = [[(0, 0)] for _ in range(x.dim())]
     for dim, factors in layout:
@@ -56,7 +62,7 @@ def _opened(x: Tensor, layout: Layout, side: int) -> tuple[Tensor, list[tuple[in
 
 
 def logical_part(x: Tensor, layout: Layout) -> Tensor:
-    """The logical part of a padded `x` with composed dims left split: always a view."""
+    """Return the logical part of a padded `x`: always a view, in which composed dims stay split into their axes."""
     opened, pads = _opened(x, layout, 1)
     for dim, (logical, grown) in enumerate(pads):
         if logical != grown:
@@ -65,7 +71,7 @@ def logical_part(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _closed(x: Tensor, rank: int, layout: Layout) -> Tensor:
-    """`x` with the dims joined again that `_opened` split."""
+    """Return `x` with the axes that `_opened` split joined to composed dims again."""
     for dim, factors in layout:
         if len(factors) > 1:
             x = x.flatten(dim, dim + len(factors) - 1)
@@ -78,7 +84,7 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def empty_padded(like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Memory for a copy of `like` as `dtype`, padded as in `layout`: zero in the padding, uninitialised if nothing is padded."""
+    """Return memory for a copy of `like` as `dtype`, padded as in `layout`: zeros if anything is padded, otherwise uninitialised."""
     if not layout:
         return torch.empty_like(like, dtype=dtype)
     memory_format = torch.channels_last if _channels_last(like) else torch.contiguous_format
@@ -86,14 +92,14 @@ def empty_padded(like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
 
 
 def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(source, target) of a plain copy of `w` into `copy`, which is padded as in `layout`."""
+    """Return (source, target), views of one shape: copying the source to the target writes `w` to `copy`, padded as in `layout`."""
     return (_opened(w, layout, 0)[0], logical_part(copy, layout)) if layout else (w, copy)
 
 
 def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None) -> Tensor:
-    """`w.to(dtype)` padded as in `layout`. Its gradient has the logical shape and the dtype of `w`.
+    """Return `w.to(dtype)` padded as in `layout`. The gradient of `w` has the shape and the dtype of `w`.
 
-    `inverse` multiplies the gradient as in `cast_in`.
+    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; None multiplies by nothing.
     """
     if not layout:
         return w.to(dtype) if inverse is None else cast_in(w, dtype, inverse)
@@ -104,7 +110,7 @@ def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | No
 
 
 class _PadCast(torch.autograd.Function):
-    """Autograd node of `pad_cast`. scale_ops.py says why `forward(ctx, ...)` is in the old style."""
+    """Autograd node of `pad_cast`. scale_ops.py gives the reason for the old style of `forward(ctx, ...)`."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
@@ -130,7 +136,10 @@ def batch_norm_padded(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.batch_norm` in training on padded channels. `weight` and `bias` are padded too, running statistics are not."""
+    """Return `F.batch_norm` of `x`, whose channels are padded, in training.
+
+    `weight` and `bias` are padded like `x`. `running_mean` and `running_var` are not padded; they are updated in place.
+    """
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, training, momentum, eps)
     extra = x.shape[1] - running_mean.shape[0]

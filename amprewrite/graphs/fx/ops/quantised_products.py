@@ -1,15 +1,15 @@
-"""A matrix product that reads fp8 copies of its operands, forward and backward.
+"""Compute a matrix product from fp8 copies of its operands, in the forward and in the backward.
 
     x8 = quantise(x, "x", recipe, gemms)        once for a value, for all products that read it
     w8 = quantise(w, "w", recipe, gemms)
     y = quantised_product(None, None, bias, x8, w8, recipe, gemms)
 
-The product saves the copies for its backward. It saves a value only if one of its GEMMs reads that value. A copy has no gradient; a *link*
-has one: a tensor of the value's shape without memory that passes its gradient on to the value. So gradients reach the value though nothing
-holds its numbers.
+The product saves the fp8 copies for its backward. It saves an unquantised operand only if one of its GEMMs reads that operand. A copy has
+no gradient, so the copies of a value carry a *link*: a tensor of the value's shape without memory, which passes its gradient on to the
+value. So the value gets its gradient, though its numbers need not stay in memory.
 
-Under `create_graph=True` the backward can be differentiated. The gradients keep their values; their derivatives are those of the product in
-the format of the values.
+Under `create_graph=True` the backward can be differentiated. The gradients have the same values as without this option. Their derivatives
+are the derivatives of a product in the operands' own format, not in fp8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES,
 
 
 class Quantised(NamedTuple):
-    """The copies of one value that GEMMs read, with the link that carries its gradient."""
+    """The fp8 copies of one value, straight and transposed (None if no GEMM reads that copy), and the link for the value's gradient."""
 
     link: Tensor
     straight: Scaled | None
@@ -34,22 +34,27 @@ class Quantised(NamedTuple):
 
 
 def ways(role: str, gemms: tuple[str, ...]) -> tuple[str, ...]:
-    """Layouts in which `gemms` read the matrix of this role: straight, transposed, or both."""
+    """Return the layouts in which `gemms` read the matrix of this `role` (x, w or g): straight, transposed, or both."""
     return tuple(dict.fromkeys(way for gemm in gemms for each, way in READS[gemm] if each == role))
 
 
 def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False) -> Quantised:
-    """The copies of `value` that `gemms` read. With `transposed`, it is the weight of a product x · w instead of x · wᵀ."""
-    matrix = value.detach()  # a scale has no gradient
+    """Return the fp8 copies of `value` that `gemms` read, with a link for its gradient.
+
+    `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
+    `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ.
+    """
+    matrix = value.detach()  # copies and scales have no gradient: the link has it
     matrix = matrix.t() if transposed else matrix.reshape(-1, matrix.shape[-1])
     link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
     return Quantised(link, *copies(matrix, role, RECIPES[recipe], gemms))
 
 
 def copies(matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...]) -> tuple[Scaled | None, Scaled | None]:
-    """(straight copy, transposed copy) of a matrix, each None if no GEMM of `gemms` reads it.
+    """Return (straight copy, transposed copy) of `matrix`; each is None if no GEMM of `gemms` reads it.
 
-    With one scale for the tensor both share it. If only the straight copy has scales of rows, the tensor's is the smallest of these.
+    If the recipe has one scale for a tensor, both copies share the scale. If only the straight copy has a scale for each row, the scale of
+    the transposed copy is the smallest of these: it is the scale of the whole tensor.
     """
     fmt, wanted = recipe.format(role), ways(role, gemms)
     by_rows = [way for way in wanted if recipe.scaling(role, way) == ROWS]
@@ -71,7 +76,7 @@ def _linked(value: Tensor) -> Tensor:
 
 
 class _HistoryLink(torch.autograd.Function):
-    """Autograd node that returns a tensor without memory with the shape and the autograd history of a value."""
+    """Autograd node that makes a link: a tensor without memory, with the shape and the autograd history of `value`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -84,7 +89,7 @@ class _HistoryLink(torch.autograd.Function):
 
 
 class _Straight(torch.autograd.Function):
-    """Returns the second operand with the autograd history of the first."""
+    """Autograd node that returns `value`, and passes the gradient straight through to `history`."""
 
     @staticmethod
     def forward(ctx: Any, history: Tensor, value: Tensor) -> Tensor:
@@ -100,9 +105,10 @@ def quantised_product(
     x: Tensor | None, w: Tensor | None, bias: Tensor | None, x8: Quantised | None, w8: Quantised | None,
     recipe: str, gemms: tuple[str, ...], transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`x · wᵀ + bias`, or `x · w + bias` if `transposed`, with `gemms` in fp8.
+    """Return `x · wᵀ + bias`, or `x · w + bias` if `transposed`. The GEMMs named in `gemms` run in fp8, in the forward and the backward.
 
-    `x` and `w` are None unless a GEMM reads them unquantised.
+    `x8` and `w8` are the fp8 copies of the operands, and None if no GEMM reads them. `x` of shape (..., k) and `w` are the operands
+    themselves, and None unless a GEMM reads them unquantised. `recipe` is the name of a recipe.
     """
     x = x8.link if x is None else x  # type: ignore[union-attr]
     w = w8.link if w is None else w  # type: ignore[union-attr]
@@ -152,7 +158,10 @@ Found = tuple[Tensor | None, Tensor | None]
 
 
 def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
-    """(gradient of x, gradient of w). The gradient of y is quantised once for both."""
+    """Return (gradient of x, gradient of w), each None if it is not needed.
+
+    `gradient` is the gradient of the result. It is quantised once for both GEMMs.
+    """
     rows = gradient.reshape(-1, gradient.shape[-1])
     needed = {GRAD_IN: ctx.needs_input_grad[0], GRAD_WEIGHT: ctx.needs_input_grad[1]}
     fp8 = tuple(gemm for gemm in ctx.gemms if needed.get(gemm))
@@ -174,7 +183,7 @@ def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | No
 
 
 def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
-    """The gradients with an autograd history: that of the product of x and w in their own format."""
+    """Return the gradients `found` with an autograd history, as if they were computed from x and w in their own format."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     x = x if x8 is None else _Straight.apply(x, x8.values().t().to(x.dtype).reshape(x.shape))
     values = None if w8 is None else w8.values() if ctx.transposed else w8.values().t()

@@ -1,28 +1,29 @@
-"""Gradient identities that put the loss scale into a graph.
+"""Put the loss scale into a graph, by functions that return a value unchanged (or cast) and multiply its gradient.
 
-Inside a rewritten region every gradient is `scale` times the true one; outside it is the true one. A tensor that crosses the border keeps
-its value (or is cast), and its gradient is multiplied by a factor:
+Inside a rewritten region every gradient is `scale` times the true gradient. Outside of the region it is the true gradient. A tensor that
+crosses the border of the region keeps its value (or is cast), and its gradient is multiplied by a factor:
 
-1. `scale_gradient` at a differentiable output: the gradient enters the region, times the scale.
-2. `cast_in`, `cast_in_many` at a weight, `unscale_gradient` at an input: the gradient leaves, times the inverse, in fp32.
+1. `scale_gradient` at a differentiable output: the gradient enters the region here, and is multiplied by the scale.
+2. `cast_in` at a weight, `unscale_gradient` at an input: the gradient leaves the region here, and is multiplied by the inverse of the scale
+   in fp32.
 
-Derivatives of any order stay right because crossing is a pair of functions, each the backward of the other:
+Derivatives of any order stay right because two functions cross the border, and each is the backward of the other:
 
     _Cross   the value itself (cast), or times an earlier factor    backward: _Times
     _Times   the value times the factor                             backward: _Cross
 
-A backward is linear in the gradients that enter it. So each backward may have a factor of its own: gradients are multiplied by it on entry
-and divided on exit. Forces and penalties are computed with the factor 1; the loss made of them has the scale
-(`runtime/training/forward_scale.py` decides, and writes the number when the backward enters). If the first backward had the factor `then`,
-the derivative of `_Times` is `then` divided by the factor of the second: the true derivative, and also the border of the second backward,
-crossed in the other direction. Without the border the result is silently wrong: second-order terms drop out of fp16 (a relative error of
-0.98 in a gradient penalty).
+A backward is linear in the gradients that enter it. So each backward may have its own factor: gradients are multiplied by the factor on
+entry, and divided by the factor on exit. Forces and penalties are computed with the factor 1, the loss made of them with the loss scale.
+`runtime/training/forward_scale.py` decides, and writes the number when the backward enters the region.
 
-The factor may be on a different device than a gradient: a graph has one scale, and its values may be on several devices. It is moved when
-the gradient passes.
+If the first backward had the factor `then`, the derivative of `_Times` is `then` divided by the factor of the second backward. This
+quotient is the true derivative, and also the factor by which the second backward crosses the border in the other direction. Without this
+crossing the result is silently wrong: second-order terms underflow in fp16 (a relative error of 0.98 in a gradient penalty).
 
-`forward(ctx, ...)` is in the old style on purpose: on a CPU a cast of a small weight, forward and backward, takes 15 us as a plain `.to`,
-19 us this way, 31 us with `setup_context` or as a `torch.library.custom_op`.
+A graph has one factor, but its values may be on several devices. So the factor is copied to the device of the gradient that it multiplies.
+
+`forward(ctx, ...)` is in the old style, without `setup_context`, for its speed: on a CPU a cast of a small weight, forward and backward,
+takes 15 us as a plain `.to`, 19 us in the old style, and 31 us with `setup_context` or as a `torch.library.custom_op`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from amprewrite.torch_internals.kernels import unscale_and_check
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
-    """`x`, whose gradient is multiplied by `scale`, a 0-dim fp32 tensor.
+    """Return `x`, whose gradient is multiplied by `scale`, a 0-dim fp32 tensor.
 
-    Place it after `x` has its outer dtype, fp32: there the product cannot overflow.
+    `x` must be in fp32, the dtype that it has outside of the region, because there the product cannot overflow.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
@@ -54,28 +55,28 @@ def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def unscale_gradient(x: Tensor, inverse: Tensor) -> Tensor:
-    """`x`, whose gradient is multiplied by `inverse` in fp32 and returned in the dtype of `x`."""
+    """Return `x`, whose gradient is multiplied in fp32 by `inverse`, a 0-dim fp32 tensor, then cast to the dtype of `x`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _forward_too(_Cross).apply(x, x.dtype, inverse)
 
 
 def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
-    """`w.to(dtype)`, whose gradient is cast to fp32 first, then multiplied by `inverse`."""
+    """Return `w.to(dtype)`, whose gradient is cast to fp32 first, then multiplied by `inverse`, a 0-dim fp32 tensor."""
     if not (w.requires_grad and torch.is_grad_enabled()):
         return w.to(dtype)
     return _forward_too(_Cross).apply(w, dtype, inverse)
 
 
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gradient * factor` as `dtype`, multiplied in fp32 at least.
+    """Return `gradient * factor` as `dtype`, multiplied in fp32 at least.
 
-    A 0-dim factor does not promote a half tensor: the product, and `out=` as well, would be rounded in half. Where kernels cast while they
-    read, a 1-dim factor promotes in one pass. CPU kernels make a copy anyway (for 4 M elements 1.26 ms against 0.91), and tensor subclasses
-    take 0-dim tensors only.
+    A 0-dim factor does not promote a half-precision tensor: the product would be rounded to half precision, also with `out=`. A 1-dim
+    factor promotes, in one pass on devices whose kernels cast while they read. On a CPU, and for tensor subclasses, the gradient is cast
+    first: a CPU kernel would make a copy anyway (for 4 M elements in 1.26 ms against 0.91 ms), and subclasses take 0-dim factors only.
     """
     factor = on_device(factor, gradient.device)
-    if gradient.dtype.itemsize >= 4:  # `.float()` would return the gradient itself, which other code reads as well
+    if gradient.dtype.itemsize >= 4:  # not in place: `.float()` would return the gradient itself, which other code reads as well
         return (gradient * factor).to(dtype)
     made = unscale_many((gradient,), factor) if dtype == torch.float32 else None
     if made is not None:
@@ -88,7 +89,10 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient that leaves a graph through a cast: `gradient * factor` as `dtype`, multiplied in fp32 at least. Differentiable."""
+    """Return the gradient that leaves a region through a cast: `gradient * factor` as `dtype`, multiplied in fp32 at least.
+
+    The result can be differentiated if gradients are recorded.
+    """
     if torch.is_grad_enabled():
         return _applied(_Times, gradient, factor, factor.clone(), dtype)
     return _times(gradient, factor, dtype)
@@ -97,10 +101,10 @@ def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def leaving_many(
     gradients: Sequence[Tensor | None], factor: Tensor | None, dtypes: Sequence[torch.dtype], needs: Sequence[bool]
 ) -> Iterator[Tensor | None]:
-    """`leaving` of the gradients that exist and are needed, in one kernel for each kind of gradient. Without a `factor` it only casts.
+    """Yield, for each gradient, the result of `leaving`; None for a gradient that is None or that `needs` marks as not needed.
 
-    If possible it checks the gradients while it multiplies and records the check (`finite_flags.py`). All gradients and `factor` are on one
-    device.
+    One kernel takes all gradients of a kind where possible. The gradients are checked for inf and NaN while they are multiplied, and the
+    check is recorded (`finite_flags.py`). Without a `factor` they are only cast. All gradients and `factor` must be on one device.
     """
     wanted = list(zip(gradients, dtypes, needs, strict=True))
     present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
@@ -115,9 +119,10 @@ def leaving_many(
 
 
 def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None) -> list[Tensor]:
-    """New fp32 tensors with `gradients` times `factor`.
+    """Return `gradients` in fp32, times `factor`; without a `factor` they are only cast.
 
-    One launch casts them, one multiplies and checks all. The inputs are not changed.
+    One launch casts, another multiplies and checks all. The inputs are not changed. Without a `factor`, a gradient in fp32 is returned
+    itself, not copied.
     """
     low = [place for place, gradient in enumerate(gradients) if gradient.dtype != torch.float32]
     made, left = list(gradients), low if factor is None else list(range(len(gradients)))
@@ -136,7 +141,7 @@ def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None) -> list[T
 
 
 def _copies(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """fp32 copies of gradients, each in memory of its own."""
+    """Return fp32 copies of `gradients`, each in its own memory."""
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
     if made:
         copy_many(gradients, made)
@@ -144,10 +149,11 @@ def _copies(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others: Any) -> Tensor:
-    """`function.apply(gradient, *others)`, which has a derivative under `is_grads_batched=True` as well.
+    """Return `function.apply(gradient, *others)`, which can be differentiated under `is_grads_batched=True` as well.
 
-    There torch batches gradients by a vmap that keeps the autograd history inside its tensors. A Python Function does not see it, and its
-    result would have none. So the function gets the gradients of the whole batch as one tensor, and its result is batched again.
+    With that option torch batches gradients by a vmap that keeps the autograd history inside its tensors. A Python `autograd.Function` does
+    not see this history, and its result would have no history. So the function gets the gradients of the whole batch as one tensor, and the
+    result is batched again.
     """
     if not is_legacy_batched(gradient):
         result: Tensor = _forward_too(function).apply(gradient, *others)
@@ -157,7 +163,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     levels = []
     for level in range(depth, 0, -1):
         whole = torch._remove_batch_dim(gradient, level, 0, 0)
-        if len(whole):  # torch expands a tensor that this level does not batch, here to the batch size 0
+        if len(whole):  # empty if this level does not batch the tensor: torch then expands it to the batch size, which is 0 in this call
             gradient = whole
             levels.append(level)
     result = function.apply(gradient, *others)
@@ -167,7 +173,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
 
 
 def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
-    """Register the method `enters`: it is called when a later backward differentiates gradients that were multiplied by `factor`.
+    """Register the bound method `enters`: it is called when a later backward differentiates gradients that were multiplied by `factor`.
 
     `factor` holds a weak reference to the method, so it does not keep the method's object alive.
     """
@@ -175,13 +181,16 @@ def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
 
 
 def _enters(factor: Tensor) -> Callable[[], None] | None:
-    """The callback to run before `factor` is read in a second backward; None if there is none, or if its object is gone."""
+    """Return the method that `tell_of_entries` registered for `factor`; None if there is no such method or its object is gone."""
     found: weakref.WeakMethod[Callable[[], None]] | None = getattr(factor, "amprewrite_enters", None)
     return None if found is None else found()
 
 
 class _Cross(torch.autograd.Function):
-    """Returns `x`, cast, or times `by`. The gradient is multiplied by `factor`, and by `by`, and returned in the dtype of `x`."""
+    """Autograd node that returns `x` as `dtype`, multiplied by `by` if `by` is given.
+
+    The backward multiplies the gradient by `factor`, and by `by` if it is given, and returns the product in the dtype of `x`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor, by: Tensor | None = None) -> Tensor:
@@ -190,7 +199,7 @@ class _Cross(torch.autograd.Function):
         if by is not None:
             ctx.enters = _enters(factor)
             return _times(x, by, dtype)
-        # detach(), not view_as(): users may change a model's output in place, which autograd refuses for views made here.
+        # detach(), not view_as(): users may change a model's output in place, which autograd refuses for a view made in a custom Function.
         return x.detach() if x.dtype == dtype else x.to(dtype)
 
     @staticmethod
@@ -206,9 +215,9 @@ class _Cross(torch.autograd.Function):
 
 
 class _Times(torch.autograd.Function):
-    """The product with `then`, the factor of this backward.
+    """Autograd node that multiplies a gradient by `then`, the factor of the backward that computes this gradient.
 
-    A later backward may have another `factor`: the derivative is `then / factor`.
+    A later backward may write another number to `factor`, so the derivative is `then / factor`.
     """
 
     @staticmethod
@@ -229,7 +238,7 @@ class _Times(torch.autograd.Function):
 
 
 class _CrossDual(_Cross):
-    """`_Cross` with a forward-mode derivative. A tangent follows the values, which are not scaled."""
+    """`_Cross` with a forward-mode derivative. A tangent is computed like the value, without the loss scale."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
@@ -239,7 +248,7 @@ class _CrossDual(_Cross):
 
 
 class _TimesDual(_Times):
-    """`_Times` with a forward-mode derivative. A tangent of a gradient is scaled as the gradient is."""
+    """`_Times` with a forward-mode derivative. The tangent of a gradient is multiplied like the gradient."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
@@ -250,7 +259,10 @@ _DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {_Cr
 
 
 def _forward_too(function: type[torch.autograd.Function]) -> Any:
-    """The variant of `function` with forward-mode derivatives, if these are being computed. Dynamo captures no Function that has a jvp."""
+    """Return the variant of `function` with a `jvp` while forward-mode derivatives are computed; otherwise `function` itself.
+
+    During compilation the result is always `function`, because Dynamo captures no `autograd.Function` that has a `jvp`.
+    """
     if torch.compiler.is_compiling() or not in_forward_mode():
         return function
     return _DUAL[function]

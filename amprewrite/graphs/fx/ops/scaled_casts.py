@@ -1,8 +1,8 @@
-"""fp8 matrices with their scales, and the product of two: functions that a rewritten graph calls where the plan says fp8.
+"""Make fp8 matrices with their scales, and multiply two such matrices. A rewritten graph calls these functions where the plan chooses fp8.
 
-A scale is the number by which a value was multiplied, so that the largest element of its tensor or row becomes the largest of the format.
-The graph computes it from the value and drops it with the value: no state, nothing in a checkpoint. Non-finite elements do not count in it
-and become NaN, which passes through the product as in bf16; other rows stay right.
+A scale is the number by which a tensor, or each row, was multiplied so that its largest element becomes the largest number of the format.
+The graph computes the scale from the value and frees both together, so there is no state, and nothing to save in a checkpoint. Elements
+that are not finite do not count for the scale. They become NaN, which passes through the product as in bf16; other rows stay right.
 
 If the device cannot multiply fp8, the product of the quantised values is computed in fp32 and rounded once.
 """
@@ -22,38 +22,41 @@ from amprewrite.tables.formats import Format
 from amprewrite.tables.recipes import ALIGNMENT, ROWS
 
 SMALLEST = 1e-12
-"""Lower limit of amax, so that a tensor of zeros has a scale, too."""
+"""Lower limit of amax, the largest magnitude, so that a tensor of zeros has a finite scale, too."""
 EXPONENT = 0x7F800000
-"""Exponent bits of an fp32 number. Masking with them leaves its power of two."""
+"""Exponent bits of an fp32 number. Masking a positive number with these bits rounds it down to a power of two."""
 
 
 class Scaled(NamedTuple):
-    """A matrix in fp8 that a GEMM reads along its last dim."""
+    """An fp8 matrix that a GEMM reads along its last dim, and its scale."""
 
     data: Tensor
     scale: Tensor
-    """fp32: 0-dim, or a column with one number for each row."""
+    """The fp32 factor by which the matrix was multiplied: 0-dim, or a column with one number for each row."""
 
     def values(self) -> Tensor:
-        """The matrix in fp32, divided by its scale."""
+        """Return the matrix in fp32, divided by its scale."""
         return self.data.float() / self.scale
 
 
 def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Tensor:
-    """The scale of a matrix, or of each of its rows, in `fmt`."""
+    """Return the fp32 scale of `matrix` for `fmt`: a column with one scale for each row if `scaling` is ROWS, otherwise 0-dim.
+
+    With `power_of_two`, scales are rounded down to powers of two.
+    """
     found = by_kernel(matrix, lambda kernels: kernels.amax_of(matrix)) if scaling != ROWS else None
     if guard_or_false(matrix.numel() == 0):
         found = matrix.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
     if found is None:
         finite = torch.where(matrix.isfinite(), matrix, 0).abs()
         found = finite.amax(-1, keepdim=True) if scaling == ROWS else finite.amax()
-    # in fp64, because compilers divide fp32 numbers by multiplying with a rounded reciprocal
+    # divided in fp64, because compilers replace a division in fp32 by a product with a rounded reciprocal
     scale = (fmt.max / found.double().clamp(min=SMALLEST)).float()
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
 
 
 def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
-    """The matrix in `fmt` with a scale for each row. Our kernel reads it once."""
+    """Return `matrix` in `fmt` with a scale for each row. Where our Triton kernel runs, it reads the matrix from memory once."""
     found = by_kernel(matrix, lambda kernels: kernels.cast_rows(matrix, fmt.dtype, SMALLEST, power_of_two))
     if found is not None:
         return Scaled(*found)
@@ -62,17 +65,19 @@ def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
 
 
 def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
-    """fp32 numbers rounded to nearest even in `fmt`, with numbers beyond its range clamped to ±max. Infinities become NaN.
+    """Return the fp32 numbers `scaled`, rounded to nearest even in `fmt`. Numbers beyond its range become ±max, infinities become NaN.
 
-    Casts overflow to NaN before torch 2.12 and saturate since, infinities too.
+    The clamp is explicit because torch's casts differ: before torch 2.12 numbers beyond the range become NaN, from 2.12 on they become
+    ±max, and so do infinities.
     """
     return torch.where(scaled.isinf(), math.nan, scaled.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
 
 
 def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    """(matrix times scale in `fmt`, its transpose). `straight` and `turned` say which are wanted. `scale` is 0-dim, a column or a row.
+    """Return (`matrix * scale` in `fmt`, the transpose of this copy). A copy that is not wanted may be empty.
 
-    GPU kernels read along rows alone: there the transpose has memory of its own, so that the other copy can be freed.
+    `straight` and `turned` tell whether the first and the second copy are wanted. `scale` is 0-dim, a column or a row. On a GPU with fp8
+    units the transpose has its own memory, because the kernels there read along rows only, and so that the other copy can be freed.
     """
     found: tuple[Tensor, Tensor] | None = by_kernel(matrix, lambda kernels: kernels.cast_both(matrix, scale, fmt.dtype, straight, turned))
     if found is not None:
@@ -82,21 +87,21 @@ def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, 
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
-    """`a · bᵀ` as `dtype`, plus the bias. With `fast`, the kernel may accumulate with fewer bits."""
+    """Return `a · bᵀ` as `dtype`, plus `bias` if it is given. `a` is (m, k), `b` is (n, k). With `fast`, sums may have fewer bits."""
     if not multiplies_fp8(a.data.device):
         product = torch.mm(a.values(), b.values().t()).to(dtype)
         return product if bias is None else product + bias
     (left, ours), (right, theirs) = ((each.data.contiguous(), each.scale.reciprocal()) for each in (a, b))
-    missing = -left.shape[1] % ALIGNMENT  # the rows of x and g vary with the batch; zeros add nothing
+    missing = -left.shape[1] % ALIGNMENT  # k may be the number of rows of x and g, which varies with the batch. Zeros add nothing to a sum
     if missing:
         left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
-    bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # the kernel ignores its strides
+    bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # because the kernel ignores the strides of a bias
     if ours.dim() == theirs.dim() == 0:
         return multiply_units(left, right, ours, theirs, bias, dtype, fast)
     if fast:
         ours, theirs = (scale.expand(each.shape[0], 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
         return multiply_units(left, right, ours, theirs, bias, dtype, True)
-    one = ours.new_ones(())  # the kernel with one scale for each row is slow unless it may accumulate fast
+    one = ours.new_ones(())  # scales are applied after the product: the kernel with a scale for each row is slow unless sums may be fast
     product = multiply_units(left, right, one, one, None, dtype, False) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias
 

@@ -1,7 +1,8 @@
-"""Triton kernels that quantise a matrix: its amax, and a cast that writes it straight, transposed, or both at once.
+"""Triton kernels that quantise a matrix: they compute its amax, and write its cast straight, transposed, or both at once.
 
-Importing this file needs Triton. Only fp8_units.py imports it, and works without it if that fails. A value is read twice, for its amax
-and for its cast, but once if each row has a scale. Each copy is written once.
+The amax is the largest finite magnitude. Importing this file needs Triton. Only fp8_units.py imports it, and lets torch make the copies if
+the import fails. A matrix is read from memory twice, for its amax and for its cast, but once if each row has a scale. Each copy is written
+once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ AMAX = 4096
 TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
-# Built-in functions alone, as in triton_kernels.py.
 @triton.jit
-def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # what has no type is a tensor
+def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's pointers and numbers have no type
     """Write the largest finite magnitude to `amax`, which begins as 0."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.abs(tl.load(source + at, mask=at < count, other=0.0).to(tl.float32))
@@ -84,7 +84,10 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def cast_rows(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """(dense matrix in `dtype`, a column with the scale of each row). An amax counts as `smallest` at least."""
+    """Return (dense `matrix`, scaled by rows and cast to `dtype`; a column with the fp32 scale of each row).
+
+    The amax of a row counts as `smallest` at least. With `power_of_two`, scales are rounded down to powers of two.
+    """
     rows, columns = matrix.shape
     made, scale = matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty((rows, 1), dtype=torch.float32)
     if rows:
@@ -94,7 +97,7 @@ def cast_rows(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two:
 
 
 def amax_of(matrix: Tensor) -> Tensor:
-    """The largest finite magnitude of a dense matrix, 0-dim fp32."""
+    """Return the largest finite magnitude of a dense `matrix`, as a 0-dim fp32 tensor."""
     amax = torch.zeros((), dtype=torch.float32, device=matrix.device)
     if matrix.numel():
         amax_kernel[(triton.cdiv(matrix.numel(), AMAX),)](matrix, amax, matrix.numel(), AMAX)
@@ -102,7 +105,7 @@ def amax_of(matrix: Tensor) -> Tensor:
 
 
 def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    """(dense matrix times scale in `dtype`, its transpose in memory of its own). A copy that is not wanted is empty.
+    """Return (dense `matrix` times `scale` in `dtype`, the transpose of this copy in its own memory). A copy that is not wanted is empty.
 
     `scale` is 0-dim, a column with one number for each row, or a row with one for each column.
     """

@@ -1,6 +1,6 @@
-"""The one Triton kernel: copy many tensors in one launch, cast and multiply them on the way and check for inf and NaN.
+"""A Triton kernel that copies many tensors in one launch, casts and multiplies them on the way, and checks for inf and NaN.
 
-Importing this file needs Triton. Only fused_copy.py imports it, and works without it if that fails.
+Importing this file needs Triton. Only fused_copy.py imports it, and lets torch copy the tensors if the import fails.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from torch import Tensor
 from amprewrite.tables.formats import FORMATS
 
 RANK = 4
-"""Largest number of dimensions that the kernel takes after contiguous ones are joined."""
+"""Most dimensions of a tensor that the kernel takes, counted after neighbouring dimensions are joined where the strides allow it."""
 WIDTH = 3 + 3 * RANK
-"""Numbers in a row of the table: two addresses, the number of elements, sizes, read strides, write strides."""
+"""Numbers in a row of the table, which describes one copy: two addresses, the number of elements, sizes, read strides, write strides."""
 BLOCK = 1024
 _PROGRAMS = 2048
-"""Programs that share a launch: about 15 for each multiprocessor of an H100. Each walks its tensor in strides."""
+"""Most programs in a launch, about 15 for each multiprocessor of an H100. The programs of one tensor take its blocks in turn."""
 _TYPES = {row.dtype: getattr(tl, row.library_name) for row in FORMATS.values()}
 DTYPES = frozenset(_TYPES)
 
 
-# Built-in functions alone: Triton's own compiled functions cannot be interpreted if Triton was imported before.
+# The kernel calls only built-in functions of Triton. Triton's library functions are compiled by @triton.jit themselves, so Triton's
+# interpreter cannot run them if it was switched on after Triton was imported.
 @triton.jit
-def _copy_rows(  # type: ignore[no-untyped-def]  # what has no type here is a tensor on the device
+def _copy_rows(  # type: ignore[no-untyped-def]  # parameters without a type are tensors on the device
     table,
     factor,
     flag,
@@ -80,11 +81,11 @@ def launch(
     table: Tensor, rows: int, longest: int, kinds: tuple[torch.dtype, torch.dtype], rank: int, aligned: bool,
     factor: Tensor | None = None, flag: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Copy the `rows` pairs of tensors that `table` (int64, on the device) describes. `kinds` are the dtypes read and written.
+    """Copy the `rows` pairs of tensors that `table` (int64, on the device) describes. `kinds` is (dtype read, dtype written).
 
-    `longest` is the largest number of elements. `rank` 1 says that every pair is dense and in the same order; `aligned` that addresses and
-    numbers of elements are multiples of 16. With `factor`, 0-dim fp32, values are multiplied by it, and `flag`, 0-dim fp32, becomes 1 if a
-    product is not finite.
+    `longest` is the number of elements of the largest tensor. `rank` 1 promises that both tensors of every pair are dense and have the same
+    order of elements. `aligned` promises that addresses and numbers of elements are multiples of 16. If the 0-dim fp32 tensors `factor` and
+    `flag` are given, values are multiplied by `factor`, and `flag` becomes 1 if a product is not finite.
     """
     programs = max(1, min(triton.cdiv(longest, BLOCK), _PROGRAMS // rows))
     source, target = (_TYPES[kind] for kind in kinds)
@@ -94,7 +95,10 @@ def launch(
 
 
 def row(source: Tensor, target: Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """(rank, row of the table) of a copy; None if it has more than `RANK` joined dimensions, or 2**31 strided elements or more."""
+    """Return (rank, row of the table) for a copy of `source` to `target`; None if the kernel cannot make this copy.
+
+    The kernel takes at most `RANK` joined dimensions, and fewer than 2**31 elements if they are strided. Dense copies have the rank 1.
+    """
     head = (source.data_ptr(), target.data_ptr(), source.numel())
     if source.is_contiguous() and target.is_contiguous():
         return 1, (*head, *(1,) * RANK, *(0,) * (2 * RANK))
@@ -108,7 +112,7 @@ def row(source: Tensor, target: Tensor) -> tuple[int, tuple[int, ...]] | None:
 
 
 def joined(shape: Sequence[int], read: Sequence[int], written: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(size, read stride, write stride) of each dimension, outermost first, with dimensions joined if both strides allow it."""
+    """Return (size, read stride, write stride) of each dimension, outermost first; dimensions are joined where both strides allow it."""
     dims: list[tuple[int, int, int]] = []
     for size, r, w in sorted(zip(shape, read, written, strict=True), key=lambda dim: (-dim[2], -dim[1])):
         if size == 1:

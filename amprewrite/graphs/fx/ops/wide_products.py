@@ -1,7 +1,7 @@
-"""A product of bf16 operands with an fp32 result: Tensor Cores compute its sums in fp32, and nothing rounds them.
+"""Compute a product of bf16 operands with an fp32 result: Tensor Cores compute the sums in fp32, and nothing rounds these sums.
 
-Its backward is that of a bf16 product: the gradient of the result is rounded to bf16, and both gradients are. The product saves the rounded
-operands.
+The backward is the same as for a bf16 product: the gradient of the result is rounded to bf16, and so are the gradients of both operands.
+The product saves the operands rounded to bf16.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from amprewrite.tables.recipes import BASE
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two low matrices in fp32. Devices and exports without such a kernel multiply the same numbers in fp32."""
+    """Return the product of two low matrices in fp32, by a kernel of NVIDIA GPUs with low operands and an fp32 result.
+
+    Other devices, and exported programs, multiply fp32 copies of the operands.
+    """
     has_kernel = a.is_cuda and torch.version.hip is None and not torch.compiler.is_exporting()
     return torch.mm(a, b, out_dtype=torch.float32) if has_kernel else torch.mm(a.float(), b.float())
 
 
 def wide_linear(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool = False) -> Tensor:
-    """`x · wᵀ + bias`, or `x · w + bias` if `transposed`, in fp32. x and w are rounded to bf16 first."""
+    """Return `x · wᵀ + bias`, or `x · w + bias` if `transposed`, in fp32. `x` (..., k) and `w` are rounded to bf16 first."""
     x, w = x.to(BASE.dtype), w.to(BASE.dtype)
     w = w if transposed else w.t()
     product: Tensor = _Wide.apply(x, w) if torch.is_grad_enabled() else _rows_by(x, w)

@@ -1,1 +1,1 @@
-"""Running captured graphs: observe every value, count FLOPs from shapes, measure prices on the current device."""
+"""Run captured graphs: record the range of every value, count FLOPs from shapes, measure prices (run times) on the current device."""

@@ -1,7 +1,8 @@
-"""An activation checkpoint whose body reads and writes tensors that the model holds: weights, statistics, counters.
+"""Run an activation checkpoint whose body graph reads and writes tensors that the model holds: weights, statistics, counters.
 
-Dynamo makes all of them operands. PyTorch saves operands, and refuses to recompute if one was written in the meantime. It reads closed-over
-variables again instead. So tensors that the model holds are passed to the body in the same way as closed-over variables.
+Dynamo makes all these tensors operands of the checkpoint. PyTorch saves operands, and refuses to recompute if an operand was written since.
+It does not save variables that a body closes over: the recomputation reads these variables again. So this file passes the tensors of the
+model in a way that PyTorch treats like closed-over variables.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, **options: Any) -> Any:
-    """`checkpoint(body, *operands)`, with the operands at the positions `state` held by the model.
+    """Return `checkpoint(body, *operands)`, where the model holds the operands at the positions `state` (in ascending order).
 
-    A reentrant checkpoint gives gradients to operands alone, so an operand that requires one stays an operand there. The others are passed
-    in a tuple: PyTorch saves nothing inside it, and still finds the devices whose random states it keeps.
+    These operands are passed in a tuple. PyTorch saves no tensor inside a tuple, but it does find the devices of these tensors, whose
+    random states it keeps. A reentrant checkpoint gives gradients to direct operands only, so there a tensor that requires a gradient stays
+    a direct operand.
     """
     held = tuple((place, operands[place]) for place in state if not (use_reentrant and operands[place].requires_grad))
     apart = {place for place, _ in held}
 
     def run(held: tuple[tuple[int, Any], ...], *others: Any) -> Any:
         given = list(others)
-        for place, tensor in held:  # in order, so that each lands at its position
+        for place, tensor in held:  # positions ascend, so each insertion puts a tensor at its original position
             given.insert(place, tensor)
         return body(*given)
 

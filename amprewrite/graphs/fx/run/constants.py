@@ -1,4 +1,4 @@
-"""Values of a graph that depend on no input, computed once: positions, lengths, parts of masks."""
+"""Compute values of a graph that depend on no input once, and keep them: positions, lengths, parts of masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 
 
 class Constants:
-    """Results of some nodes of a graph. They are computed at the first call, and again wherever a kept tensor would be wrong."""
+    """Computes the values of `results`, nodes of a graph that depend on no input, at the first call, and keeps these values.
+
+    `nodes` are all nodes that compute them, in order. While a call is traced or a CUDA graph is recorded, kept values would be wrong, so
+    they are computed again.
+    """
 
     def __init__(self, nodes: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node]) -> None:
         graph = torch.fx.Graph()
@@ -27,20 +31,20 @@ class Constants:
         self._kept: tuple[Tensor, ...] | None = None
 
     def take(self) -> tuple[Tensor, ...]:
-        """The values. Nothing may write to them."""
+        """Return the values, one tensor for each node of `results`. The caller must not write to them."""
         if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
             return self._module()  # type: ignore[no-any-return]
         if self._kept is None or recording(self._kept[0].device):
             with disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
                 made: tuple[Tensor, ...] = self._module()
             if recording(made[0].device):
-                return made  # a recorded graph may be replayed after this one is gone
+                return made  # the recorded graph computes its own values, because it may be replayed after this object is freed
             self._kept = made
         return self._kept
 
 
 def take_constants(constants: Constants) -> tuple[Tensor, ...]:
-    """`Constants.take` in the form that a graph calls."""
+    """Return `constants.take()`. Rewritten graphs call this function."""
     return constants.take()
 
 

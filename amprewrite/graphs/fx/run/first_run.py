@@ -1,12 +1,13 @@
-"""The first run of an edited graph, op by op: an op that refuses low operands gets them in fp32, and is reported.
+"""Run an edited graph op by op the first time: an op that refuses low operands gets them in fp32, and the refusal is recorded.
 
-Fake tensors have a kernel for every op and dtype. A missing kernel of a device shows only in a run: a custom op may take fp32 alone, and a
-device or a version of torch may lack a kernel that the op table expects. So
+Fake tensors have a kernel for every op and dtype. So only a real run shows that a kernel is missing: a custom op may take fp32 operands
+only, and a device or a version of torch may lack a kernel that the op table expects.
 
-1. the first run of a graph runs node by node. If an op with low operands raises, writes nothing, and runs on the same operands in fp32, its
-   result is cast to the planned format. No op before it runs twice;
-2. the op and its error are kept in `refused`, and the owner of the graph plans it anew;
-3. later runs use the graph's own code. A graph with an op that refused keeps running op by op: a recomputation of this call needs it.
+1. The first run of a graph runs node by node. If an op with low operands raises an error, it is called again with the same operands in
+   fp32, and the result is cast to the planned format. An op that writes to memory is not called again. No earlier op runs twice.
+2. The op and its error are recorded in `refused`, and the owner of the graph makes a new plan for the graph.
+3. Later runs use the graph's own code. But a graph with a refusal keeps running op by op, because an activation checkpoint that recomputes
+   the first call needs the same ops.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ from amprewrite.torch_internals.operators import OpOverload, OpOverloadPacket
 from amprewrite.torch_internals.trees import tree_leaves, tree_map_only
 
 Refusals = dict[str, str]
-"""Errors of ops that refused low operands, by the name of the op."""
+"""Error messages of the ops that refused low operands, by the name of the op."""
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
-"""Classes of errors by which ops refuse a dtype. Other classes control what runs: a checkpoint ends its recomputation by one."""
+"""Classes of the errors that ops raise to refuse a dtype.
+
+Exceptions of other classes may control execution: a checkpoint raises such an exception to end its recomputation.
+"""
 
 
 class FirstRun:
-    """Runs `later`, after a first run of `module` that finds the ops that refuse low operands."""
+    """Callable that runs `module` op by op at the first call, and calls `later` afterwards.
+
+    The ops that refuse low operands are added to `refused`. While `refused` is not empty, every call runs op by op.
+    """
 
     def __init__(self, module: torch.fx.GraphModule, later: Callable[..., Any], refused: Refusals) -> None:
         self.module, self.later, self.refused = module, later, refused
@@ -50,12 +57,12 @@ class FirstRun:
 
 
 class _Careful(torch.fx.Interpreter):
-    """An interpreter that repeats an op in fp32 if it refused low operands."""
+    """Interpreter that repeats an op with fp32 operands if the op refused low operands."""
 
     def __init__(self, module: torch.fx.GraphModule, refused: Refusals) -> None:
         super().__init__(module)
         self.refused = refused
-        self.extra_traceback = False  # an error of the model's own is raised as its code would raise it
+        self.extra_traceback = False  # so that the interpreter adds no text to errors that the model raises
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if not n.op.startswith("call"):
@@ -73,14 +80,14 @@ class _Careful(torch.fx.Interpreter):
             try:
                 result = run(n.target, *_widened((args, kwargs)))
             except _REFUSALS:
-                raise error from None  # it refuses something else
+                raise error from None  # the op fails in fp32 too, so the low dtype is not the cause
             self.refused[op_name(n.target)] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             planned = iter(tensors(example_value(n)))
             return tree_map_only(Tensor, lambda t: t.to(next(planned).dtype), result)
 
 
 def _runs_more(node: torch.fx.Node) -> bool:
-    """True if the node runs more than one op: some may have run already and must not run again."""
+    """True if `node` runs more than one op: some of these ops may have run before the error, and must not run again."""
     return node.op == "call_module" or is_opaque(node) or isinstance(node.target, FunctionType)
 
 
@@ -89,7 +96,10 @@ def _widened(values: Any) -> Any:
 
 
 def runs_op_by_op(module: torch.fx.GraphModule, later: Callable[..., Any], refused: Refusals) -> FirstRun:
-    """A first run of `module`, and of the bodies of its checkpoints."""
+    """Return a callable that runs `module` op by op the first time, and `later` afterwards. `refused` collects the refusals.
+
+    The body graphs of the module's checkpoints get such a callable as their `forward`.
+    """
     for body in _bodies(module):
         force_recompile(body)
         body.forward = runs_op_by_op(body, type(body).forward.__get__(body), refused)
@@ -97,13 +107,16 @@ def runs_op_by_op(module: torch.fx.GraphModule, later: Callable[..., Any], refus
 
 
 def has_custom_op(module: torch.fx.GraphModule) -> bool:
-    """True if a graph passes low operands to an op of a library other than PyTorch: a compiler calls its kernel without a check."""
+    """True if a graph, or the body of a checkpoint in it, passes low operands to an op of a library other than PyTorch.
+
+    A compiler calls the kernel of such an op without checking that the kernel takes these operands.
+    """
     own = any(_is_custom(node) and any(map(_is_low, node.all_input_nodes)) for node in module.graph.nodes)
     return own or any(map(has_custom_op, _bodies(module)))
 
 
 def _bodies(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
-    """The bodies of the checkpoints in a graph."""
+    """Return the body graphs of the checkpoints in the graph of `module`."""
     calls = (node for node in module.graph.nodes if is_checkpoint(node) or node.target in (checkpoint, checkpoint_with_state))
     return [getattr(module, str(each.target)) for node in calls for each in node.all_input_nodes[:1]]
 

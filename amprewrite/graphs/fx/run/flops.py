@@ -1,8 +1,8 @@
-"""FLOPs of an fx node, from the shapes of its operands and results.
+"""Compute the FLOPs of an fx node from the shapes of its operands and results.
 
-Rows of products say which dims they sum over. By name this file knows products with a shape of their own: `einsum`, `tensordot`,
-`bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions, in which `transpose` in the name exchanges input and
-output.
+The op table's rows for products tell which dims a product sums over. By name this file knows products with a shape of their own: `einsum`,
+`tensordot`, `bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions, in which `transpose` in the name
+exchanges input and output.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ Shape = tuple[int, ...]
 
 
 def flops(op: str, node: torch.fx.Node) -> int:
-    """FLOPs (two for each multiply-add) of a matmul, convolution or attention, from shapes; 0 for anything else."""
+    """Return the FLOPs of `node`, a call of `op`, from shapes: two for each multiply-add of a product; 0 if `op` computes no product.
+
+    Products are matrix products, convolutions, attention and recurrent layers.
+    """
     shapes = _operands(node)
     out = [math.prod(_shape(t)) for t in tensors(example_value(node))[:1]]
     if not out or not shapes or not shapes[0]:
         return 0
     if op in ops_with(Trait.SUMS_LAST_DIM):
         grouped = all(len(shape) == 2 for shape in shapes[:2]) and len(_shape(tensors(example_value(node))[0])) == 3
-        return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)  # each group sums its own part
+        return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)  # a group sums its part only
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
     if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:
@@ -55,19 +58,19 @@ def flops(op: str, node: torch.fx.Node) -> int:
 
 
 def _attention_flops(query: Shape, key: Shape) -> int:
-    """FLOPs of attention with its projections: queries and results, keys and values, scores and weighted values."""
+    """Return the FLOPs of attention and its projections: for queries and results, keys and values, scores and weighted values."""
     width, asked, given = query[-1], math.prod(query[:-1]), math.prod(key[:-1])
     return 4 * (asked + given) * width**2 + 4 * asked * key[0] * width
 
 
 def _encoder_flops(source: Shape, weights: Sequence[Shape]) -> int:
-    """FLOPs of an encoder layer: the products with its four weights, scores and weighted values."""
+    """Return the FLOPs of an encoder layer: the products with its four weights, the attention scores, and the weighted values."""
     rows = math.prod(source[:-1])
     return 2 * rows * sum(map(math.prod, weights)) + 4 * rows * source[-2] * source[-1]
 
 
 def _product_flops(op: str, node: torch.fx.Node) -> int:
-    """FLOPs of products of more than two operands, or along dims that an argument names."""
+    """Return the FLOPs of a product of more than two operands, or along dims that an argument names; 0 for any other op."""
     shapes = _operands(node)
     if op == "einsum":
         return einsum_flops(_equation(node), shapes)
@@ -81,13 +84,13 @@ def _product_flops(op: str, node: torch.fx.Node) -> int:
 
 
 def _operands(node: torch.fx.Node) -> list[Shape]:
-    """The shapes of the operands of a node in order. An operand may occur twice."""
+    """Return the shapes of the tensor operands of `node`, in order. An operand that is passed twice is listed twice."""
     leaves = tree_leaves((node.args, dict(node.kwargs)))
     return [_shape(t) for leaf in leaves if isinstance(leaf, torch.fx.Node) for t in tensors(example_value(leaf))[:1]]
 
 
 def _equation(node: torch.fx.Node) -> str:
-    """The equation of an einsum, also if it is given as a list of dim numbers with each operand."""
+    """Return the equation of an einsum as text, also if the call passes a list of dim numbers after each operand."""
     first = node.kwargs.get("equation", node.args[0] if node.args else "")
     if isinstance(first, str):
         return first

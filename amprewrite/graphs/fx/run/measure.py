@@ -1,10 +1,11 @@
-"""Prices measured on the current device: each op of a graph and each size of cast, timed once and cached on disk.
+"""Measure prices (run times) on the current device: each op of a graph and each size of cast is timed once, and cached on disk.
 
-1. An op is called as in the graph, on random tensors of its shapes, once in fp32 and once in the low format.
-2. After two warm-up calls, the least of the means over short runs counts: other work on the machine only ever adds time.
-3. Results are kept in the user's cache folder, by device, PyTorch version, threads, op, shapes and dtypes.
+1. An op is called as in the graph, on random tensors of its shapes. It has two prices: in fp32 and in the low format.
+2. After two warm-up calls, several short runs are timed. The price is the smallest mean time of a call, because other work on the machine
+   can only add time.
+3. Prices are stored in the user's cache folder, by device, PyTorch version, threads, op, shapes and dtypes.
 
-An op that cannot be called by itself (its arguments are no tensors, or it refuses the format) keeps the price of the device table.
+An op that cannot be called alone (an argument is no tensor, or it refuses the format) has the price of the device table instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from amprewrite.tables.formats import FP32, Format
 from amprewrite.torch_internals.trees import tree_leaves
 
 RUN = 2e-3
-"""Least seconds of one run of calls. The best of `RUNS` counts."""
+"""Least duration of one run, in seconds. A run repeats the call until it lasts this long; the fastest of `RUNS` runs counts."""
 RUNS = 3
 
 
@@ -37,13 +38,13 @@ class Measured:
     """Measured seconds of the ops and casts of one graph."""
 
     ops: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By node and format."""
+    """Seconds of an op, by (name of the node, name of the format)."""
     casts: dict[int, float] = field(default_factory=dict)
-    """By number of elements."""
+    """Seconds of a cast from fp32 to the low format, by number of elements."""
     fresh: int = 0
-    """Number of prices measured now, not read from disk."""
+    """Number of calls that were timed now. All other prices were read from disk."""
     refused: int = 0
-    """Number of calls that cannot be made alone, and keep the table's price."""
+    """Number of calls that cannot be made alone, and have the price of the device table instead."""
 
     def op(self, node: OpNode, fmt: Format) -> float | None:
         return self.ops.get((node.name, fmt.name))
@@ -53,7 +54,7 @@ class Measured:
 
 
 def measure(captured: Captured) -> Measured:
-    """Time the ops and casts of a graph, or read earlier times from disk."""
+    """Return the times of the ops and casts of a graph, read from disk or measured now. New times are written to disk."""
     known, new = read_prices(), Prices()
     problem = captured.problem
     found, place = Measured(), _place(problem.device)
@@ -77,7 +78,7 @@ def measure(captured: Captured) -> Measured:
 
 
 Task = tuple[tuple[str, str] | int, str, Callable[[], Callable[[], Any]]]
-"""(node and format, or number of elements; key on disk; function that sets the call up)."""
+"""(op, as (node name, format name), or cast, as a number of elements; key on disk; function that prepares the call and returns it)."""
 
 
 def _tasks(captured: Captured) -> Iterator[Task]:
@@ -98,7 +99,7 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """The call as text; "" if it has arguments other than tensors and numbers."""
+    """Return the call as text, its key on disk; "" if a node among the arguments is no strided tensor, so that the call cannot be made."""
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
     leaves = []
@@ -142,7 +143,7 @@ def _caster(numel: int, low: Format, device: str) -> Callable[[], Callable[[], A
 
 
 def _seconds(make: Callable[[], Callable[[], Any]], device: str) -> float | None:
-    """Seconds a call; None for a call that cannot be made, which keeps the table's price."""
+    """Return the seconds that one call takes; None if the call raises an error."""
     try:
         with torch.no_grad(), torch.random.fork_rng():
             call = make()

@@ -19,17 +19,18 @@ from amprewrite.tables.vocabulary import Reason
 
 
 class Observer:
-    """Runs graphs op by op in fp32, and records the ranges of all values in `regions`.
+    """Callable that runs captured graphs op by op in fp32, and records the ranges of all their values in `regions`.
 
-    If `weights` is False, it skips weights that no op with a pole at zero reads: capture has measured them. If `brief`, it records no
-    histograms, and smallest magnitudes only before such ops.
+    With `gradients`, the ranges of gradients are recorded as well. Without `weights`, a weight is skipped unless an op with a pole at zero
+    reads it, because capture has measured the weights. If `brief`, no histograms are recorded, and smallest magnitudes only for values that
+    such ops read.
     """
 
     def __init__(self, gradients: bool = False, weights: bool = True, brief: bool = False) -> None:
         self.gradients, self.weights, self.brief = gradients, weights, brief
         self.regions: dict[str, RegionRanges] = {}
         self.meshes: dict[Any, None] = {}
-        """Device meshes of values that are spread over ranks. Of these values only this rank's part is observed."""
+        """Device meshes of the DTensors among the values. Of a DTensor only the part on this rank is observed."""
         self._fingerprints: dict[int, tuple[Captured, str]] = {}
 
     def __call__(self, captured: Captured, inputs: tuple[Any, ...]) -> Any:
@@ -41,12 +42,12 @@ class Observer:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank holds; any other tensor unchanged."""
+    """Return the part of a DTensor that this rank holds; any other tensor is returned unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
 
 
 def inside_transform(vertex: OpNode) -> bool:
-    """True if a value exists only inside a torch.func transform: it cannot be read from outside, and is not rewritten."""
+    """True if `vertex` is a value inside a torch.func transform: code outside cannot read such a value, and it is not rewritten."""
     return vertex.pinned is not None and vertex.pinned[1] is Reason.TRANSFORMED
 
 
@@ -68,22 +69,24 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             return result
         shown = tensors(thawed(result))
         if not shown and n.args and isinstance(n.args[0], torch.fx.Node):
-            shown = tensors(self.env.get(n.args[0]))  # setitem and similar ops return nothing; observe the tensor that they wrote
+            shown = tensors(self.env.get(n.args[0]))  # setitem and similar ops return nothing, so observe the tensor that they wrote
         self.watch.meshes |= {tensor.device_mesh: None for tensor in shown if hasattr(tensor, "device_mesh")}
         for tensor in map(local_part, shown):
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
-        if written(n) and not vertex.may_saturate:  # scores with a mask: what their memory holds now may be clamped, like the result
+        # Other values in the written memory have changed, too. After a mask was added to attention scores (`may_saturate`), they need no
+        # new range, because the plan may clamp the numbers in this memory.
+        if written(n) and not vertex.may_saturate:
             self._see_again(n, tensors(result) or shown)
         return result
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of an op. Frozen weights are cast to fp32 for each op, so that only one fp32 copy exists at a time."""
+        """Return the arguments of an op, frozen weights cast to fp32. Each op has its own cast, so that fp32 copies are freed early."""
         found: tuple[tuple[Any, ...], dict[str, Any]] = map_aggregate(super().fetch_args_kwargs_from_env(n), thawed)  # type: ignore[assignment]
         return found
 
     def _see_again(self, n: torch.fx.Node, changed: list[torch.Tensor]) -> None:
-        """Observe again the values in memory that `n` wrote."""
+        """Observe again the earlier values that share memory with `changed`, the tensors that `n` wrote."""
         memory = storages(list(map(local_part, changed)))
         for other, value in self.env.items():
             vertex = self.vertices.get(other)
@@ -107,6 +110,6 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             tensor.register_hook(look)
 
     def _run_body(self, n: torch.fx.Node) -> Any:
-        """Run the body of an activation checkpoint, a graph of its own, without recomputing it later."""
+        """Run the body graph of an activation checkpoint like any captured graph: no backward recomputes it later."""
         args = self.fetch_args_kwargs_from_env(n)[0]
         return self.watch(self.captured.parts[n], args[1:])

@@ -1,4 +1,4 @@
-"""Measured prices on disk: read as a whole or not at all, merged with prices of other processes, replaced in one step."""
+"""Store measured prices on disk, in a file that is read as a whole or not at all. A write keeps other processes' prices, and is atomic."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from amprewrite.tables.boundary.files import alone_in, write_text
 from amprewrite.tables.errors import AmpRewriteWarning, EmitError, one_line
 
 Prices = dict[str, float | None]
-"""Seconds by call; None for a call that cannot be made alone."""
+"""Seconds that a call takes, by the text of the call; None for a call that cannot be made alone."""
 LONGEST = 3600.0
-"""Seconds beyond which a price is no measurement of one call."""
+"""Largest price, in seconds, that is accepted as the time of one call. A larger number means that the file is damaged."""
 
 
 def cache_file() -> Path | None:
-    """File of the measurements: `amprewrite/timings.json` in the user's cache folder. None for a user without a home folder."""
+    """Return the path of the price file: `amprewrite/timings.json` in the user's cache folder; None for a user without a home folder."""
     folder = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(folder or Path.home() / ".cache") / "amprewrite" / "timings.json"
@@ -28,7 +28,10 @@ def cache_file() -> Path | None:
 
 
 def read_prices() -> Prices:
-    """The prices measured before. A damaged file counts as empty, and a warning names it; the next write replaces it."""
+    """Return the prices on disk; {} if the file is missing, unreadable or damaged.
+
+    A damaged file raises a warning, and the next write replaces the file.
+    """
     path = cache_file()
     if path is None:
         return {}
@@ -43,7 +46,7 @@ def read_prices() -> Prices:
 
 
 def write_prices(new: Prices) -> None:
-    """Add `new` to the file on disk. If its folder cannot be written, or is full, the file is not changed."""
+    """Add `new` to the file on disk. If the folder cannot be written or the disk is full, the file stays unchanged, without an error."""
     path = cache_file()
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Find values that a plan makes low though they leave the range of its low format. Evidence is the ranges of a run in fp32."""
+"""Find values that a plan makes low although they leave the range of its low format. The evidence is the value ranges of a run in fp32."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Colour
 
 ROOM = 2
-"""Factor by which low ops may return a value larger or smaller than fp32 ops do."""
+"""Safety factor: low ops are assumed to return values up to this many times larger or smaller than fp32 ops."""
 _EXCHANGES, _DIVIDES = ops_with(Trait.EXCHANGES_INFINITIES), ops_with(Trait.DIVIDES)
 
 
 def exchanges_infinities(captured: Captured) -> bool:
-    """True if an op of the graph returns a finite value for an infinity, or tests for infinities."""
+    """True if any op of the graph returns a finite value for an infinity, or tests for infinities."""
     return any(vertex.op in _EXCHANGES for vertex in captured.problem.graph)
 
 
 def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> Iterator[str]:
-    """Descriptions of values that `plan` makes or copies low, of which the low format would make an infinity.
+    """Yield a description of each value that `plan` makes or copies low, and that the low format would turn into an infinity.
 
-    A value is too large, or it is flushed to zero and then read by an op with a pole at zero. `seen` are ranges in fp32, by fingerprint.
+    Such a value is too large, or it is flushed to zero and then read by an op with a pole at zero. `seen` holds the ranges of an fp32 run,
+    by fingerprint of the graph.
     """
     yield from too_large(captured, plan, seen)
     smallest = ROOM * captured.problem.policy.low.smallest_subnormal
@@ -40,9 +41,9 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
 
 
 def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges], room: float = ROOM) -> Iterator[str]:
-    """Descriptions of values that `plan` makes or copies low, and that exceed the low format's range if they grow by `room`.
+    """Yield a description of each value that `plan` makes or copies low, and that exceeds the low format's range if it grows `room` times.
 
-    Weights have no such margin: their values are known. Masks may be clamped to ±max, and are left out.
+    Only results of ops get this margin; the values of weights are known. Values that may be clamped to ±max, such as masks, are left out.
     """
     end = captured.problem.policy.low.max
     for each, planned in _planned(captured, plan):
@@ -54,17 +55,17 @@ def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRan
 
 
 def _made_low(plan: RegionPlan) -> set[str]:
-    """The ops that `plan` runs low."""
+    """Return the names of the ops that `plan` runs in the low format."""
     return {node.name for node in plan.nodes if node.colour is Colour.LOW and node.role == "op"}
 
 
 def _copied_low(captured: Captured, plan: RegionPlan) -> set[str]:
-    """The values that `plan` casts to the low format, without clamping them."""
+    """Return the names of the values that `plan` casts to the low format without clamping."""
     return {cast.value for cast in plan.casts if cast.to == captured.problem.policy.low.name and not cast.saturate}
 
 
 def unobserved(captured: Captured, plan: RegionPlan) -> bool:
-    """True if `plan` runs ops low in the body of a loop or a condition, whose values no run observes."""
+    """True if `plan` runs ops low in the body graph of a loop or a condition, because no run observes the values there."""
     bodies = {each.name: each for each in plan.bodies}
     parts = {part.problem.name: part for part in captured.parts.values()}
     hidden = (body for name, body in bodies.items() if name not in parts)
@@ -74,14 +75,14 @@ def unobserved(captured: Captured, plan: RegionPlan) -> bool:
 
 
 def poles(vertex: OpNode) -> list[str]:
-    """The operands at whose zero an op has a pole."""
+    """Return the names of the operands for which `vertex` has a pole at zero: it returns an infinity if such an operand is 0."""
     if vertex.op in POLES:
         return [operand.value for operand in vertex.operands]
     return [vertex.operands[1].value] if vertex.op in _DIVIDES and len(vertex.operands) == 2 else []
 
 
 def _planned(captured: Captured, plan: RegionPlan) -> list[tuple[Captured, RegionPlan]]:
-    """This graph and the bodies of its checkpoints, each with its plan."""
+    """Return (graph, plan) for this graph and for the body graphs of its checkpoints, nested ones included."""
     plans = {each.name: each for each in plan.bodies}
     found = [(captured, plan)]
     for part in captured.parts.values():

@@ -1,10 +1,11 @@
-"""Reuse the result of an op call on fake tensors for every like call: the blocks of a network repeat the calls of the first.
+"""Reuse the result of an op call on fake tensors for each later call that is alike: the blocks of a network repeat the first block's calls.
 
-Calls are alike if they have the same op, the same plain arguments, and tensors of the same dtype, device, sizes, strides and offset. A like
-call returns the very object of the first, without running: an op with symbolic sizes takes milliseconds. Nodes with the same object do not
-share memory, so the memory of each is recorded on it (`MEMORY` in its meta).
+Calls are alike if they have the same op, the same plain arguments, and tensors of the same dtype, device, sizes, strides and offset. A
+later call returns the same fake tensor object as the first call. Its op does not run, which saves milliseconds for an op with symbolic
+sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on the node (`MEMORY` in its
+meta).
 
-Not reused are values that may be changed or may differ: values known at capture, values computed under the model's own autocast, and all
+Values that may be changed or may differ are not reused: values known at capture, values computed under the model's own autocast, and all
 values of a graph with data-dependent sizes, or in which an in-place op may resize a tensor.
 """
 
@@ -38,7 +39,7 @@ _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _NotAlike(Exception):
-    """Raised for an argument that cannot be compared."""
+    """Raised for an argument of a call that cannot be compared with arguments of other calls."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,22 @@ class _Given:
     value: Any
     aliases: tuple[int, ...]
     own: bool
-    """True if some of it is in memory of no operand."""
+    """True if a part of the result is in memory that belongs to no operand."""
 
 
 class Alike:
-    """Finds like calls of a graph."""
+    """Finds calls of a graph that are alike: they get equal keys."""
 
     def __init__(self) -> None:
         self._forms: dict[Hashable, int] = {}
         self._form_of: dict[int, tuple[torch.Tensor, int]] = {}
-        """The form of a tensor by its id, with the tensor, which must stay alive for the id to hold."""
+        """(tensor, number of its form), by the id of the tensor. Holding the tensor keeps its id from being reused."""
 
     def key(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any] = example_value) -> Hashable | None:
-        """A key that like calls share; None if the call cannot be compared. `value_of` returns the values of operands."""
+        """Return a key that is equal for calls that are alike; None if the call cannot be compared.
+
+        `value_of` returns the value of an operand node.
+        """
 
         def like(argument: Any) -> Hashable:
             if isinstance(argument, torch.fx.Node):
@@ -83,15 +87,15 @@ class Alike:
             return None
 
     def _form(self, tensor: torch.Tensor) -> int:
-        """A number for the dtype, device, sizes, strides and flags of a tensor. No op can tell tensors with the same number apart.
+        """Return a number for the form of `tensor`: dtype, device, sizes, strides, offset and flags. Equal forms have equal numbers.
 
-        Raises _NotAlike if the tensor has a known value or a layout that these do not describe.
+        Raises _NotAlike if this form does not describe the tensor fully: it is not a strided fake tensor, or its value is known.
         """
         known = self._form_of.get(id(tensor))
         if known is None:
             if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.is_nested:
                 raise _NotAlike
-            if tensor.constant is not None and tensor.numel():  # known by value
+            if tensor.constant is not None and tensor.numel():  # the value is known, and a result may depend on it
                 raise _NotAlike
             sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
             plain = tuple(map(comparable, sizes))
@@ -102,18 +106,21 @@ class Alike:
 
 
 class RepeatedCalls:
-    """The calls of one walk over a graph."""
+    """Reuses results of calls that are alike, in one walk over a graph."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._off = any("unbacked_bindings" in node.meta or (written(node) and not _leaves_sizes(node)) for node in graph.nodes)
         self._given: dict[Hashable, _Given] = {}
         self._alike = Alike()
         self._shared: set[torch.fx.Node] = set()
-        """Nodes whose value object is shared with other nodes."""
+        """Nodes whose value is the same object as the value of an earlier node, and nodes that may share memory with them."""
         self._fresh = itertools.count(-1, -1)
 
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[], Any]) -> Any:
-        """Result of `run` for `node`, or of an earlier like call. `value_of` returns the values of operands."""
+        """Return the value of `node`: the result of an earlier call that is alike, otherwise of `run()`.
+
+        `value_of` returns the value of an operand node. The memory of a node with a shared value is recorded in its meta.
+        """
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)
         values = [value_of(operand) for operand in operands]
@@ -123,7 +130,9 @@ class RepeatedCalls:
         if given is None:
             value = run()
             lies = storages(value)
-            may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]  # others may be the same object
+            # A node that writes returns memory of the operands that it writes. Any other operand of it may be the same fake tensor object,
+            # because of a reuse, without sharing this memory.
+            may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]
             aliases = tuple(place for place in may_be if lies & storages(values[place]))
             own = not lies <= {storage for place in aliases for storage in storages(values[place])}
             given = _Given(value, aliases, own)
@@ -138,7 +147,7 @@ class RepeatedCalls:
 
 
 def _leaves_sizes(node: torch.fx.Node) -> bool:
-    """True if an in-place op is known to keep the sizes and strides of its target. Transposing ops do not."""
+    """True if the in-place op of `node` is known to keep the sizes and strides of its target. In-place transposes do not keep them."""
     if getattr(node.target, "__module__", "") in ("_operator", "operator") or "inplace" in named_arguments(node):
         return True
     packet = getattr(torch.ops.aten, op_name(node.target), None)
@@ -146,7 +155,7 @@ def _leaves_sizes(node: torch.fx.Node) -> bool:
 
 
 def _may_be_given_again(value: Any) -> bool:
-    """True if a value consists of plain tensors alone."""
+    """True if `value` may be reused: it consists of plain fake tensors without known values."""
     found = value if isinstance(value, tuple | list) else [value]
     return all(type(each) is FakeTensor and each.constant is None for each in found)
 

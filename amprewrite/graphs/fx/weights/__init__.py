@@ -1,1 +1,1 @@
-"""Low copies of weights: their lifetime and their memory."""
+"""Low copies of weights: make them, keep and drop them, compare them with their weights, and link them by autograd."""

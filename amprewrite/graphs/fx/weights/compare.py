@@ -1,4 +1,4 @@
-"""Compare a low copy with its weight: a slice of it, or all."""
+"""Compare a low copy of a weight with the weight: one slice, or all elements."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from amprewrite.graphs.fx.ops.pad_ops import slice_dims
 from amprewrite.ir.plans.pad_plan import Layout
 
 SAMPLE = 64
-"""Number of elements compared of a vector. Of a larger tensor it is one slice of the first dimension."""
+"""Number of elements of a 1-dim weight that a sample takes. Of a weight with more dims, a sample takes one index of the first dim."""
 WORDS_FROM = 1 << 14
-"""Elements from which on two copies are compared as 64-bit words: three to five times as fast, measured on a CPU."""
+"""Number of elements above which two copies are compared as 64-bit words: three to five times as fast, measured on a CPU."""
 
 
 def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
-    """(slice of a weight, cast; the same slice of its copy). `turn` selects the slice."""
+    """Return (slice of `weight`, cast to the dtype of `copy`; the same slice of `copy`).
+
+    `layout` is the padding of `copy`, which is left out. `turn`, any number from 0 on, selects the slice.
+    """
     if layout:
         copy = slice_dims(copy, layout)
     length = SAMPLE if weight.dim() == 1 else 1
@@ -26,7 +29,10 @@ def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Ten
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """True if two tensors differ by more than a number that some processors flush to zero. NaN equals NaN."""
+    """Return a 0-dim boolean tensor: True if `a` and `b` differ by more than the smallest normal fp32 number. NaN equals NaN.
+
+    Smaller differences do not count, because some processors flush such numbers to zero.
+    """
     near = (a.float() - b.float()).abs() <= torch.finfo(torch.float32).tiny
     return ~((a == b) | near | (a.isnan() & b.isnan())).all()
 

@@ -1,14 +1,14 @@
 """A weight of a frozen model, stored in the low format in which the model's graphs read it, without its fp32 values.
 
-1. Its dtype is fp32, as before freezing: models ask weights for their dtype, and capture reads them in fp32.
-2. A rewritten graph takes the stored tensor directly (`passes/lower/read_frozen_weights.py`). Nothing is cast, and nothing can be stale.
-3. Any other reader gets the low values cast up, with a warning. If the model reads the weight in fp32 too, the fp32 values are kept as
-   well, and read instead.
-4. Writing to it is an error: the write would be lost in rounding. So is requiring gradients of it. Copying in values of the dtype that a
-   state dict has for it loses nothing, and is allowed.
+1. The weight reports the dtype fp32, as before freezing, because models ask weights for their dtype, and capture reads weights in fp32.
+2. A rewritten graph takes the stored tensor directly (`passes/lower/read_frozen_weights.py`). Nothing is cast, and no copy can be stale.
+3. Any other reader gets the low values cast to fp32, with a warning. If the model reads the weight in fp32 too, the fp32 values are stored
+   in addition, and such readers get the fp32 values without a warning.
+4. Writing to the weight raises an error, because rounding would change the written values. Requiring its gradient raises an error, too.
+   Copying values of the dtype that the weight has in a state dict is allowed, because nothing is rounded.
 
-Dynamo supports such tensor classes. Under its fake mode one plain fp32 fake stands for the weight in every op, so that the captured graph
-is the graph of the fp32 weight.
+Dynamo supports such tensor subclasses. Under Dynamo's fake mode one plain fp32 fake tensor stands for the weight in every op, so that the
+captured graph is the same as for an fp32 weight.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from amprewrite.torch_internals.trees import tree_map_only
 
 aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default}
-"""Ops that return another name of the same memory."""
+"""Ops that return an alias of the same memory."""
 _SHAPE_ONLY = {
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
     aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
     aten.new_empty_strided.default, aten.is_same_size.default,
 }  # fmt: skip
-"""Ops that read no value."""
+"""Ops that read only the shape of a tensor, not its values, so that they need no warning."""
 _MAKES_FAKES = "torch._subclasses.meta_utils"
-"""The torch module that makes fake tensors. Exporters do so before any capture, for everything that a model holds."""
+"""The torch module that makes fake tensors. Exporters make fake tensors of all tensors of a model before any capture."""
 REMEDY = "call amp.unfreeze(state_dict) with the fp32 values first"
 
 
 class FrozenWeight(Tensor):
-    """A weight that looks like fp32 to users and holds only a low copy."""
+    """A weight that looks like an fp32 tensor to its users, but stores only a low copy."""
 
     stored: Tensor
-    """The low copy, padded as in `padded`. Its `requires_grad` is the weight's before freezing."""
+    """The low copy, padded as in `padded`. Its `requires_grad` is the same as that of the weight before freezing."""
     padded: Layout
     high: Tensor | None
-    """The fp32 values, if some graph reads them."""
+    """The fp32 values, if a graph reads the weight in fp32; otherwise None."""
     trains: bool
-    """True if the weight required gradients before."""
+    """True if the weight required gradients before freezing."""
     detached: Tensor
-    """`stored`, detached."""
+    """`stored.detach()`, made once."""
     _stand_in: Tensor | None
 
     @staticmethod
@@ -75,44 +75,44 @@ class FrozenWeight(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    # -- what is stored --------------------------------------------------------------------
+    # -- the stored tensors ----------------------------------------------------------------
     def low(self) -> Tensor:
-        """The stored values in the weight's own sizes: a view if possible."""
+        """Return the stored low values without padding: a view if possible."""
         return slice_dims(self.detached, self.padded) if self.padded else self.detached
 
     def thawed(self) -> Tensor:
-        """A new fp32 tensor with the fp32 values if they are kept, otherwise with the low ones."""
+        """Return a new fp32 tensor with the fp32 values if they are stored, otherwise with the low values."""
         with torch.no_grad():
             made = torch.empty_strided(self.size(), self.stride(), dtype=torch.float32, device=self.device)
             return made.copy_(self.low() if self.high is None else self.high)
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """The dtype of the weight in a state dict."""
+        """The dtype of the weight in a state dict: fp32 if the fp32 values are stored, otherwise the dtype of the low copy."""
         return torch.float32 if self.exact else self.stored.dtype
 
     @property
     def exact(self) -> bool:
-        """True if the fp32 values are kept."""
+        """True if the fp32 values are stored in addition to the low copy."""
         return self.high is not None
 
     def holds(self, dtype: torch.dtype, layout: Layout) -> bool:
-        """True if the stored copy has this dtype and padding."""
+        """True if the stored low copy has this dtype and this padding."""
         return self.stored.dtype == dtype and self.padded == layout
 
     def of(self, stored: Tensor, high: Tensor | None) -> FrozenWeight:
-        """A frozen weight with the same properties and other value tensors."""
+        """Return a frozen weight with these tensors, and with the sizes, strides, padding and `trains` of this weight."""
         return FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
 
     def held(self) -> tuple[Tensor, ...]:
-        """The tensors that hold memory."""
+        """Return the tensors that hold the memory of this weight."""
         return (self.stored,) if self.high is None else (self.stored, self.high)
 
-    # -- what Python asks of a tensor -------------------------------------------------------
+    # -- the Python interface of a tensor ---------------------------------------------------
     def untyped_storage(self) -> torch.UntypedStorage:
         fakes = sys._getframe(1).f_globals.get("__name__") == _MAKES_FAKES
         if fakes or tracing_context() is not None:
-            return super().untyped_storage()  # capture makes its fake from the fp32 tensor that this looks like
+            return super().untyped_storage()  # capture needs the storage of an fp32 tensor of this size, to make a fake tensor of it
         return self.stored.untyped_storage()
 
     def element_size(self) -> int:
@@ -149,7 +149,7 @@ class FrozenWeight(Tensor):
         size, stride = tuple(self.size()), tuple(self.stride())
         return _rebuilt, (self.stored.detach(), size, stride, self.padded, self.high, self.trains)
 
-    # -- what torch asks of it ----------------------------------------------------------------
+    # -- torch's interface for tensor subclasses ----------------------------------------------
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["stored"], (self.padded, self.trains)
 
@@ -159,7 +159,7 @@ class FrozenWeight(Tensor):
 
     @property
     def stand_in(self) -> Tensor | None:
-        """The plain fp32 fake that stands for this weight while a graph is captured; None for a real weight."""
+        """The plain fp32 fake tensor that stands for this weight while a graph is captured; None if the stored tensor is real."""
         stored = self.stored
         if not isinstance(stored, FakeTensor):
             return None
@@ -194,7 +194,7 @@ class FrozenWeight(Tensor):
         return func(*tree_map_only(cls, plain, args), **tree_map_only(cls, plain, kwargs))
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Frozen views of the stored tensor. Writing to a view is refused, too."""
+        """Return the result of the view op `func`, as frozen views of the stored tensors. Writing to these views is refused, too."""
         low = func(self.low(), *args, **kwargs)
         high = low if self.high is None else func(self.high, *args, **kwargs)
         if isinstance(low, Tensor):
@@ -207,7 +207,10 @@ class FrozenWeight(Tensor):
         return made
 
     def _converted(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Result of `to(...)` if no value is rounded: the weight on another device, or the stored values; None for anything else."""
+        """Return the result of `to(...)` if nothing is rounded; otherwise None.
+
+        The result is a copy of the stored low values for their dtype, and the frozen weight on another device for fp32.
+        """
         dtype, device = kwargs.get("dtype"), kwargs.get("device") or self.device
         if dtype == self.stored.dtype:
             return self.low().to(device, copy=True)
@@ -243,7 +246,7 @@ def _view(low: Tensor, high: Tensor, weight: FrozenWeight) -> FrozenWeight:
 
 
 def _is_as_kept(source: Any, weight: FrozenWeight) -> bool:
-    """True if `source` has the dtype that a state dict has for the weight, so that writing it loses nothing."""
+    """True if `source` has the weight's shape, and the dtype of the weight in a state dict, so that copying `source` rounds nothing."""
     plain = isinstance(source, Tensor) and not isinstance(source, FrozenWeight)
     return plain and source.dtype == weight.low_dtype and source.shape == weight.shape
 
@@ -261,14 +264,15 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def thawed(value: Any) -> Any:
-    """A plain tensor for a frozen weight; any other value unchanged."""
+    """Return a plain fp32 tensor for a frozen weight; any other value is returned unchanged."""
     return value.thawed() if isinstance(value, FrozenWeight) else value
 
 
 def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
-    """On each input that Dynamo captured as a frozen weight, replace the example value by a plain fp32 fake, which passes can read.
+    """Replace the example value of each graph input that Dynamo captured as a frozen weight by a plain fp32 fake tensor.
 
-    It requires gradients as the weight did, unless gradients are recorded: then the weight is a constant.
+    Passes can read this fake. It requires a gradient if the weight did before freezing and no gradients are recorded now. While gradients
+    are recorded, the weight is a constant.
     """
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")

@@ -1,14 +1,15 @@
-"""Low copies of weights in training on devices where launches cost more than host work: a block of weights shares one autograd node.
+"""Make low copies of weights for training, with one autograd node for a block of weights, where kernel launches cost more than host work.
 
 1. A node of the graph casts a block of weights in one multi-tensor launch, before the op that first reads one of the copies.
-2. In backward it returns the gradients of the block in fp32, unscaled, in one launch for the casts and one for the scale, as soon as the
-   last of them has arrived. So ranks can reduce the gradients of a block while the backward of earlier layers still runs.
+2. In backward the node waits for the last gradient of the block. Then it returns the gradients in fp32, unscaled, by one launch for the
+   casts and one for the scale. So ranks can reduce the gradients of a block while the backward of earlier layers still runs.
 3. The plan names the weights of each block (`passes/plan/plan_gradient_blocks.py`).
-4. A weight with a hook on its gradient has a node of its own: autograd calls the hook whenever the node runs, with None if other weights of
-   its block have gradients in a backward and it has none.
-5. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
+4. A weight with a hook on its gradient has its own autograd node, because autograd calls the hook whenever the node runs. In a shared node
+   the hook would get None if only other weights of the block have gradients in a backward.
+5. Weights that are not plain dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 
-A compiler sees no such node, and a CPU has no launches to save: there each weight is cast where it is read.
+Compiled graphs have no such node, and neither have graphs on a CPU, where there are no launches to save: there each weight is cast where it
+is read.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.torch_internals.autograd import in_forward_mode
 
 ELEMENTS = 1 << 24
-"""Elements of a block: 32 MB of low gradients that wait for the last of them. A larger weight is a block by itself."""
+"""Most weight elements in a block: up to 32 MB of low gradients then wait for the last gradient. A larger weight is a block by itself."""
 ELEMENTS_APART = 1 << 22
-"""The same if several ranks train: 8 MB, less than a bucket of DDP (25 MB), whose reduction must not wait."""
+"""Most weight elements in a block if several ranks train: 8 MB of gradients, less than a bucket of DDP (25 MB).
+
+A smaller block is needed because the reduction of a bucket waits for the whole block.
+"""
 _PLAIN = {Tensor, torch.nn.Parameter}
-"""Types of weights that are dense memory and nothing else."""
+"""Types of weights that are plain dense memory."""
 
 
 def ranks_train() -> bool:
@@ -42,13 +46,16 @@ def ranks_train() -> bool:
 
 
 def block_size() -> int:
-    """Number of weight elements that may share one autograd node, in this process at present."""
+    """Return the most weight elements that may share one autograd node in this process now; fewer if several ranks train."""
     return ELEMENTS_APART if ranks_train() else ELEMENTS
 
 
 @dataclass(frozen=True)
 class CastBlock:
-    """The copies that a graph makes of a block of weights. With the weight's own dtype a copy only unscales the gradient."""
+    """Dtypes and paddings of the copies that a graph makes of a block of weights, one for each weight.
+
+    A copy with the dtype of its weight and without padding is not cast: it only unscales the gradient.
+    """
 
     dtypes: Sequence[torch.dtype]
     layouts: Sequence[Layout]
@@ -56,9 +63,10 @@ class CastBlock:
 
 
 def cast_block(block: CastBlock, inverse: Tensor | None, *weights: Tensor) -> list[Tensor]:
-    """A copy of each weight, linked to it if it requires gradients. Gradients are multiplied by `inverse`, a 0-dim fp32 tensor.
+    """Return a copy of each weight, linked to the weight by autograd if the weight requires a gradient.
 
-    Copies are linked even if gradients are off, because the graph may switch them on.
+    Gradients are multiplied by `inverse`, a 0-dim fp32 tensor; None multiplies by nothing. Copies are linked even while gradients are off,
+    because the graph may turn them on.
     """
     with unselected(), GradMode(on=True):
         dtypes, layouts = block.dtypes, block.layouts
@@ -81,19 +89,19 @@ def cast_block(block: CastBlock, inverse: Tensor | None, *weights: Tensor) -> li
 
 
 def marked(copy: Tensor, weight: Tensor) -> Tensor:
-    """`copy`, with the `requires_grad` of its weight, though no gradient is recorded: products choose their kernel by that flag."""
+    """Return `copy` with the `requires_grad` of `weight`. No gradient is recorded, but products choose their kernel by this flag."""
     return copy.requires_grad_(weight.requires_grad)
 
 
 def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
-    """One copy, with torch's own derivatives if there is no scale."""
+    """Return the copy of one weight, by functions that also have forward-mode derivatives if there is no padding."""
     if inverse is not None and dtype == weight.dtype and not layout:
         return unscale_gradient(weight, inverse)
     return pad_cast(weight, dtype, layout, inverse)
 
 
 class _Link(torch.autograd.Function):
-    """Autograd node that links low copies to their weights. Missing gradients stay None."""
+    """Autograd node that links low copies to their weights. The gradient of a copy without gradient stays None."""
 
     @staticmethod
     def forward(ctx: Any, copies: list[Tensor], layouts: list[Layout], inverse: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -105,7 +113,7 @@ class _Link(torch.autograd.Function):
     @staticmethod
     @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if all(gradient is None for gradient in gradients):  # a gradient computed inside a forward may ask for some weights alone
+        if all(gradient is None for gradient in gradients):  # possible if a forward computes gradients, and only for other weights
             return (None,) * (3 + len(gradients))
         inner = list(gradients)
         for place, (layout, _) in enumerate(ctx.padded):

@@ -1,4 +1,4 @@
-"""One hook on the steps of all optimizers, registered while there are listeners."""
+"""Call listeners after each step of any optimizer, by one global hook that is registered while there are listeners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepListener(Protocol):
 
 
 class _Listening:
-    """The listeners of steps. One hook serves them all, while there are any."""
+    """The registered listeners, and the one hook that calls them, which exists while there are any."""
 
     def __init__(self) -> None:
         self._told: set[weakref.ref[StepListener]] = set()
@@ -51,12 +51,12 @@ def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 
 
 def add_listener(listener: StepListener) -> None:
-    """Call `listener.stepped` after every step from now on. The listener is held by a weak reference."""
+    """Call `listener.stepped` after every step of any optimizer from now on. The listener is held by a weak reference."""
     _LISTENING.add(listener)
 
 
 def drop_listener(listener: StepListener) -> None:
-    """Stop calling `listener`."""
+    """Stop calling `listener` after steps; nothing happens if it is not registered."""
     _LISTENING.discard(listener)
 
 

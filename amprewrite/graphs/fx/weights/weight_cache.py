@@ -1,12 +1,14 @@
-"""Low copies of weights that outlive a call: for a block of calls, or until an optimizer steps.
+"""Keep low copies of weights longer than one call: for a block of calls, or until an optimizer steps.
 
 PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. So by default a
 copy serves one call of one graph, and nothing is kept.
 
 1. Outside of a block every call makes new copies, all in one multi-tensor launch.
-2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open one; the block of `cache_weights="step"` never closes.
-3. A kept copy is dropped if PyTorch counted a write, if an optimizer stepped the weight, or if the user says that weights changed.
-4. Other writes are searched for: a few rows at every call, and the copies once more at the end of a block.
+2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open a block; the block of `cache_weights="step"` never closes.
+3. A kept copy is dropped if PyTorch counted a write to its weight, if an optimizer stepped the weight, or if the user calls
+   `weights_changed()`.
+4. To find writes that PyTorch does not count, copies are compared with their weights: a few rows at a call, and each copy at the end of a
+   block.
 
 One file because copies, the blocks that keep them and the events that drop them share one lock.
 """
@@ -34,18 +36,18 @@ from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, StaleWeightsError
 
 LOOKED_AT = 2
-"""Number of kept copies that one call compares, in turn."""
+"""Number of kept copies that one call compares with their weights. Each call takes the next copies in turn."""
 _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
-"""id of the weight, dtype and padded layout of its copy, stream that wrote it."""
+"""(id of the weight, dtype of the copy, padded layout of the copy, id of the stream that wrote the copy)."""
 Names = Callable[[], Mapping[int, str]]
-"""Names of weights by id; only messages need them."""
+"""Function that returns the names of weights by id. It is called only to write a message."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy that is kept, with the version and the address of its weight when it was made."""
+    """A kept copy, with the version counter and the address of its weight at the time of the copy."""
 
     weight: Tensor
     copy: Tensor
@@ -53,7 +55,7 @@ class _Copy:
     address: int
 
     def counted_fresh(self, weight: Tensor) -> bool:
-        """True if PyTorch counts no write to `weight` since."""
+        """True if this is a copy of `weight`, and PyTorch has counted no write to `weight` since the copy was made."""
         if self.weight is not weight or weight.is_inference():
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
@@ -64,27 +66,33 @@ Copies = dict[Key, _Copy]
 
 @dataclass(eq=False)
 class Block:
-    """Copies that outlive a call. `lasting` marks the block of `cache_weights="step"`, which never closes."""
+    """Copies that are kept for several calls. `lasting` marks the block of `cache_weights="step"`, which never closes.
+
+    `cause` is the call or option that opened the block, for messages. `depth` counts the contexts that use the block.
+    """
 
     cause: str
     lasting: bool = False
     depth: int = 0
     whole: bool = False
-    """True if every element is compared at the end."""
+    """True if every element of the copies is compared when the block closes; otherwise a sample is."""
     copies: Copies = field(default_factory=dict)
     turn: int = 0
     asked: _Answer | None = None
-    """A comparison that an accelerator began at an earlier call."""
+    """A comparison that an accelerator began at an earlier call, and whose result was not read yet; None if there is none."""
 
 
 class _OpenBlock(threading.local):
-    """Per thread: the block that this thread alone has opened."""
+    """Holds for each thread the block that was opened for this thread alone; None if there is none."""
 
     block: Block | None = None
 
 
 class WeightCache:
-    """Copies by (weight, dtype, padded layout, stream) of one rewritten model."""
+    """Makes the low copies of the weights of one rewritten model, and keeps them in the open blocks.
+
+    `until_step` opens the block of `cache_weights="step"`, which keeps copies until an optimizer steps.
+    """
 
     def __init__(self, until_step: bool = False) -> None:
         self._until_step = Block("cache_weights='step'", lasting=True) if until_step else None
@@ -99,10 +107,10 @@ class WeightCache:
 
     # -- copies --------------------------------------------------------------------------
     def take(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-        """A new copy of each weight, or the copy that an open block keeps of it."""
+        """Return a low copy of each weight: the copy that an open block keeps if it is up to date, otherwise a new copy."""
         streams = streams_of(weights)
         if streams and recording(_CUDA):
-            self._replayed = True  # a replay steps weights and calls no hook
+            self._replayed = True  # keep no copies from now on: a replay may step weights, and calls no hook
         block = self.block() if not self._replayed else None
         if block is None:
             return make_copies(weights, dtypes, layouts)
@@ -110,7 +118,7 @@ class WeightCache:
             (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
             for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
         ]
-        copies = block.copies  # dropping copies replaces this dict: a copy made from here on is then not found
+        copies = block.copies  # a drop replaces the dict of the block: copies that this call adds to the old dict are then not found
         taken: list[Tensor | None] = []
         for weight, key in zip(weights, keys, strict=True):
             found = copies.get(key)
@@ -123,11 +131,11 @@ class WeightCache:
         return taken  # type: ignore[return-value]
 
     def _make_kept(self, weights: Sequence[Tensor], keys: Sequence[Key], keep: Copies) -> list[Tensor]:
-        """New copies. Copies of plain weights are kept in `keep`."""
+        """Return a new copy for each weight and key. Copies of plain weights are stored in `keep`."""
         states = [_state(weight) if is_plain(weight) else None for weight in weights]
         with self._lock:
             _drop_dead(keep)
-        with torch.inference_mode(False):  # a call outside of inference mode may read them, too
+        with torch.inference_mode(False):  # no inference tensors, because a call outside of inference mode may read the copies, too
             made = make_copies(weights, [key[1] for key in keys], [key[2] for key in keys])
         with self._lock:
             for weight, key, state, copy in zip(weights, keys, states, made, strict=True):
@@ -137,7 +145,7 @@ class WeightCache:
 
     # -- blocks --------------------------------------------------------------------------
     def block(self) -> Block | None:
-        """The block that keeps the copies of a call in this thread at present; None outside of one."""
+        """Return the block that keeps the copies of calls in this thread now; None if no block is open."""
         if self._until_step is not None:
             return None if self._replayed else self._until_step
         own: Block | None = self._own.block
@@ -145,10 +153,11 @@ class WeightCache:
 
     @contextlib.contextmanager
     def frozen(self, names: Names, cause: str, everywhere: bool) -> Iterator[None]:
-        """Keep copies in this block, and check at its end that no weight changed.
+        """Context that keeps copies in a block, and checks at its end that no weight changed.
 
-        `everywhere` is a promise for all threads, and every copy is compared in full. Without it the promise is for this thread, and a
-        sample of every copy is compared.
+        With `everywhere`, all threads share the block, and every copy is compared in full. Otherwise the block is for this thread, and a
+        sample of every copy is compared. `names` and `cause` are for messages. Raises StaleWeightsError if a weight changed; warns instead
+        if the context ends by another exception.
         """
         with self._lock:
             block = self._until_step or (self._shared if everywhere else self.block())
@@ -175,7 +184,7 @@ class WeightCache:
             raise StaleWeightsError(_changed(stale, names, cause))
 
     def _leave(self, block: Block) -> list[Tensor]:
-        """Close `block` if this was its outermost user; returns the weights that differ from their copies."""
+        """Close `block` if no other context uses it, and return the weights that differ from their copies; [] if it stays open."""
         with self._lock:
             block.depth -= 1
             if block.depth:
@@ -201,7 +210,7 @@ class WeightCache:
 
     # -- the end of copies ---------------------------------------------------------------
     def clear(self) -> None:
-        """Drop all kept copies."""
+        """Drop all kept copies of all blocks."""
         with self._lock:
             for block in self._blocks():
                 self._end(block)
@@ -212,13 +221,14 @@ class WeightCache:
 
     @property
     def listens(self) -> bool:
-        """True if steps of optimizers drop copies."""
+        """True if this cache must be called after optimizer steps, because it has an open block."""
         return self._until_step is not None or bool(self._open)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Drop the copies of weights that `optimizer` has stepped, and of all weights that train if copies are kept until a step.
+        """Drop the kept copies of the weights that `optimizer` has stepped.
 
-        It may step copies of the weights that live elsewhere, which the training loop then copies here.
+        The block of `cache_weights="step"` drops the copies of all weights that require gradients, because the optimizer may have stepped
+        other tensors (such as master weights), which the training loop then copies to the weights.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
 
@@ -234,10 +244,11 @@ class WeightCache:
 
     # -- writes that no version counts -------------------------------------------------------
     def look(self, names: Names) -> None:
-        """Compare a few rows of a few kept copies with their weights, different ones at every call.
+        """Compare a few rows of a few kept copies with their weights, other rows and copies at each call.
 
-        On a CPU the comparison is made at once, before the copies are read. An accelerator answers at a later call, so that the host does
-        not wait. A `generate()` is compared once, at its end: otherwise each token would pay for it.
+        If a weight changed, the copies are dropped. The block of `cache_weights="step"` then warns, any other block raises
+        StaleWeightsError. On a CPU the result is used at once, before the copies are read. On an accelerator it is read at a later call, so
+        that the host does not wait. The block of a `generate()` is compared only at its end, so that not every token pays for a comparison.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):
@@ -267,7 +278,7 @@ class WeightCache:
         for (_, _, layout, _), found in chosen:
             weight = found.weight
             if not found.counted_fresh(weight):
-                continue  # copied anew by the call that reads it
+                continue  # PyTorch counted a write, so the next call that reads the weight makes a new copy
             if weight.is_cpu and not same(*sample(weight, found.copy, layout, block.turn)):
                 stale.append(weight)
             elif weight.is_cuda and not recording(weight.device):
@@ -299,9 +310,9 @@ class _Answer:
 
 # -- copies ------------------------------------------------------------------------------
 def make_copies(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-    """New copies, all copies of plain weights in one launch. They record no gradient.
+    """Return a new copy of each weight, with its dtype and padding. Plain weights are copied in one launch. Autograd records nothing.
 
-    A copy has its weight's `requires_grad` all the same: products choose by this flag between one mm and an expanded bmm (should_fold in
+    A copy has the `requires_grad` of its weight, because products choose by this flag between one mm and an expanded bmm (should_fold in
     ATen/native/LinearAlgebra.cpp).
     """
     wanted, copies = list(zip(weights, dtypes, layouts, strict=True)), list[Tensor]()
@@ -324,7 +335,10 @@ def make_copies(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layout
 
 
 def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
-    """The current stream of each accelerator that holds one of `weights`."""
+    """Return the id of the current stream of each accelerator that holds one of `weights`, by device index; {} if none does.
+
+    Otherwise the index -1, which CPU tensors have, has the id 0.
+    """
     if torch.accelerator.current_accelerator() is None:
         return {}
     places = {weight.get_device() for weight in weights} - {-1}
@@ -332,24 +346,27 @@ def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
 
 
 def _drop_dead(copies: Copies) -> None:
-    """Drop the copies of weights that nothing but these copies refers to."""
+    """Drop the copies of weights to which only these copies refer."""
     held: dict[int, list[Key]] = {}
     for key in copies:
         held.setdefault(key[0], []).append(key)
     for keys in held.values():
-        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # references by the copies, and by the call that counts
+        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # one by each copy, one by this call
             for key in keys:
                 del copies[key]
 
 
 def _state(weight: Tensor) -> tuple[int, int] | None:
-    """PyTorch's count of writes to a weight, and its address; None for a weight made in inference mode, whose writes are not counted."""
+    """Return (PyTorch's count of writes to `weight`, its address); None for a weight made in inference mode: its writes are not counted."""
     return None if weight.is_inference() else (weight._version, weight.data_ptr())
 
 
 # -- stale copies ----------------------------------------------------------------------
 def _stale(copies: Copies, whole: bool) -> list[Tensor]:
-    """Weights that differ from their copies though PyTorch counts no write. `whole` compares every element."""
+    """Return the weights that differ from their copies although PyTorch counted no write.
+
+    With `whole`, every element is compared, otherwise a sample of each copy.
+    """
     stale, asked, flags = [], [], []
     with torch.no_grad():
         for (_, dtype, layout, _), found in copies.items():
