@@ -82,7 +82,7 @@ def writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
 
 ATTENTION = "scaled_dot_product_attention"
 MASK, CAUSAL = (3, "attn_mask"), (5, "is_causal")
-"""Each is the (position, name) of an argument of torch.nn.functional.scaled_dot_product_attention."""
+"""(position, name) of the mask and of the causal flag among the arguments of torch.nn.functional.scaled_dot_product_attention."""
 
 
 def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.Node]) -> dict[torch.fx.Node, Edit]:

@@ -4,7 +4,7 @@ So a loss scale that the graph updates cannot be a new tensor at each step, and 
 
 1. From the first recording on, the tensors of the state keep their addresses. New values are copied to these addresses.
 2. The overflow flag of a step waits in a mailbox, a 0-dim tensor that holds -1 while it is empty. The next step updates the state by this
-   flag and empties the mailbox. Replayed and eager steps both do so, so that they can take turns.
+   flag and empties the mailbox. Replayed and eager steps do the same, so that they can alternate.
 3. A forward copies the scale, because a later step overwrites the memory of the scale.
 """
 

@@ -108,7 +108,7 @@ def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Ten
             longest = max(row[2] for row in rows)
             with torch.cuda.device(where) if where.type == "cuda" else torch.no_grad():
                 kernels.launch(_table(tuple(rows), where, _stream(where)), len(rows), longest, kinds, rank, aligned, factor, flag)
-    except Exception as error:  # Triton compiles at the first launch. No C compiler, an unsupported device, or an error of Triton
+    except Exception as error:  # Triton compiles at the first launch, which fails without a C compiler or on an unsupported device
         DEVICES.discard(where.type)
         _warn(f"the fused kernel for weights and gradients cannot run here ({type(error).__name__}: {error})")
         return False

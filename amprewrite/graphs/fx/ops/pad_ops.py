@@ -99,7 +99,7 @@ def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None) -> Tensor:
     """Return `w.to(dtype)` padded as in `layout`. The gradient of `w` has the shape and the dtype of `w`.
 
-    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; None multiplies by nothing.
+    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; with None the gradient is only cast.
     """
     if not layout:
         return w.to(dtype) if inverse is None else cast_in(w, dtype, inverse)

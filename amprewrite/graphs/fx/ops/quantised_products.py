@@ -44,7 +44,7 @@ def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], tran
     `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ.
     """
-    matrix = value.detach()  # copies and scales have no gradient: the link has it
+    matrix = value.detach()  # no gradient passes through copies and scales: the link passes it on
     matrix = matrix.t() if transposed else matrix.reshape(-1, matrix.shape[-1])
     link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
     return Quantised(link, *copies(matrix, role, RECIPES[recipe], gemms))

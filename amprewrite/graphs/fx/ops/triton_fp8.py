@@ -20,7 +20,7 @@ TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
-def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's pointers and numbers have no type
+def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # two pointers and a number
     """Write the largest finite magnitude to `amax`, which begins as 0."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.abs(tl.load(source + at, mask=at < count, other=0.0).to(tl.float32))

@@ -24,9 +24,9 @@ Shape = tuple[int, ...]
 
 
 def flops(op: str, node: torch.fx.Node) -> int:
-    """Return the FLOPs of `node`, a call of `op`, from shapes: two for each multiply-add of a product; 0 if `op` computes no product.
+    """Return the FLOPs of `node`, a call of `op`, from the shapes of its tensors; 0 if `op` computes no product.
 
-    Products are matrix products, convolutions, attention and recurrent layers.
+    Products are matrix products, convolutions, attention and recurrent layers. A multiply-add counts as two FLOPs.
     """
     shapes = _operands(node)
     out = [math.prod(_shape(t)) for t in tensors(example_value(node))[:1]]
@@ -34,7 +34,8 @@ def flops(op: str, node: torch.fx.Node) -> int:
         return 0
     if op in ops_with(Trait.SUMS_LAST_DIM):
         grouped = all(len(shape) == 2 for shape in shapes[:2]) and len(_shape(tensors(example_value(node))[0])) == 3
-        return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)  # a group sums its part only
+        # in a grouped product (2-dim operands, 3-dim result), each group sums only its own part of the summed dim
+        return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
     if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:

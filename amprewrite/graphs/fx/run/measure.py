@@ -47,9 +47,11 @@ class Measured:
     """Number of calls that cannot be made alone, and have the price of the device table instead."""
 
     def op(self, node: OpNode, fmt: Format) -> float | None:
+        """Return the seconds of the op `node` in the format `fmt`; None if they were not measured."""
         return self.ops.get((node.name, fmt.name))
 
     def cast(self, numel: int, fmt: Format) -> float | None:
+        """Return the seconds of a cast of `numel` elements to the low format; None if they were not measured."""
         return self.casts.get(numel)
 
 
@@ -78,7 +80,7 @@ def measure(captured: Captured) -> Measured:
 
 
 Task = tuple[tuple[str, str] | int, str, Callable[[], Callable[[], Any]]]
-"""(op, as (node name, format name), or cast, as a number of elements; key on disk; function that prepares the call and returns it)."""
+"""One timing: (place of the result in `Measured.ops` or `Measured.casts`, key on disk, function that prepares and returns the call)."""
 
 
 def _tasks(captured: Captured) -> Iterator[Task]:

@@ -74,8 +74,8 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         for tensor in map(local_part, shown):
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
-        # Other values in the written memory have changed, too. After a mask was added to attention scores (`may_saturate`), they need no
-        # new range, because the plan may clamp the numbers in this memory.
+        # Other values in the written memory have changed, too, so their ranges grow. Not after a mask was added to attention scores
+        # (`may_saturate`), because the plan may clamp the numbers in this memory.
         if written(n) and not vertex.may_saturate:
             self._see_again(n, tensors(result) or shown)
         return result

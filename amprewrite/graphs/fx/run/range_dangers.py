@@ -23,7 +23,7 @@ def exchanges_infinities(captured: Captured) -> bool:
 
 
 def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> Iterator[str]:
-    """Yield a description of each value that `plan` makes or copies low, and that the low format would turn into an infinity.
+    """Yield a description of each value that `plan` makes or copies low, and that leads to an infinity in the low format.
 
     Such a value is too large, or it is flushed to zero and then read by an op with a pole at zero. `seen` holds the ranges of an fp32 run,
     by fingerprint of the graph.
@@ -65,7 +65,7 @@ def _copied_low(captured: Captured, plan: RegionPlan) -> set[str]:
 
 
 def unobserved(captured: Captured, plan: RegionPlan) -> bool:
-    """True if `plan` runs ops low in the body graph of a loop or a condition, because no run observes the values there."""
+    """True if `plan` runs ops low in the body graph of a loop or a condition. No run observes the values of such a graph."""
     bodies = {each.name: each for each in plan.bodies}
     parts = {part.problem.name: part for part in captured.parts.values()}
     hidden = (body for name, body in bodies.items() if name not in parts)

@@ -17,7 +17,7 @@ WORDS_FROM = 1 << 14
 def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
     """Return (slice of `weight`, cast to the dtype of `copy`; the same slice of `copy`).
 
-    `layout` is the padding of `copy`, which is left out. `turn`, any number from 0 on, selects the slice.
+    `layout` is the padding of `copy`, which is left out. `turn`, an int from 0 on, selects the slice.
     """
     if layout:
         copy = slice_dims(copy, layout)
@@ -38,6 +38,7 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
+    """True if `differs` finds no difference between `a` and `b`. The host waits for the device of the tensors."""
     if a.numel() > WORDS_FROM and a.is_contiguous() and b.is_contiguous():
         whole_words = not any(int(count) % 4 for count in (a.numel(), a.storage_offset(), b.storage_offset()))
         if whole_words and torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)):

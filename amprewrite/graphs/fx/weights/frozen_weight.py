@@ -43,7 +43,7 @@ REMEDY = "call amp.unfreeze(state_dict) with the fp32 values first"
 
 
 class FrozenWeight(Tensor):
-    """A weight that looks like an fp32 tensor to its users, but stores only a low copy."""
+    """A weight that looks like an fp32 tensor to its users, but stores a low copy, and fp32 values only if a graph reads them."""
 
     stored: Tensor
     """The low copy, padded as in `padded`. Its `requires_grad` is the same as that of the weight before freezing."""
@@ -209,7 +209,7 @@ class FrozenWeight(Tensor):
     def _converted(self, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the result of `to(...)` if nothing is rounded; otherwise None.
 
-        The result is a copy of the stored low values for their dtype, and the frozen weight on another device for fp32.
+        For the stored dtype the result is a copy of the low values. For another device without a change of dtype it is a frozen weight.
         """
         dtype, device = kwargs.get("dtype"), kwargs.get("device") or self.device
         if dtype == self.stored.dtype:

@@ -65,8 +65,8 @@ class CastBlock:
 def cast_block(block: CastBlock, inverse: Tensor | None, *weights: Tensor) -> list[Tensor]:
     """Return a copy of each weight, linked to the weight by autograd if the weight requires a gradient.
 
-    Gradients are multiplied by `inverse`, a 0-dim fp32 tensor; None multiplies by nothing. Copies are linked even while gradients are off,
-    because the graph may turn them on.
+    Gradients are multiplied by `inverse`, a 0-dim fp32 tensor; with None they are only cast. Copies are linked even in no-grad mode,
+    because the graph may turn grad mode on later.
     """
     with unselected(), GradMode(on=True):
         dtypes, layouts = block.dtypes, block.layouts
@@ -101,7 +101,7 @@ def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor |
 
 
 class _Link(torch.autograd.Function):
-    """Autograd node that links low copies to their weights. The gradient of a copy without gradient stays None."""
+    """Autograd node that links low copies to their weights. If a copy gets no gradient, its weight gets None, not zeros."""
 
     @staticmethod
     def forward(ctx: Any, copies: list[Tensor], layouts: list[Layout], inverse: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:

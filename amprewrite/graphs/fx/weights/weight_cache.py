@@ -351,7 +351,7 @@ def _drop_dead(copies: Copies) -> None:
     for key in copies:
         held.setdefault(key[0], []).append(key)
     for keys in held.values():
-        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # one by each copy, one by this call
+        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # a reference by each copy, and one by this call
             for key in keys:
                 del copies[key]
 
