@@ -1,1 +1,1 @@
-"""Loss scaling at run time: the scale, checks of gradients, optimizer steps that are skipped."""
+"""Loss scaling at run time: the scale itself, checks of gradients for overflow, and skipping of optimizer steps that overflow."""

@@ -1,17 +1,19 @@
-"""Backwards that enter a rewritten model: the two moments of each, and how long an overflow that it left counts.
+"""Notices when a backward enters a rewritten model and when it ends, and remembers the overflows that it left in gradients.
 
-An overflow counts at every step until its gradients are thrown away: the loop may clip them, write to them, or make another
-optimizer. They are thrown away if all of them are None when a forward or a backward of the model begins. Once a step has heard of
-the overflow, they are thrown away as well if all of them are zero then, or all are other tensors than at that step. Before that
-zeros count as an overflow, because they cannot be told from infinities that the loop replaced.
+An overflow counts at every optimizer step until the training loop discards the gradients, even if the loop clips them, writes to them, or
+makes another optimizer. When a forward or a backward of the model begins, the gradients count as discarded
 
-The two moments are when a backward first enters the model, and its very end:
+1. if all of them are None;
+2. if an optimizer step has read the overflow, and all of them are zero or are other tensors than at that step. Before such a step zeros
+   do not count as discarded: the loop may have replaced infinities by zeros.
 
-1. A hook on the results of a graph runs when a gradient enters. The first hook of a backward queues a callback with autograd.
-2. Autograd runs queued callbacks when all gradients are there. DDP and FSDP queue theirs too, and may queue another from it, so
-   this callback queues itself again a few times and acts last.
+How the begin and the end of a backward are noticed:
 
-A backward is known by autograd's number for it. Backwards in other threads and inside another one have numbers of their own.
+1. A hook on the results of a graph runs when a gradient enters. The first such hook in a backward queues a callback with autograd.
+2. Autograd runs queued callbacks when all gradients are computed. DDP and FSDP queue callbacks too, which may queue further callbacks.
+   So our callback queues itself again a few times, in order to act last.
+
+A backward is identified by autograd's number for it. Backwards in other threads and backwards inside a backward have their own numbers.
 """
 
 from __future__ import annotations
@@ -34,29 +36,32 @@ from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_aft
 from amprewrite.torch_internals.autograd import call_after_backward, current_backward
 
 _ROUNDS = 3
-"""How often the callback queues itself again: DDP with a static graph queues a callback that queues another."""
+"""How often our callback queues itself again. DDP with a static graph queues a callback that queues another, and ours must run after it."""
 _MOST = 64
-"""Backwards under way that are remembered; a backward that raised never ends."""
+"""At most so many backwards are remembered as under way. A backward that raises never ends, so the set is cleared at this size."""
 _MOST_FLAGS = 16
-"""Backwards whose flags are kept apart before they become one."""
+"""At most so many flags of backwards are kept apart. Above that they are combined into one."""
 _MOST_SETS = 2
-"""Sets of steps for which an overflow counts that a step has heard of. A loop that throws gradients away where it cannot be seen,
-between a forward and a loss that reads weights by itself, must not skip for ever."""
+"""Number of further sets of steps at which an overflow counts after a step has read it. Without this limit a loop would skip for ever if
+it discards gradients at a moment that is not checked: after the forward, before a loss that reads weights itself."""
 _SAMPLE = 16
-"""Gradients that are recognised later, where the host does not know whether there was an overflow at all."""
+"""About so many gradients are remembered at a step if the host has not read whether the step overflowed. Otherwise all are."""
 
 
 class BackwardEnd:
-    """Calls `began()` when a backward first enters a watched result, and `ended(number)` when all its gradients are there."""
+    """Calls `began()` when a backward first enters a watched result, and `ended(number)` when all its gradients are computed.
+
+    `number` is autograd's number of the backward.
+    """
 
     def __init__(self, began: Callable[[], None], ended: Callable[[int], None]) -> None:
         self.began, self.ended = began, ended
         self._under_way: set[int] = set()
 
     def watch(self, results: Iterable[Any]) -> None:
-        """Watch for backwards that enter one of these."""
+        """Watch for backwards that enter one of `results`. Values without a `grad_fn` are ignored."""
         for result in results:
-            if isinstance(result, Tensor) and result.grad_fn is not None:  # a hook on a leaf would outlive this forward
+            if isinstance(result, Tensor) and result.grad_fn is not None:  # not on a leaf: a hook there would stay after this forward
                 hook_result(result, self._entered)
 
     @uncaptured
@@ -82,36 +87,39 @@ class BackwardEnd:
 
 
 class Noted:
-    """Flags of the non-finite values that backwards of one model left in gradients of one optimizer, or of none.
+    """Remembers whether backwards of one model left inf or NaN in gradients of one optimizer, or of parameters without an optimizer.
 
-    Flags stay on the device. Inside a CUDA graph they gather in one place, which replays write, too; the host sees no replay, so
-    from then on no flag outlives a step.
+    There is a flag for each backward, which stays on the device. A CUDA graph gathers all flags in one tensor, to which its replays write,
+    too. The host does not see replays, so after a recording no flag counts at more than one step.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
         self._owner = None if optimizer is None else weakref.ref(optimizer)
         self._flags: list[Tensor] = []
-        """Of backwards that no step has heard of."""
+        """Flags of backwards that no step has read yet."""
         self._heard: Tensor | None = None
-        """Of the latest step, if that may have been skipped."""
+        """Flag of the latest step, if it may have been skipped and its gradients may still exist; None otherwise."""
         self._there: dict[int, StorageWeakRef] = {}
-        """Memory of the gradients at that step, or at the end of the latest backward, by its address."""
+        """Weak references to the memory of the gradients at that step or at the end of a later backward. Keys are addresses."""
         self._sets = 0
+        """Number of steps since `_heard` was None last. A step counts if a backward ended before it."""
         self._ended = False
-        """Whether a backward has ended since the latest step."""
+        """True if a backward has ended since the latest step."""
         self._place: Tensor | None = None
+        """The tensor in which a CUDA graph gathers flags."""
         self._recorded = False
+        """True if a CUDA graph has recorded a write to `_place`."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer of these gradients; None if they are no optimizer's, or if it is gone."""
+        """The optimizer of these gradients; None if no known optimizer owns them, or if it no longer exists."""
         return None if self._owner is None else self._owner()
 
     def __bool__(self) -> bool:
         return self._recorded or self._heard is not None or bool(self._flags)
 
     def ended(self, params: Iterable[Tensor]) -> None:
-        """Note what a backward that has ended left in the gradients of `params`."""
+        """Check the gradients of `params` after a backward, and keep the flag."""
         params = list(params)
         flag = found_after_backward(params)
         self._ended = True
@@ -131,7 +139,7 @@ class Noted:
                 self._flags = [any_of(self._flags)]
 
     def began(self, params: Iterable[Tensor]) -> None:
-        """Drop the flags of gradients of `params` that were discarded. Called when a forward or a backward begins."""
+        """Drop the flags of gradients of `params` that the training loop has discarded. Called when a forward or a backward begins."""
         if not self:
             return
         gradients = [p.grad for p in params if p.grad is not None]
@@ -144,7 +152,7 @@ class Noted:
             self._heard = self._heard * on_device(any_nonzero(gradients), self._heard.device)
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """All flags that count at a step of `params`."""
+        """Return all flags that count at a step of `params`. Each is a 0-dim fp32 tensor, above 0 for an overflow."""
         flags = self._unheard()
         if self._heard is not None:
             recorded = recording(self._heard.device)
@@ -155,11 +163,15 @@ class Noted:
         return flags
 
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
-        """Note that a step of `params` has read all flags; `flag` is what it made of them, `overflow` the same on the host, if known."""
+        """Note that a step of `params` has read all flags.
+
+        `flag` is above 0 if the step overflowed. `overflow` is the same as a bool, or None if the host has not read `flag`.
+        """
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False
-        untold = self._owner is None or self._recorded or recording(flag.device)  # of copies the loop may write new gradients in place
+        # Without an owner these may be copies of weights: there the loop may write new gradients to the memory of the old ones.
+        untold = self._owner is None or self._recorded or recording(flag.device)
         if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there = None, {}
             return
@@ -169,7 +181,7 @@ class Noted:
         self._heard, self._there = flag, _memory(gradients)
 
     def inherit(self, others: Iterable[Noted]) -> None:
-        """Take in what other notes of the same model say: they stand for gradients that were there before this one's optimizer."""
+        """Add the flags of `others`, which are notes of the same model: their gradients may belong to the optimizer of this one."""
         for other in others:
             self._flags += other._flags
             if other._recorded and other._place is not None:
@@ -180,7 +192,7 @@ class Noted:
             self._ended |= other._ended
 
     def _unheard(self) -> list[Tensor]:
-        """The flags that no step has heard of; none is left."""
+        """Return the flags that no step has read, and forget them."""
         flags, self._flags = self._flags, []
         if self._recorded and self._place is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -189,7 +201,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether one of these gradients is the tensor that it was."""
+        """True if at least one of `gradients` lies in the memory that is remembered, and this memory was not freed since."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 
@@ -203,10 +215,10 @@ def _address(gradient: Tensor) -> int:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The tensor whose memory holds the gradient's values on this rank."""
+    """Return the tensor whose memory holds the values of `gradient` on this rank: the local shard, or the values of a sparse tensor."""
     if hasattr(gradient, "to_local"):
         gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
-    return gradient._values() if gradient.is_sparse else gradient  # `coalesce` would make a copy
+    return gradient._values() if gradient.is_sparse else gradient  # not `coalesce`: its copy has other memory
 
 
 __all__ = ["BackwardEnd", "Noted"]

@@ -1,24 +1,27 @@
-"""Which scale the gradients of one forward have: the same number for all graphs that run in it, in each backward through them.
+"""Decides whether the gradients of a forward are multiplied by the loss scale or by 1.
 
-A forward has the loss scale, or 1 in its place. Under a dynamic scale, which an overflowing step brings down, it has 1 where no step
-would do so (`ScaleUse`):
+All graphs that run in one forward use the same factor, in each backward through them. A dynamic scale shrinks when an optimizer step
+overflows. If no step would make it shrink, a forward uses 1 in its place (`ScaleUse`):
 
 1. until an optimizer is known, as under torch.autocast without a GradScaler, and while all parameters are frozen;
-2. in eval mode, until a step follows forwards in eval mode alone: no step follows saliency maps, forces and attacks.
+2. in eval mode, until an optimizer steps after forwards in eval mode alone. For saliency maps, forces and attacks no optimizer steps.
 
-The loss scale is there for the gradient of the loss. Gradients that are taken on the way to it, as forces, penalties and the inner steps
-of meta-learning are, would be scaled beyond fp16, and the loss would be NaN. So a backward has the scale, or 1 in its place:
+The loss scale is meant for the gradient of the loss. Gradients from which the loss is computed (forces, penalties, inner steps of
+meta-learning) would overflow fp16 if they were scaled, and the loss would be NaN. So each backward uses the scale or 1:
 
-1. a backward while the forward is under way has 1: what it gives becomes part of the model's result;
-2. `backward()`, which keeps a gradient in `.grad`, has the scale, through what an earlier backward gave, too (`scale_ops.py`);
-3. `torch.autograd.grad` has the scale where two of three things hold: the scale is static, so that its user asks for it; a weight gets a
-   gradient; `create_graph` is not set, so that no loss is made of what it gives. So under a dynamic scale penalties are taken with 1 and
-   their loss is finite. If the loss's own backward overflows then, the scale comes down. Nothing takes a static one down: penalties on
-   gradients of weights have it, as in a loop that scales the inner loss by hand, and their loss meets gradients that are scaled already;
-4. a backward inside another through the same forward, as a hook may take it, has what that one has, which goes on with it.
+1. A backward while the forward is still running uses 1, because its gradients become part of the model's result.
+2. `backward()`, which stores gradients in `.grad`, uses the scale, also where it differentiates gradients of an earlier backward
+   (`scale_ops.py`).
+3. `torch.autograd.grad` uses the scale if two of three conditions hold: the scale is static, so the user asked for it; a weight gets a
+   gradient; `create_graph` is not set, so no loss is computed from the gradients. So under a dynamic scale gradient penalties use 1, and
+   their loss is finite. If the backward of that loss overflows, the dynamic scale shrinks. A static scale never does: penalties on
+   gradients of weights use it, as in a loop that scales the inner loss by hand, and inside the model the backward of their loss meets
+   gradients that are scaled already.
+4. A backward inside another through the same forward, as a hook may run it, uses the factor of the outer one, which goes on afterwards.
 
-Scale and inverse are read when gradients pass, and written when a backward enters. Where a backward may come that has 1 (code of the model
-runs between graphs, an input takes gradients, or a weight is computed), a forward has copies of its own.
+Graphs read the scale and its inverse when gradients pass, and both are written when a backward enters the forward. A forward has its own
+copies of both if one of its backwards may use 1: if code of the model runs between graphs, an input requires gradients, or a weight is
+computed from other tensors.
 """
 
 from __future__ import annotations
@@ -43,28 +46,35 @@ Pair = tuple[Tensor, Tensor]
 
 
 class ScaleUse:
-    """Which forwards of one model use its loss scale."""
+    """Decides which forwards of one model use its loss scale; the rest use 1."""
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
         self._withheld = self._stepped = self._learns_in_eval = False
-        """True if a forward went without an optimizer; if one stepped since; if all forwards before the latest step were in eval mode."""
+        """`_withheld`: a forward used 1 because no optimizer was known. `_stepped`: an optimizer has stepped since then.
+
+        `_learns_in_eval`: all forwards with gradients before the latest step were in eval mode.
+        """
         self._modes: set[bool] = set()
-        """Modes of the forwards since the latest step: True for eval mode."""
+        """Modes of the forwards with gradients since the latest step: True for eval mode, False for training mode."""
         self._ones: dict[torch.device, Tensor] = {}
 
     @property
     def evaluates(self) -> bool:
-        """True if all forwards since the latest step were in eval mode."""
+        """True if there were forwards with gradients since the latest step, and all were in eval mode."""
         return self._modes == {True}
 
     @property
     def unscaled(self) -> bool:
-        """True if a step now would use gradients of a forward that did not use the dynamic scale."""
+        """True if an optimizer step now would use gradients of a forward that used 1 in place of the dynamic scale."""
         return self._withheld or (self.evaluates and not self._learns_in_eval)
 
     def pair(self, device: torch.device, learns: bool, evaluates: bool, known: bool, look: Callable[[], bool]) -> Pair:
-        """(scale, inverse) for one forward. `learns`: a parameter takes gradients. `known`: an optimizer is, or `look` finds one."""
+        """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`. Both are the same tensor if the forward uses 1.
+
+        `learns`: a parameter requires gradients. `evaluates`: the model is in eval mode. `known`: an optimizer is known. `look()` searches
+        for an optimizer if none is known, and returns True if one is known then.
+        """
         grad = torch.is_grad_enabled()
         if self.scale.kind != "dynamic":
             return self.scale.snapshot(device)
@@ -90,14 +100,14 @@ class ScaleUse:
         return one, one
 
     def step(self) -> None:
-        """Note that an optimizer steps."""
+        """Note that an optimizer of the model steps."""
         self._stepped = True
         if self._modes:
             self._learns_in_eval, self._modes = self.evaluates, set()
 
 
 class _Backward:
-    """A backward that entered a forward: autograd calls this at its end, and drops it when the backward fails."""
+    """One backward that entered a forward. Autograd calls this object at the end of the backward, and drops it if the backward fails."""
 
     def __init__(self) -> None:
         self.over = False
@@ -107,31 +117,38 @@ class _Backward:
 
 
 class ForwardScale:
-    """A scale and its inverse: 0-dim fp32 tensors, copies of its own if `copied`.
+    """The scale of one forward and its inverse: 0-dim fp32 tensors, which its graphs read in a backward.
 
-    `entered` hears of backwards: the forward, autograd's number of the backward, and whether it gives weights gradients.
+    When a backward enters the forward, `entered` is called with this object, autograd's number of the backward, and True if the backward
+    gives weights gradients.
     """
 
     def __init__(self, pair: Pair, copied: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
-        """`heard`: backwards are told of though the scale is 1, or the same for all of them."""
+        """`pair`: the scale and its inverse. `copied`: copy both, so that a backward can set them to 1. `static`: the loss scale is static.
+
+        `heard`: call `entered` even if the scale is 1 or all backwards use the same scale.
+        """
         self.static, self.entered, self.heard = static, entered, heard
         self.copied = False
         self.under_way = True
         self._backward: weakref.ref[_Backward] | None = None
-        """The backward that entered last."""
+        """The backward that entered last, while autograd keeps it."""
         self.weights: list[Tensor] = []
-        """Parameters that its graphs read and that take gradients, or tensors in their place."""
+        """Weights that graphs of this forward read and that require gradients: parameters, or tensors computed from them."""
         self._fed: list[Node] = []
-        """Of inputs of its graphs that are computed from something that takes gradients."""
+        """Autograd nodes of graph inputs that were computed from tensors that require gradients."""
         self._first, self._scaled = pair, True
         self._pairs = {pair[0].device: pair}
         if copied:
             self.copy_scale()
 
     def copy_scale(self) -> None:
-        """Have copies of its own, before a graph has run."""
+        """Copy the scale and its inverse, so that a backward can set the copies to 1. Call it before a graph of this forward runs.
+
+        Does nothing if both are copied already, or if the scale is 1 and backwards are not counted.
+        """
         scale, inverse = self._first
-        if not self.copied and (self.heard or scale is not inverse):  # the same tensor is both where the scale is 1
+        if not self.copied and (self.heard or scale is not inverse):  # a forward that uses 1 has the same tensor for both
             self.copied = True
             with torch.inference_mode(False), torch.no_grad():
                 self._pairs = {scale.device: self._own((scale.clone(), inverse.clone()))}
@@ -142,7 +159,7 @@ class ForwardScale:
         return pair
 
     def on(self, device: torch.device) -> Pair:
-        """The scale and its inverse on `device`."""
+        """Return the scale and its inverse on `device`."""
         pair = self._pairs.get(device)
         if pair is None:
             scale, inverse = next(iter(self._pairs.values()))
@@ -151,7 +168,11 @@ class ForwardScale:
         return pair
 
     def watch(self, results: Iterable[Any], weights: Sequence[Tensor], fed: Sequence[Tensor]) -> None:
-        """Watch for backwards that enter one of these results of a graph that read `weights` and was `fed` these; all take gradients."""
+        """Watch for backwards that enter one of `results` of a graph, so that each may use the scale or 1.
+
+        `weights` and `fed` are the weights and the other inputs of the graph that require gradients. Does nothing if all backwards use the
+        same scale and nobody counts them.
+        """
         if self.copied or self.heard:
             self.weights += weights
             self._fed += [value.grad_fn for value in fed if value.grad_fn is not None]
@@ -165,7 +186,7 @@ class ForwardScale:
 
     @uncaptured
     def enter(self) -> None:
-        """Decide for the backward under way, if it is a new one."""
+        """If the backward under way has just entered this forward, decide if it uses the scale or 1, and call `entered`."""
         number = current_backward()
         if number < 0 or self.in_backward():
             return
@@ -173,14 +194,14 @@ class ForwardScale:
         kept, taken = _gives_gradient(self.weights or self._fed)
         self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
         if self.copied:
-            further = torch.is_grad_enabled()  # create_graph=True: what it gives is differentiated again
+            further = torch.is_grad_enabled()  # create_graph=True: the gradients will be differentiated again
             self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
         # Set last: until then, another thread of this backward also sets the scale, to the same value, before it reads the scale.
         call_after_backward(backward)  # type: ignore[attr-defined]
         self._backward = weakref.ref(backward)
 
     def in_backward(self) -> bool:
-        """Whether a backward that entered has not ended."""
+        """True if a backward that entered this forward has not ended."""
         backward = None if self._backward is None else self._backward()
         return backward is not None and not backward.over
 
@@ -189,15 +210,16 @@ class ForwardScale:
             return
         for device, pair in self._pairs.items():
             for number, true in zip(pair, self._first, strict=True):
-                value = number.data  # a compiled graph that saved it for backward is to read the new number
+                value = number.data  # not counted as a write: a compiled graph that saved this tensor for backward reads the new number
                 value.copy_(on_device(true, device)) if scaled else value.fill_(1)
         self._scaled = scaled
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Whether the backward under way gives one of these a gradient: to be kept in a `.grad`, and to torch.autograd.grad.
+    """Return (kept, taken). `kept`: the backward under way stores a gradient of one of `tensors`, or of a source of it, in `.grad`.
 
-    Most backwards of a loss give the first one a gradient that is kept: then no other is asked about.
+    `taken`: torch.autograd.grad returns a gradient of one of them. The search ends at the first kept gradient. In most backwards of a loss
+    this is the gradient of the first tensor.
     """
     taken = False
     for each in tensors:
@@ -211,15 +233,19 @@ def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
 
 
 def _runs(node: Any) -> bool | None:
-    """Whether the backward under way runs an autograd node; None for a leaf's whose gradient it hands to torch.autograd.grad."""
+    """True if the backward under way runs the autograd node. None for the node of a leaf whose gradient torch.autograd.grad returns."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
-    except RuntimeError:  # torch refuses to answer in that case, and in no other during a backward
+    except RuntimeError:  # during a backward, torch raises this only for such a leaf
         return None
 
 
 class ForwardScales:
-    """Gives each forward of a model its scale: `snapshot(device, evaluates)`. `heard` gets backwards that give weights gradients."""
+    """Gives each forward of the model `root` its scale.
+
+    `snapshot(device, evaluates)` returns (scale, inverse). `heard(number, weights)` is called for backwards that give weights gradients; it
+    is called for all of them if `listens()` is true when the forward begins.
+    """
 
     def __init__(
         self, root: nn.Module, static: bool, snapshot: Callable[[torch.device, bool], Pair],
@@ -227,13 +253,16 @@ class ForwardScales:
     ) -> None:  # fmt: skip
         self.root, self.static, self.snapshot, self.listens, self.heard = root, static, snapshot, listens, heard
         self._entered: weakref.ref[ForwardScale] | None = None
-        """The forward that a backward has entered last."""
+        """The forward that a backward entered last."""
 
     def of_forward(self, device: torch.device, in_parts: bool) -> ForwardScale:
-        """The scale of a forward that begins, made on `device`. With `in_parts` code of the model may run between its graphs."""
+        """Return the scale of a forward that begins, with tensors on `device`. `in_parts`: code of the model may run between its graphs.
+
+        A recomputation inside a backward, as of an activation checkpoint, gets the scale of the forward that this backward entered last.
+        """
         entered = None if self._entered is None else self._entered()
         if entered is not None and entered.in_backward() and asking_node() is not None:
-            return entered  # what this recomputation saves is read by that backward
+            return entered  # the backward that entered that forward reads the tensors that this recomputation saves
         evaluates = not any(module.training for module in self.root.modules())
         return ForwardScale(self.snapshot(device, evaluates), in_parts, self.static, self._backward_entered, self.listens())
 

@@ -1,18 +1,20 @@
-"""Loss scales: what the gradients inside a rewritten graph are multiplied by, and how that number moves.
+"""Loss scales: the numbers by which gradients inside a rewritten graph are multiplied, and the schedules that change them.
 
-One update per set of optimizer steps, after Micikevicius et al. 2017 (arXiv 1710.03740) as torch.amp.GradScaler does it:
+A scale is updated once per set of optimizer steps, by the rules of torch.amp.GradScaler (Micikevicius et al. 2017, arXiv 1710.03740):
 
-1. A gradient overflowed: spend one of `hysteresis`; when the last is spent, scale * backoff_factor; growth tracker to 0.
-2. All finite: growth tracker + 1; when it reaches `growth_interval`, scale * growth_factor and the tracker to 0.
-3. Keep the scale within [floor, cap].
+1. If a gradient overflowed, the scale is multiplied by `backoff_factor`, and the growth tracker becomes 0. With `hysteresis` the first
+   few overflows leave the scale alone.
+2. If all gradients are finite, the growth tracker increases by 1. When it reaches `growth_interval`, the scale is multiplied by
+   `growth_factor`, and the tracker becomes 0.
+3. The scale is kept within [floor, cap].
 
-State is tensors, and `update` reads none of them: no host sync.  Only `value`, `report()` and `state_dict()` read.
-A scale tensor that was handed out is never written to again: graphs that saved it for their backward keep their own.
+The state consists of tensors, and `update` waits for no device. Reading `value`, `report()` or `state_dict()` causes a host sync.
+No scale tensor that `snapshot` returned is written to later, because graphs save it for their backward.
 
-A set of steps is closed by the next `snapshot` (a forward) or by an optimizer that steps again; until then several
-optimizers add their overflows up, as under one `GradScaler.update()`.
+A set of steps holds one step of each optimizer that steps between two forwards. Their overflows count as one, as under one
+`GradScaler.update()`. The set is closed by the next `snapshot` (a forward), or when one of its optimizers steps again.
 
-Once a CUDA graph has recorded a step, all this happens on the device and in place (cuda_graphs.py).
+Once a CUDA graph has recorded a step, the state is updated on the device, in place (cuda_graphs.py).
 
 One file because the schedules differ in a few lines each and are read side by side.
 """
@@ -36,25 +38,26 @@ from amprewrite.tables.errors import AmpRewriteError, PolicyError
 from amprewrite.tables.formats import NARROWEST, Format, parse_format
 
 DEFAULT_FLOOR = NARROWEST.smallest_normal
-"""2**-14: under a smaller scale a gradient of 1 is no normal fp16 number, so shrinking on cannot help."""
+"""2**-14, the smallest normal number of fp16. Under a smaller scale even a gradient of 1 is subnormal, so shrinking further cannot help."""
 
 DEFAULT_CAP = 2.0**32
-"""The largest scale that any peer starts from (Megatron, DeepSpeed)."""
+"""The largest scale at which another library starts (Megatron, DeepSpeed)."""
 
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
+"""(factors, addends) that update the four counters after a clean set of steps, and after a set with an overflow."""
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
-"""Stages of a search: no step taken yet; every step so far overflowed; growing back. 0: over, or never begun."""
+"""Stages of a search for the initial scale: no step was taken yet; every step so far overflowed; the scale grows again. 0: no search."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
 
 
 class LossScaleError(AmpRewriteError):
-    """Step after step overflowed, and no smaller scale will help; or something else scales the same loss."""
+    """Raised if training must stop: step after step overflows, a GradScaler scales the same loss, or a CUDA graph is recorded too early."""
 
 
 class LossScale:
-    """The base of static and dynamic scales: the tensors, the counters, the set of steps under way."""
+    """Base class of loss scales: holds the scale, the counters of steps, and the overflow flags of the set of steps under way."""
 
     kind: ClassVar[str] = "static"
     enabled: ClassVar[bool] = True
@@ -71,12 +74,15 @@ class LossScale:
         self._recorded: Recorded | None = None
         self.overflow_at: str | None = None
         self.withheld = False
-        """Whether forwards that train go without the scale, for no optimizer is known that steps the model."""
+        """True while forwards that train use 1 in place of the scale, because no optimizer is known that steps the model."""
         self.ask: Callable[[], None] | None = None
-        """Finds where the latest step overflowed, if that overflowed and the host did not know yet."""
+        """Callback that finds where the latest step overflowed. None if the host knows already whether it did."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""
+        """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates do not change.
+
+        Closes the set of steps under way. Raises LossScaleError if a CUDA graph is being recorded before the model has trained on `device`.
+        """
         device = torch.device(device)
         self._watch_recording(device)
         self.apply_pending()
@@ -92,7 +98,7 @@ class LossScale:
         return pair
 
     def _watch_recording(self, device: torch.device) -> None:
-        """From the first CUDA graph on that records this scale, its state keeps its places."""
+        """When a CUDA graph records this scale for the first time, fix the addresses of the state from then on."""
         if self._recorded is not None or not recording(device):
             return
         if self._scale.device.type != device.type or not self._tables:
@@ -104,9 +110,9 @@ class LossScale:
         self._pending, self._replicas = None, {}
 
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
-        """Note that an optimizer stepped: `found_inf` is 0-dim fp32, above 0 if a gradient overflowed.
+        """Note that the optimizer `source` stepped. `found_inf` is a 0-dim fp32 tensor, above 0 if a gradient overflowed.
 
-        The scale moves when the set of steps is complete: at the next snapshot, read, or step of the same `source`.
+        The scale changes when the set of steps is closed: at the next `snapshot`, when the scale is read, or when `source` steps again.
         """
         self._watch_recording(found_inf.device)
         if source in self._sources:
@@ -122,7 +128,7 @@ class LossScale:
             self._pending = self._pending + on_device(found_inf, self._pending.device)
 
     def apply_pending(self) -> None:
-        """Close the set of steps under way, if there is one."""
+        """Close the set of steps under way and update the scale by it. Without such a set, do nothing."""
         if self._recorded is not None:
             self._sources.clear()
             with torch.inference_mode(False), torch.no_grad():
@@ -135,7 +141,7 @@ class LossScale:
         self.update(pending)
 
     def update(self, found_inf: Tensor) -> None:
-        """Move on by one set of steps; `found_inf` as in `observe`.  Reads nothing back to the host."""
+        """Update the scale and the counters by one set of steps, without a host sync. `found_inf` is as in `observe`."""
         with torch.inference_mode(False), torch.no_grad():
             if self._scale.device != found_inf.device:
                 if self._scale.device.type == "cpu":
@@ -152,42 +158,45 @@ class LossScale:
             self._counters = torch.where(overflow, bad, good)
 
     def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
-        """Replace the scale; never write to the old one, and clear the replicas with it."""
+        """Set the new scale, and clear its copies on other devices. The new scale is a new tensor: graphs may have saved the old one.
+
+        The base class does nothing: its scale is constant.
+        """
 
     @property
     def value(self) -> float:
-        """The scale of the next forward (a host read): 1 while no optimizer is known that steps the model."""
+        """The scale of the next forward that trains: 1 while no optimizer is known that steps the model. Reading it causes a host sync."""
         return 1.0 if self.withheld else self.number
 
     @property
     def number(self) -> float:
-        """The scale itself, applied or not (a host read)."""
+        """The scale of the schedule, even while forwards use 1 in its place. Reading it causes a host sync."""
         self.apply_pending()
         return self._scale.item()
 
     @property
     def at_floor(self) -> bool:
-        """Whether the scale can go no lower (a host read)."""
+        """True if the scale has reached its lower bound. False for a static scale. Reading a dynamic one causes a host sync."""
         return False
 
     def consecutive_skips(self) -> int:
-        """Sets skipped in a row, counting the one under way, which stays open (a host read)."""
+        """Return how many sets of steps in a row were skipped, including the set under way, which stays open. Causes a host sync."""
         known, found = int(self._counters[_CONSECUTIVE]), self._waiting()
         if found == EMPTY:
             return known
         return known + 1 if found > 0 else 0
 
     def _waiting(self) -> float:
-        """The overflow flag of the set of steps under way; -1 if there is none (a host read)."""
+        """Return the overflow flag of the set of steps under way, or -1 if no optimizer has stepped in it. Causes a host sync."""
         waiting = self._pending if self._recorded is None else self._recorded.mailbox
         return EMPTY if waiting is None else waiting.item()
 
     def stuck(self) -> bool:
-        """Whether the schedule itself says that training must stop here (a host read if it can say so)."""
+        """True if the schedule demands that training stops now. False for a static scale."""
         return False
 
     def report(self) -> LossScaleReport:
-        """Where loss scaling stands (a host read)."""
+        """Return the scale, the counts of steps and skipped steps, and where the last overflow began. Causes a host sync."""
         self.apply_pending()
         steps, skipped, consecutive, since = self._counters.tolist()
         if consecutive and self.ask is not None:
@@ -197,7 +206,7 @@ class LossScale:
         return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.overflow_at, withheld)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as torch.amp.GradScaler.state_dict() gives it, and our own under a key that GradScaler ignores."""
+        """Return the state with GradScaler's five keys, and the rest under a key that GradScaler ignores. Causes a host sync."""
         self.apply_pending()
         return {
             "scale": self.number,
@@ -209,7 +218,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict()`, ours or GradScaler's.  PolicyError for anything else."""
+        """Resume from the `state_dict()` of a static scale. PolicyError for the state of a dynamic scale, and for any other value."""
         check_state(state)
         if state["growth_factor"] != 1.0 or state["backoff_factor"] != 1.0:
             raise PolicyError(
@@ -234,7 +243,7 @@ class LossScale:
         self._counters = torch.tensor(counters, dtype=torch.int64, device=device)
 
     def _to(self, device: torch.device) -> None:
-        """Follow the model to its device, once."""
+        """Move the state from the CPU, where it is made, to the device of the model."""
         self._scale, self._counters, self._nothing = self._scale.to(device), self._counters.to(device), self._nothing.to(device)
         self._tables = ()
         self._replicas = {}
@@ -242,7 +251,7 @@ class LossScale:
     def __getstate__(self) -> dict[str, Any]:
         self.apply_pending()
         state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None, "withheld": False}
-        del state["_nothing"]  # a tensor made here would be gone before a spawned process opens its memory
+        del state["_nothing"]  # __setstate__ makes it: one made here would be freed before a spawned process opens its memory
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -254,7 +263,7 @@ class LossScale:
 
 
 class NoLossScale(LossScale):
-    """No scaling, no overflow check: for bf16 and fp32."""
+    """Stands for no loss scaling: the scale is 1, and gradients are not checked for overflow. For bf16 and fp32."""
 
     kind = "none"
     enabled = False
@@ -269,11 +278,11 @@ class NoLossScale(LossScale):
         """Do nothing: there is no scale to move."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, as a disabled GradScaler's."""
+        """Return {}, as a disabled GradScaler does."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore a scaler's state, as a disabled GradScaler does, so that an fp16 run can go on in bf16."""
+        """Ignore the state of a loss scale, so that a run in fp16 can resume in bf16. PolicyError for any other state that is not empty."""
         if not isinstance(state, Mapping) or len(state):
             check_state(state)
 
@@ -282,24 +291,28 @@ class NoLossScale(LossScale):
 
 
 class StaticLossScale(LossScale):
-    """A scale that stays; steps that overflow are still skipped."""
+    """A constant scale. Steps whose gradients overflow are skipped. PolicyError unless `value` is positive and in fp32's range."""
 
     def __init__(self, value: float) -> None:
         super().__init__(positive("StaticLossScale", "value", value))
 
 
 class DynamicLossScale(LossScale):
-    """A scale that backs off on overflow and grows after `growth_interval` clean steps.
+    """A scale that shrinks when gradients overflow, and grows after `growth_interval` clean steps, that is, steps without overflow.
 
-    `floor` and `cap` bound it; None means unbounded: below, it shrinks for ever; above, it stops at fp32's range, and a
-    cap of infinity lets it overflow even that.  `hysteresis` overflows are needed for one backoff; the count is refilled
-    when the scale grows, with `refill="good"` after every clean step.  After an overflow the first `rest` clean steps do
-    not count.  With `raise_at_floor` an overflow at the floor ends training at once.  With `search_interval` overflows
-    before the first clean step divide the scale by 16, not 2, and it then doubles that often until it overflows again: a
-    search costs a step or two, not one for each halving. Where the first step is clean nothing differs.
+    `init`: the scale at the start. `growth_factor`, `backoff_factor`: the scale is multiplied by these when it grows or shrinks.
+    `floor`, `cap`: bounds of the scale. None means no bound: without a floor the scale may shrink for ever; without a cap it stays within
+    fp32's range. With `cap=math.inf` it may become infinite.
+    `hysteresis`: the first `hysteresis - 1` overflows do not shrink the scale, later ones do. The count of overflows starts again when the
+    scale grows; with `refill="good"`, after every clean step.
+    `rest`: number of clean steps after an overflow that do not count towards growth.
+    `raise_at_floor`: if true, an overflow that cannot shrink the scale because of `floor` ends training with a LossScaleError.
+    `search_interval`: if set, the right scale is found faster at the start. Overflows before the first clean step apply `backoff_factor`
+    four times: they divide the scale by 16, not by 2. Then it grows after every `search_interval` clean steps until the next overflow. So
+    the search skips a step or two, not one for each halving. If the very first step is clean, `search_interval` changes nothing.
 
-    Per-layer scales (adaptive loss scaling, Zhao et al. 2019, arXiv 1910.12385) are not offered, and `per_layer=True` is a
-    PolicyError: a factor between two layers is sound only on an edge that every gradient passes; residual streams have none.
+    Raises PolicyError for invalid settings, and for `per_layer=True`: scales per layer (adaptive loss scaling, Zhao et al. 2019, arXiv
+    1910.12385) are not offered. A factor between two layers is right only if every gradient passes it, and residual connections bypass it.
     """
 
     kind = "dynamic"
@@ -348,13 +361,16 @@ class DynamicLossScale(LossScale):
 
     @classmethod
     def preset(cls, name: str) -> DynamicLossScale:
-        """The schedule of another library, step for step: torch, tf, keras, keras3, apex, deepspeed or megatron."""
+        """Return a scale with the schedule of another library: "torch", "tf", "keras", "keras3", "apex", "deepspeed" or "megatron".
+
+        "auto" is the schedule for fp16 models by default. PolicyError for any other name.
+        """
         if not isinstance(name, str) or name not in PRESETS:
             raise PolicyError(f"there is no loss-scale preset {shown(name)}; use one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
 
     def _check(self) -> None:
-        """Raise PolicyError for a schedule that would stand still, run away, or never scale at all."""
+        """Raise PolicyError if a setting has the wrong type or lies outside its range."""
         where = "DynamicLossScale"
         if not 1.0 < self.growth_factor < math.inf:
             raise PolicyError(f"{where}: growth_factor={self.growth_factor:g} would not grow the scale; use one above 1, say 2")
@@ -380,7 +396,7 @@ class DynamicLossScale(LossScale):
             raise PolicyError(f"{where}: raise_at_floor needs a floor; give floor=1.0")
 
     def update(self, found_inf: Tensor) -> None:
-        """Move on by one set of steps. A set that is only counted takes two ops where the host has all numbers."""
+        """Update the scale and the counters by one set of steps. If only counts change, and all are on the CPU, this takes two ops."""
         by = self._only_counts(found_inf)
         if not by:
             super().update(found_inf)
@@ -389,9 +405,9 @@ class DynamicLossScale(LossScale):
         self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
 
     def _only_counts(self, found_inf: Tensor) -> int:
-        """The number to add to the growth tracker if this update changes nothing else; 0 if it changes more.
+        """Return the number to add to the growth tracker if this update changes only it and the counters; 0 if it changes more.
 
-        Also 0 if the host would have to wait for a tensor in order to know.
+        Also returns 0 if the host would have to wait for a device to know.
         """
         numbers = host_numbers(found_inf, self._scale, self._growth_tracker, self._left, self._searching)
         if not numbers or not self._tables or self._recorded is not None or torch.is_inference_mode_enabled():
@@ -416,7 +432,7 @@ class DynamicLossScale(LossScale):
         self._replicas = {}
 
     def _moved_by_where(self, scale: Tensor, overflow: Tensor) -> Tensor:
-        """The kernel's rules, with hysteresis, rest, and growth beyond fp32's range if the cap is infinite."""
+        """Return the new scale by the rules of `torch._amp_update_scale_` and those of hysteresis, rest, search and an infinite cap."""
         back_off = overflow & (self._left <= 1)
         tracker, backed_off = self._growth_tracker + 1, scale * self.backoff_factor
         if self.search_interval is not None:
@@ -437,17 +453,20 @@ class DynamicLossScale(LossScale):
 
     @property
     def at_floor(self) -> bool:
-        """Whether the scale can go no lower (a host read)."""
+        """True if the scale has reached `floor`. Reading it causes a host sync."""
         return self.floor is not None and self.number <= self.floor
 
     def stuck(self) -> bool:
-        """Whether `raise_at_floor` holds and the step under way overflowed at the floor (a host read if so)."""
+        """True if `raise_at_floor` is set, the steps under way overflowed, and only `floor` keeps the scale from shrinking.
+
+        Causes a host sync if `raise_at_floor` is set.
+        """
         if not self.raise_at_floor or self._waiting() <= 0 or self._scale.item() > (self.floor or 0.0):
             return False
         return self._left.item() <= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's five keys, which GradScaler can load, and the rest of the state under a key that it ignores."""
+        """Return the state with GradScaler's five keys, and the rest under a key that GradScaler ignores. Causes a host sync."""
         state = super().state_dict()
         state[OWN_KEY] |= {name: getattr(self, name) for name in _OWN_SETTINGS} | {
             "left": int(self._left),
@@ -461,9 +480,9 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict()`, ours or GradScaler's: the schedule comes with it.  PolicyError for anything else."""
+        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, settings included. PolicyError for any other value."""
         check_state(state)
-        new = object.__new__(type(self))  # settings are tried on another scale: nothing is half loaded
+        new = object.__new__(type(self))  # a copy whose settings are checked first, so that an invalid state changes nothing here
         new.__dict__.update(self.__dict__)
         own = state.get(OWN_KEY, {})
         new.__dict__.update({name: own[name] for name in _OWN_SETTINGS if name in own})
@@ -497,10 +516,10 @@ class DynamicLossScale(LossScale):
 
 
 def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale:
-    """The loss scale that `spec` means for a low format.
+    """Return the loss scale that `spec` means for the low format `fmt`.
 
-    "auto" is dynamic for fp16 and none for formats with fp32's range; "none"; "dynamic"; a preset's name; a number, which
-    stays; or a LossScale, which is used itself.  PolicyError for anything else.
+    `spec` is "auto" (dynamic for fp16, none for formats with fp32's range), "none", "dynamic", the name of a preset, a number for a
+    constant scale, or a LossScale, which is returned itself. PolicyError for anything else.
     """
     if isinstance(spec, LossScale):
         return spec
@@ -522,6 +541,6 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
 
 
 def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """A number as a 0-dim tensor that counts writes."""
+    """Return `value` as a 0-dim tensor that counts writes, which a tensor made in inference mode does not."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device=device)

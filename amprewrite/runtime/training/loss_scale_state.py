@@ -1,4 +1,4 @@
-"""Reports of a loss scale, and checks of the state that it is loaded from."""
+"""The report of a loss scale, and checks of a state before a loss scale is loaded from it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,34 @@ from amprewrite.tables.errors import PolicyError
 _MAX = torch.finfo(torch.float32).max
 _MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
 OWN_KEY = "amprewrite"
-"""Where a state dict keeps what GradScaler does not know."""
+"""Key of a state dict under which our own state is kept. GradScaler ignores it."""
 COUNTERS = 4
-"""Steps, skipped, skipped in a row, steps since the last overflow."""
+"""Number of counters: steps, skipped steps, skipped steps in a row, steps since the last overflow."""
 _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 @dataclass(frozen=True)
 class LossScaleReport:
-    """How loss scaling has been going; `str()` says it in a line or two."""
+    """The scale, the counts of steps and of skipped steps, and the last overflow. `str()` gives it in one or two lines."""
 
     kind: str
+    """"none", "static" or "dynamic"."""
     scale: float
+    """The scale of the next forward that trains."""
     steps: int
-    """Sets of optimizer steps seen, the skipped ones included."""
+    """Number of sets of optimizer steps, skipped ones included."""
     skipped: int
+    """Number of sets of steps that were skipped."""
     consecutive_skips: int
+    """How many of the latest sets of steps in a row were skipped."""
     last_overflow_step: int | None
-    """Counted from 1."""
+    """Number of the last set of steps that was skipped, counted from 1; None if none was."""
     at_floor: bool
+    """True if the scale has reached its lower bound."""
     overflow_at: str | None
-    """Where the last overflow began, if the runtime could tell."""
+    """The place in the model where the last overflow began; None if there was none or it was not found."""
     withheld: float | None = None
-    """The scale that is not applied, for no optimizer is known that steps the model; `scale` is 1 then."""
+    """The scale of the schedule while forwards use 1 in its place, because no optimizer is known that steps the model; None otherwise."""
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -57,19 +62,22 @@ class LossScaleReport:
         return text
 
     def _repr_html_(self) -> str:
-        """The report as a notebook shows it."""
+        """Return the report as HTML, for a notebook."""
         return fragment(str(self).splitlines())
 
 
 def positive(where: str, name: str, value: float) -> float:
-    """`value` as a float that fp32 can hold and whose inverse it can hold; PolicyError otherwise."""
+    """Return `value` as a float. PolicyError unless it is a positive number and fp32 holds both it and its inverse.
+
+    The message names the setting: `name` of the class or function `where`.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / _MAX <= value <= _MAX:
         raise PolicyError(f"{where}: {name}={shown(value)} must be a positive number within fp32's range; a power of two is exact")
     return float(value)
 
 
 def check_state(state: Any) -> None:
-    """Raise PolicyError unless `state` is a scaler's."""
+    """Raise PolicyError unless `state` is a valid `state_dict()` of a loss scale or a GradScaler that is enabled."""
     if not isinstance(state, Mapping):
         raise PolicyError(f"a loss scale cannot be loaded from {type(state).__name__}; give what state_dict() returned")
     if not state:
@@ -114,12 +122,12 @@ def _whole(where: str, name: str, value: Any, least: int, most: int) -> None:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """1/scale, taken in fp64 if there is one, as GradScaler does; exact for powers of two."""
+    """Return 1/scale as fp32, computed in fp64 as GradScaler does if the device has fp64. Exact for powers of two."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 
 def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
-    """The values of 0-dim tensors; None unless all are on a CPU, where reading them waits for nothing."""
+    """Return the values of 0-dim tensors if all are plain tensors on a CPU, where reading them does not wait; None otherwise."""
     if not all(type(number) is Tensor and number.is_cpu for number in numbers):
         return None
     return tuple(number.tolist() for number in numbers)  # type: ignore[misc]

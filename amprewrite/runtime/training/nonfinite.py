@@ -1,12 +1,12 @@
-"""Whether gradients hold inf or NaN: flags that stay on the device, and what several ranks need to agree on them.
+"""Checks gradients for inf and NaN. The results are flags that stay on the device, and on which several ranks agree.
 
-A flag is a 0-dim fp32 tensor, 0 or above 0. Two moments ask for one:
+A flag is a 0-dim fp32 tensor: 0 if all values are finite, above 0 otherwise. Gradients are checked twice:
 
-1. Before an optimizer steps: `find_nonfinite`, which agrees with the ranks that hold the other shards.
-2. At the end of a backward: `found_after_backward`, before the loop can hide an infinity (`clip_grad_value_`, `nan_to_num_`).
-   It makes no collective call, because ranks need not run the same backwards. A flag of a sharded gradient joins the agreement
-   before the step. A flag of a dense gradient would stay on its rank, so where several ranks train, infinities become NaN
-   instead: clamps keep NaN, and every reduction hands it on.
+1. Before an optimizer steps, by `find_nonfinite`. All ranks that hold shards of the same parameters get the same flag.
+2. At the end of a backward, by `found_after_backward`, before the training loop can hide an infinity (`clip_grad_value_`, `nan_to_num_`).
+   This check makes no collective call, because ranks need not run the same backwards. Its flag for sharded gradients is shared with the
+   other ranks before the step. A flag for dense gradients would stay on its rank. So if several ranks train, infinities in dense gradients
+   are turned into NaN instead: clamps keep NaN, and every reduction passes it to the other ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from amprewrite.tables.formats import NARROW_DTYPES
 from amprewrite.torch_internals.kernels import norms_of_tensors, unscale_and_check
 
 Group = tuple[Any, torch.device | None]
-"""A process group, None for the world, and the device that its collectives need, None for any."""
+"""(process group, device on which its collectives run). The group None means all ranks; the device None means any device."""
 
 
 def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
-    """A flag, above 0 if any gradient holds inf or NaN on any rank that shares it, or a `noted` flag says so; None without gradients.
+    """Return a flag: above 0 if a gradient of `params` holds inf or NaN on any rank that shares it, or a flag in `noted` is above 0.
 
-    Each shard is checked where it lies. Who takes part in the agreement follows from the parameters and not from the
-    gradients, so every rank makes the same collective calls. Dense gradients that DDP averaged agree by themselves. The ranks of the
-    process groups `beside` hold other parameters that step together with these, and agree, too.
+    Returns None if there is nothing to check: no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient.
+
+    Each rank checks its own shards, and the ranks over which `params` are sharded agree. So do the ranks of the process groups `beside`,
+    whose optimizers step other parameters at the same time. The groups do not depend on which gradients exist, so every rank makes the same
+    collective calls. Dense gradients need no agreement: DDP averages them, so an infinity of one rank is on all ranks.
     """
     groups: dict[int, Group] = {id(group): (group, None) for group in beside}
     gradients: list[Tensor] = []
@@ -63,7 +65,10 @@ def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), besid
 
 
 def found_after_backward(params: Iterable[Tensor]) -> Tensor | None:
-    """A flag, above 0 if gradients of `params` on this rank are not finite; None if no flag has to be kept."""
+    """Return a flag: above 0 if a gradient of `params` on this rank is not finite. None if there is no gradient to flag.
+
+    If several ranks train, dense gradients get no flag: their infinities are turned into NaN, in place.
+    """
     apart = several_ranks()
     dense: list[Tensor] = []
     kept: list[Tensor] = []
@@ -78,25 +83,28 @@ def found_after_backward(params: Iterable[Tensor]) -> Tensor | None:
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
-    """Turn infinities into NaN in place; finite values keep theirs. A gradient that is part of an autograd graph is left alone."""
+    """Turn infinities into NaN in place. Finite values do not change, nor do gradients that require gradients themselves."""
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if not gradient.requires_grad and gradient.numel():
-            values = gradient._values() if gradient.is_sparse else gradient  # `coalesce` would make a copy
+            values = gradient._values() if gradient.is_sparse else gradient  # not `coalesce`: writes to its copy would be lost
             values = local_values(values)
             buckets[values.device, values.dtype].append(values)
     for values_of_a_kind in buckets.values():
-        torch._foreach_lerp_(values_of_a_kind, values_of_a_kind, 0.0)  # x + 0 * (x - x)
+        torch._foreach_lerp_(values_of_a_kind, values_of_a_kind, 0.0)  # x + 0 * (x - x), which is x if that is finite, and NaN otherwise
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """One flag for several, on the device of the first: 0 or 1 and no sum, because Adam takes it off its step count."""
+    """Return the maximum of `flags`, on the device of the first. Not their sum: fused Adam subtracts a flag from its step count."""
     where = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 
 
 def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
-    """1 if one of the gradients holds anything but zeros on this rank, 0 otherwise: a 0-dim fp32 tensor on the first one's device."""
+    """Return 1 if a gradient holds a number other than 0 on this rank, NaN included, and 0 otherwise.
+
+    The result is a 0-dim fp32 tensor on the device of the first gradient.
+    """
     with torch.inference_mode(False), torch.no_grad():
         by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
         where = None
@@ -110,19 +118,20 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _fresh(noted: Sequence[Tensor]) -> Tensor | None:
-    """One flag of our own for all noted flags."""
+    """Return one new flag for all `noted` flags, to which the caller may write; None if there are none."""
     return (any_of(noted) if len(noted) > 1 else noted[0].clone()) if noted else None
 
 
 def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | None = None) -> list[Tensor]:
-    """Flags that together tell of all the gradients, and of what `start` tells, which may be raised in place.
+    """Return flags that together cover all gradients and the flag `start`, to which this function may write.
 
-    `checked`: what was checked while it was made is not read again.
+    With `checked`, gradients that were checked when they were made are not read again: their recorded flags are returned
+    (finite_flags.py).
     """
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
-        if gradient.requires_grad:  # of `create_graph=True`: the kernel below writes
+        if gradient.requires_grad:  # made with `create_graph=True`: the kernel below would write to it
             flags.append((~local_values(gradient.detach()).isfinite().all()).float())
             continue
         if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:
@@ -147,7 +156,7 @@ def _flag(value: float, device: torch.device) -> Tensor:
 
 
 def _one(device: torch.device) -> Tensor:
-    """1.0 on `device`, which nothing writes; a CUDA graph that is being recorded gets its own."""
+    """Return a 0-dim 1.0 on `device`, shared by all callers, so read-only. While a CUDA graph is recorded, each call makes a new one."""
     return _flag(1.0, device) if recording(device) else _kept_one(device)
 
 
@@ -157,12 +166,15 @@ def _kept_one(device: torch.device) -> Tensor:
 
 
 def several_ranks() -> bool:
-    """Whether torch.distributed runs with more than one rank."""
+    """True if torch.distributed runs with more than one rank."""
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def sharing(p: Tensor) -> dict[int, Group]:
-    """The process groups over which `p` is sharded: a DTensor's (FSDP2, tensor parallel), or the world for FSDP1."""
+    """Return the process groups over which `p` is sharded, by id; {} if `p` is not sharded.
+
+    For a DTensor (FSDP2, tensor parallel) these are the groups of its mesh, for a parameter of FSDP1 all ranks.
+    """
     if type(p) is torch.nn.Parameter and "_fsdp_flattened" not in p.__dict__:
         return {}
     if getattr(p, "_fsdp_flattened", False):
@@ -177,7 +189,10 @@ def sharing(p: Tensor) -> dict[int, Group]:
 
 
 def local_values(gradient: Tensor) -> Tensor:
-    """The dense, real tensor with the values of this rank."""
+    """Return the values of `gradient` on this rank as a dense, real tensor.
+
+    A DTensor gives its local shard, a sparse tensor its summed values, a complex tensor a view as pairs of real numbers.
+    """
     if hasattr(gradient, "to_local"):
         gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
     if gradient.is_sparse:

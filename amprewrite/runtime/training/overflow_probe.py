@@ -1,15 +1,16 @@
-"""Where the numbers of a training step first left the finite: which node, in which module, on which line of the model.
+"""Finds where a training step first computed inf or NaN: the node, its module, and the line of the model's code.
 
-Nothing is looked at while steps go well. When one is skipped:
+Nothing is checked until a step is skipped. Then:
 
-1. If the model is one graph, its inputs still live and its weights are whole on this rank, run that graph once more, node by
-   node, without gradients. A result that is not finite although its inputs were is an activation overflow.
-2. Otherwise the skipped step's gradients tell: in the order of backward, the first parameter whose gradient is not finite, and
-   the node that reads it.
-3. From then on every forward runs node by node and watches the gradients of its values as well, until a step is clean. The
-   next skipped step is then told exactly: bad inputs, an activation, a loss that is not finite, or a gradient.
+1. If the model is one graph, its inputs still exist, and its weights are whole on this rank, that graph runs once more, node by node,
+   without gradients. A result that is not finite although the inputs of its node are is an activation overflow.
+2. Otherwise the gradients of the skipped step are searched, in the order of the backward. The answer is the first parameter whose gradient
+   is not finite, and the node that reads this parameter.
+3. From then on every forward runs node by node, and the gradients of its values are checked as well, until a step is clean. So the answer
+   for the next skipped step is exact: bad inputs, an activation, a loss that is not finite, or a gradient.
 
-Infinities that the model writes itself, such as masks of -inf, are no overflow: only a value that nothing explains counts.
+Infinities that the model writes itself, such as masks of -inf, are no overflow. A result counts only if inf or NaN is neither in the
+inputs of its node nor among the constants in its call.
 """
 
 from __future__ import annotations
@@ -40,30 +41,35 @@ _KNOWN = {
     _ACTIVATION: {"inputs": True, "parameters": True, "outputs": False},
     _LOSS: {"inputs": True, "parameters": True, "outputs": True, "loss": False},
     _GRADIENT: {"inputs": True, "parameters": True, "outputs": True, "loss": True},
-    _SEEN: {},  # what is left of a step is not finite, whatever the cause
+    _SEEN: {},  # a gradient of a parameter is not finite, which does not tell the cause
 }
 _COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
 
 
 @dataclass(frozen=True)
 class FirstNonFinite:
-    """The first value that was not finite."""
+    """The first value of a step that was not finite."""
 
     kind: str
+    """Kind of the value: one of the keys of `_KNOWN`."""
     where: str
+    """The place of the value, in words for a message."""
 
     @property
     def finite(self) -> dict[str, bool]:
-        """Whether inputs, parameters, outputs and loss were finite, as far as that is known, for `StepGate.note`."""
+        """Whether `inputs`, `parameters`, `outputs` and `loss` were finite, for `StepGate.note`. A key is missing if this is unknown."""
         return _KNOWN[self.kind]
 
 
 Probed = tuple[RegionPlan, torch.fx.GraphModule | None]
-"""A rewritten graph: its plan and, if it scales gradients, the edited module."""
+"""A rewritten graph: (its plan, the edited module if the graph scales gradients, None otherwise)."""
 
 
 class OverflowProbe:
-    """Watches the training graphs of one model once a step was skipped."""
+    """Finds where a skipped step of one model overflowed, and watches the model's graphs after it.
+
+    While `armed` is true, the graphs must be run by `run`.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -72,12 +78,15 @@ class OverflowProbe:
         self.backward: FirstNonFinite | None = None
 
     def disarm(self) -> None:
-        """Stop looking, since a step was clean."""
+        """Stop watching, and forget values found so far. Called after a clean step."""
         self.armed = False
         self.forward = self.backward = None
 
     def find(self, graphs: Sequence[Probed], latest: LatestInputs | None) -> FirstNonFinite | None:
-        """Find what the step that was just skipped overflowed at; None if unknown. The next forwards will be watched."""
+        """Return the first non-finite value of the step that was just skipped; None if it is not found. Sets `armed`.
+
+        `graphs` ran in the latest forward. `latest` has the inputs of that graph if it was a single one.
+        """
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:
             found = self._run_again(*graphs[0], latest)
@@ -87,7 +96,7 @@ class OverflowProbe:
         return found
 
     def run(self, plan: RegionPlan, module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
-        """Run a rewritten graph node by node, and note the first result or gradient that is not finite."""
+        """Run a rewritten graph node by node and return its result. Note its first result or gradient that is not finite."""
         watched = _FiniteWatch(module, _names(plan), self)
         result = watched.run(*inputs)
         self.forward = self.forward or watched.first_activation()
@@ -122,7 +131,10 @@ class OverflowProbe:
 
 
 class LatestInputs:
-    """The inputs of a graph's latest call, without keeping them alive but for single numbers, which capture may make itself."""
+    """Remembers the inputs of a graph's latest call, by weak references, so that the graph can run once more.
+
+    Only single numbers (0-dim tensors without gradients) are kept alive: capture may make them, and then nothing else holds them.
+    """
 
     def __init__(self, plan: RegionPlan, module: torch.fx.GraphModule) -> None:
         roles = {node.name: node.role for node in plan.nodes}
@@ -131,16 +143,17 @@ class LatestInputs:
         self._own = [index for index, role in enumerate(found) if role in ("parameter", "buffer")]
         self._fed = [index for index, role in enumerate(found) if role not in ("parameter", "buffer")]
         self._ids: list[int] = []
-        """Of parameters and buffers, which the model holds: a weak reference to one would keep `swap_tensors` from it."""
+        """Ids of parameters and buffers, which the model keeps alive. With weak references to them `torch.utils.swap_tensors` fails."""
         self._data: list[Any] = []
 
     def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters of a call that take gradients, and such tensors among the other inputs before the loss scale."""
+        """Return (parameters, other inputs) that require gradients. `inputs` are those of a call, without the loss scale at their end."""
         learning = [inputs[index] for index in self._own if inputs[index].requires_grad]
         fed = (inputs[index] for index in self._fed if index < len(inputs))
         return learning, [value for value in fed if isinstance(value, Tensor) and value.requires_grad]
 
     def keep(self, inputs: Sequence[Any]) -> None:
+        """Remember the inputs of a call, with the loss scale at their end."""
         own = [inputs[index] for index in self._own]
         self._ids = list(map(id, own))
         ref = weakref.ref
@@ -148,7 +161,11 @@ class LatestInputs:
         self._data = [ref(value) if isinstance(value, Tensor) and (value.dim() or value.requires_grad) else value for value in data]
 
     def copies(self, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> list[Any] | None:
-        """The inputs, copied unless they are parameters; None if one is gone, or the model has no such parameter or buffer any more."""
+        """Return the remembered inputs: parameters themselves, and copies of all other tensors.
+
+        `parameters` and `buffers` are those of the model, by id. Returns None if an input no longer exists, if a parameter or buffer is no
+        longer in the model, or if FSDP1 shards one.
+        """
         values: dict[int, Any] = {}
         for index, number in zip(self._own, self._ids, strict=True):
             buffer = buffers.get(number)
@@ -165,21 +182,22 @@ class LatestInputs:
 
 
 class _FiniteWatch(torch.fx.Interpreter):
-    """Runs a rewritten graph; notes where results and gradients are not finite."""
+    """Runs a rewritten graph node by node, and notes the nodes whose results or gradients are not finite."""
 
     def __init__(self, module: torch.fx.GraphModule, names: dict[str, NodePlan], probe: OverflowProbe) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.names, self.probe = names, probe
         self.state: dict[torch.fx.Node, tuple[bool, bool]] = {}
-        """(holds NaN, holds an infinity) of every result that is not finite."""
+        """(holds NaN, holds an infinity) for each node whose result is not finite."""
         self.causes: list[torch.fx.Node] = []
+        """Nodes whose results are not finite though their inputs do not explain it, in the order in which they ran."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
         if n.op == "output":
             return result
         floats = list(_floats(result))
-        with torch.no_grad():  # a look saves nothing for backward: activation checkpoints count what is saved
+        with torch.no_grad():  # the checks must save no tensors for backward, because activation checkpoints count these
             nan = any(bool(t.isnan().any()) for t in floats)
             inf = any(bool(_infinities(t, given=n.op in ("placeholder", "get_attr"))) for t in floats)
         if nan or inf:
@@ -195,7 +213,7 @@ class _FiniteWatch(torch.fx.Interpreter):
         return result
 
     def first_activation(self) -> FirstNonFinite | None:
-        """The first cause, in the order of the forward, of an output that is not finite."""
+        """Return the first node, in the order of the forward, that made an output not finite; None if there is none."""
         output = next(n for n in self.module.graph.nodes if n.op == "output")  # type: ignore[union-attr]
         reached: set[torch.fx.Node] = set()
         stack = [n for n in output.all_input_nodes if n in self.state]
@@ -221,7 +239,7 @@ class _FiniteWatch(torch.fx.Interpreter):
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
     @uncaptured
     def look(gradient: Tensor | None) -> None:
-        if gradient is None or probe.backward is not None or _finite(gradient):  # None: nothing depends on it
+        if gradient is None or probe.backward is not None or _finite(gradient):  # None: the result does not depend on this value
             return
         if node.target is scale_gradient:
             probe.backward = FirstNonFinite(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")
@@ -238,7 +256,7 @@ def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, Nod
 
 
 def _place(node: NodePlan) -> str:
-    """A node in words: "linear_3 in encoder.layer.0 (model.py:17)"."""
+    """Return a node in words, as in "node linear_3 in encoder.layer.0 (model.py:17)"."""
     where = f" in {node.module}" if node.module else ""
     return f"node {node.name}{where}" + (f" ({node.source})" if node.source else "")
 
@@ -248,14 +266,17 @@ def _names(plan: RegionPlan) -> dict[str, NodePlan]:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Floating tensors that can be looked at: what vmap batches inside the graph cannot, its results can."""
+    """Return the floating-point tensors in `value` whose numbers can be read. Inside a vmap of the graph, batched tensors cannot."""
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value) if isinstance(value, tuple | list) else ()
     tensors = (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
     return (t for t in tensors if not is_batched(t))
 
 
 def _infinities(t: Tensor, given: bool) -> Tensor:
-    """Whether `t` holds infinities; a model is given those below zero on purpose, in masks."""
+    """Return a 0-dim bool tensor: true if `t` holds infinities.
+
+    In real values that are `given` to the graph (inputs, weights, constants), -inf does not count: masks hold it on purpose.
+    """
     return (t.isposinf() if given and not t.is_complex() else t.isinf()).any()
 
 
@@ -267,7 +288,7 @@ def _finite(gradient: Tensor) -> bool:
 
 
 def _written(node: torch.fx.Node) -> tuple[bool, bool]:
-    """Whether NaN or an infinity stands among the node's own arguments."""
+    """Return (NaN, infinity): two bools, true if such a constant is among the arguments of the node's call."""
     found = [False, False]
 
     def look(leaf: Any) -> Any:
@@ -281,5 +302,5 @@ def _written(node: torch.fx.Node) -> tuple[bool, bool]:
 
 
 def _talks(module: torch.fx.GraphModule) -> bool:
-    """Whether the graph has collectives, which one rank must not run by itself."""
+    """True if the graph has collectives. Such a graph must not run once more on a single rank, which would wait for the other ranks."""
     return any(word in str(node.target) for node in module.graph.nodes for word in _COLLECTIVE)

@@ -1,1 +1,1 @@
-"""Optimizers: how they are found, the hooks that skip their steps, and messages to their checkpoints and wrappers."""
+"""Optimizers: finds them, hooks their steps in order to skip some, and passes the result to their checkpoints and wrappers."""

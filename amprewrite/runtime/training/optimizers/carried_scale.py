@@ -1,13 +1,13 @@
-"""The loss scale in an optimizer's own state_dict, so that whatever saves and loads the optimizer resumes the scale.
+"""Saves loss scales in the state_dict of an optimizer, so that any code that saves and loads the optimizer also resumes the scales.
 
-1. Saving: `state_dict()` of a guarded optimizer gets the states of its loss scales, under KEY in its first parameter group.
-2. Loading: torch puts what stands in the saved groups into the optimizer's own. There it is found, and taken out, when the
-   optimizer is loaded, guarded for the first time, or about to be used by a forward.
-3. The scales of one optimizer are known by their order, which is that of the models that it trains.
-4. One scale may be carried by several optimizers, each with a part of the parameters. They bring the same state; it is loaded once,
-   for a scale that has moved on since the first of them was found must not go back.
+1. Saving: `state_dict()` of a guarded optimizer also has the states of its loss scales, under KEY in its first parameter group.
+2. Loading: torch copies all entries of the saved groups into the groups of the optimizer. The states are taken out of there when the
+   optimizer is loaded, when it is guarded, and before each forward of a model that it trains.
+3. If an optimizer has several loss scales, the states belong to them in order: the order of the models that it trains.
+4. Several optimizers may step parts of one model and carry its scale. Their checkpoints bring the same state, and only the first is loaded.
+   The scale may have changed by the time when the second one arrives, and must not be reset.
 
-Only dynamic scales move, so only those are resumed. A static one is what the code says.
+Only dynamic scales change, so only dynamic scales are loaded. A static scale has the value that the code gives.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 
 KEY = "amprewrite_loss_scale"
-"""Where the first parameter group of a checkpoint has the list of states."""
+"""Key in the first parameter group of an optimizer's state_dict. Its value is the list of states of loss scales."""
 
 Brought = tuple["weakref.ref[Optimizer]", Any]
 _BROUGHT: weakref.WeakKeyDictionary[LossScale, Brought] = weakref.WeakKeyDictionary()
-"""The optimizer that resumed a scale last, and the state it brought."""
+"""For each scale that was loaded: the optimizer whose checkpoint brought the latest state, and this state."""
 
 
 def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
-    """Put the states of these scales into an optimizer's state_dict."""
+    """Add the states of `scales` to `state`, an optimizer's state_dict, if one of them is dynamic."""
     groups = state.get("param_groups")
     if groups and any(scale.kind == "dynamic" for scale in scales):
         groups[0][KEY] = [scale.state_dict() for scale in scales]
 
 
 class Arrived:
-    """The loss scales that a checkpoint has brought to one optimizer, until the scale that they belong to is known."""
+    """States of loss scales that a checkpoint brought to one optimizer. Each is kept until its scale is known."""
 
     def __init__(self) -> None:
         self._states: dict[int, Any] = {}
 
     def resume(self, optimizer: Optimizer, scales: Sequence[LossScale]) -> None:
-        """Load what came with a checkpoint, if any, into these scales."""
+        """Take the states of a checkpoint out of the optimizer's first group, if there are any, and load them into `scales`, in order.
+
+        Raises PolicyError if the entry or a state in it is invalid. Warns if a state belongs to a scale that is not dynamic.
+        """
         if optimizer.param_groups and KEY in optimizer.param_groups[0]:
             found = optimizer.param_groups[0].pop(KEY)
             if not isinstance(found, list | tuple):
@@ -71,7 +74,7 @@ def _load(scale: LossScale, state: Any, optimizer: Optimizer) -> None:
 
 
 def _share_nothing(one: Optimizer, other: Optimizer) -> bool:
-    """Whether two optimizers step different parameters."""
+    """True if the two optimizers have no parameter in common."""
     own = {id(p) for group in one.param_groups for p in group["params"]}
     return not any(id(p) in own for group in other.param_groups for p in group["params"])
 

@@ -1,13 +1,15 @@
-"""Steps that are given a closure: when it runs, what is checked, and how such a step is skipped.
+"""Optimizer steps with a closure: decides when the closure runs, checks its gradients, and skips the step if they overflow.
 
-1. An optimizer whose `step` calls the closure before all else finds it evaluated. Gradients are checked before its own code begins, and
-   a step that overflows is skipped like one without a closure.
-2. LBFGS evaluates again and again; it is put back to where it began if a later evaluation overflows.
-3. Any other may read gradients or move weights before it calls (SAM, MeZO, extragradient): its closure runs when it is called. A
-   gradient that overflows becomes zero there, so that no later forward sees NaN weights and keeps NaN statistics, and after the step
-   weights, state and settings are put back. That takes a copy of the weights and of the state a step.
+There are three kinds of optimizers:
 
-Which kind an optimizer is, the source of its `step` says; one whose source is unknown is of the third.
+1. `step` calls the closure before it does anything else. Then the closure runs before the step begins, its gradients are checked, and the
+   step gets its result. A step that overflows is skipped like a step without a closure.
+2. LBFGS calls the closure several times. If gradients of a later call overflow, weights and state are restored after the step.
+3. `step` may read gradients or change weights before it calls the closure (SAM, MeZO, extragradient). So the closure runs when the step
+   calls it. If gradients overflow, all are set to zero, so that no later forward of this step runs on NaN weights and keeps NaN
+   statistics. After the step weights, state and settings are restored. This takes a copy of the weights and of the state at each step.
+
+The kind is found in the source code of `step`. An optimizer without source code is of the third kind.
 """
 
 from __future__ import annotations
@@ -27,21 +29,21 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.torch_internals.trees import tree_map_only
 
 Look = Callable[[Optimizer], Tensor | None]
-"""Gives a flag for the gradients of an optimizer; None without gradients."""
+"""A function that returns an overflow flag for the gradients of an optimizer (above 0 for an overflow), or None if it has none."""
 _HARMLESS = frozenset({"_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"})
-"""Methods of torch's optimizers, by its versions, that are called before a closure, and change nothing."""
+"""Methods of torch's optimizers that `step` calls before the closure and that change nothing. The name depends on the version of torch."""
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of all its groups."""
+    """Yield the parameters of all groups of `optimizer`."""
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
 class Evaluated:
-    """A closure whose first evaluation is known, and whose later ones are checked.
+    """A closure that has run once before the step. The step's first call returns that loss; later calls run the closure and are checked.
 
-    A later evaluation that overflows has no gradient to give: from then on there is none, and the loss is the first one, which
-    ends any line search.  LBFGS is put back to its start afterwards, so its step is skipped like any other.
+    If gradients of a later call overflow, all gradients become None. This call and further ones return the first loss, which ends a line
+    search. After the step `rewind` restores LBFGS, so the step has no effect.
     """
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], look: Look) -> None:
@@ -62,7 +64,7 @@ class Evaluated:
 
     @property
     def idles(self) -> bool:
-        """Whether the step is skipped before it begins: nothing of it must run."""
+        """True if the step must be skipped as a whole: the first gradients overflowed, and the optimizer is not LBFGS."""
         return self.overflow and self.start is None
 
     def __call__(self) -> Any:
@@ -84,7 +86,7 @@ class Evaluated:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Put LBFGS back to where it began."""
+        """Restore the weights and the state of LBFGS to those before the step. For other optimizers do nothing."""
         for p, value, state in self.start or ():
             p.copy_(value)
             self.optimizer.state.pop(p, None)
@@ -93,7 +95,7 @@ class Evaluated:
 
 
 class Checked:
-    """A closure that runs whenever the step calls it, in the step's own grad mode; its gradients, and those before it, are checked."""
+    """A closure that runs when the step calls it, in the step's grad mode. Gradients are checked before the step and after each call."""
 
     idles = False
 
@@ -123,7 +125,7 @@ class Checked:
                     p.grad = torch.zeros_like(p.grad)
 
     def rewind(self) -> None:
-        """Put the optimizer and its weights back to where they were; what is left of gradients is thrown away."""
+        """Restore weights, state and settings of the optimizer, and of optimizers inside it, from before the step. Drop gradients."""
         for start in self._start:
             start.restore()
         for p in params_of(self.optimizer):
@@ -131,7 +133,7 @@ class Checked:
 
 
 class _Start:
-    """Weights, state and settings of one optimizer before a step."""
+    """Copies of the weights, state and settings of one optimizer before a step."""
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:
@@ -162,7 +164,7 @@ class _Start:
 
 
 def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Iterator[Optimizer]:
-    """An optimizer, and the optimizers that it wraps."""
+    """Yield an optimizer and all optimizers that it holds in its attributes, as a wrapper does."""
     yield optimizer
     seen |= {id(optimizer)}
     for value in optimizer.__dict__.values():
@@ -171,16 +173,19 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
                 yield from _with_inner(each, seen)
 
 
-# -- what the source of a step says -----------------------------------------------------------------
+# -- the kind of an optimizer, by the source of its step --------------------------------------------
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
-    """The closure that the step gets in place of `closure`."""
+    """Return the closure that the step gets in place of `closure`: `Evaluated` for optimizers of kinds 1 and 2, `Checked` for kind 3."""
     first = isinstance(optimizer, torch.optim.LBFGS) or calls_closure_first(inspect.unwrap(type(optimizer).step))
     return (Evaluated if first else Checked)(optimizer, closure, look)
 
 
 @functools.lru_cache(maxsize=256)
 def calls_closure_first(step: Callable[..., Any]) -> bool:
-    """Whether `step(self, closure)` calls the closure once, before anything that has an effect or reads what the closure changes."""
+    """True if the source of `step(self, closure)` has a single call of the closure, before any other code with an effect.
+
+    False if the source is not available, or if the closure is passed on to other code.
+    """
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(step))).body
     except (OSError, TypeError, SyntaxError, ValueError):
@@ -193,7 +198,7 @@ def calls_closure_first(step: Callable[..., Any]) -> bool:
 
 
 def _passed_on(function: ast.FunctionDef, name: str) -> bool:
-    """Whether the closure is read other than by a call or by a question whether there is one."""
+    """True if the function uses the variable `name`, its closure, in any way except to call it or to test it in a condition."""
     fine = {id(each.func) for each in ast.walk(function) if isinstance(each, ast.Call)}
     fine |= {id(test) for each in ast.walk(function) for test in _questions(each)}
     return any(isinstance(each, ast.Name) and each.id == name and id(each) not in fine for each in ast.walk(function))
@@ -206,7 +211,7 @@ def _questions(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def _reaches_first(body: list[ast.stmt], name: str) -> bool:
-    """Whether the first statement with an effect calls the closure."""
+    """True if the first statement with an effect in `body` calls the closure, the variable `name`."""
     for statement in body:
         if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return) and statement.value is not None:
             value: ast.expr = statement.value

@@ -1,7 +1,7 @@
-"""Optimizers that exist already, and the parameters by which one is known to train a model.
+"""Finds the optimizers of the process, and the parameters of a model by which its optimizers are recognised.
 
-There is no list of optimizers in PyTorch, so the garbage collector's is read: by the classes of its objects, which runs no code
-of theirs. With transformers imported it took 140 ms of processor time, for 376,000 objects on a busy machine.
+PyTorch keeps no list of optimizers, so the objects that the garbage collector tracks are searched. Only their classes are read, which runs
+no code of the objects. With transformers imported this took 140 ms of processor time, for 376,000 objects on a busy machine.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from amprewrite.tables.errors import PolicyError
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
-"""The function that PyTorch puts around the `step` of every optimizer class, and that runs hooks."""
+"""Qualified name of the function in which PyTorch wraps the `step` of every optimizer class. It runs the hooks."""
 _MOST_WRAPPERS = 5
-"""Wrappers around an optimizer that are looked through."""
+"""At most so many nested wrappers are opened in search of an optimizer."""
 
 
 def existing_optimizers() -> list[Optimizer]:
-    """All optimizers whose steps can be guarded."""
+    """Return all optimizers of the process whose steps can be guarded."""
     return [optimizer for optimizer in every_optimizer() if can_be_guarded(optimizer)]
 
 
 def every_optimizer() -> list[Optimizer]:
-    """All optimizers that hold parameters themselves; a wrapper may hold those of another."""
+    """Return all optimizers of the process that have the attribute `param_groups`, wrappers with the groups of another one included."""
     classes = {Optimizer}
     ahead = [Optimizer]
     while ahead:
@@ -45,10 +45,10 @@ def every_optimizer() -> list[Optimizer]:
 
 
 def can_be_guarded(optimizer: Optimizer) -> bool:
-    """Whether PyTorch runs hooks at its steps, and a step may be skipped.
+    """True if PyTorch runs hooks at the steps of `optimizer`, and its steps may be skipped.
 
-    An optimizer that never called `Optimizer.__init__` has no hooks; if it wraps another (Lookahead), that one has. Steps of a
-    differentiable one are part of the graph of a loss, whose gradient would be cut off by a skip.
+    An optimizer that never called `Optimizer.__init__` has no hooks. If it is a wrapper (Lookahead), the optimizer inside has them. The
+    steps of a differentiable optimizer are part of the autograd graph of a loss, and a skipped step would cut off the gradient.
     """
     held = optimizer.__dict__
     hooked = getattr(type(optimizer).step, "hooked", False) and all(name in held for name in _HOOKS)
@@ -56,14 +56,14 @@ def can_be_guarded(optimizer: Optimizer) -> bool:
 
 
 def differentiates(optimizer: Optimizer) -> bool:
-    """Whether its steps are themselves differentiated, as those of meta-learning are."""
+    """True if a parameter group has `differentiable=True`: steps are part of an autograd graph, as in meta-learning."""
     return any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 def optimizer_inside(optimizer: Any) -> Optimizer:
-    """The torch optimizer that `optimizer` is, or that it wraps; PolicyError if there is none that can be guarded.
+    """Return `optimizer` if it can be guarded, otherwise the torch optimizer that it wraps. PolicyError if none can be guarded.
 
-    A wrapper may derive from Optimizer without having its hooks, as accelerate's does.
+    A wrapper may derive from torch.optim.Optimizer and still have no hooks, as accelerate's does.
     """
     inner = optimizer
     for _ in range(_MOST_WRAPPERS):
@@ -93,7 +93,7 @@ def _why_unguarded(optimizer: Any) -> str:
 
 
 def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
-    """A function that returns the current parameters, and the parameters that FSDP2's optimizers own."""
+    """Return a function that yields the current parameters of `root`, and those of `sharded_parameters(root)`."""
 
     def parameters() -> Iterator[Tensor]:
         yield from parameters_in(root)
@@ -103,7 +103,7 @@ def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
-    """The parameters that FSDP2's optimizers own; inside a forward the modules hold gathered ones."""
+    """Yield the sharded parameters of FSDP2, which optimizers own. During a forward the modules hold gathered parameters in their place."""
     for module in root.modules():
         ask: Any = getattr(module, "_get_fsdp_state", None)
         state = ask() if ask is not None else None
@@ -113,7 +113,7 @@ def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
 
 
 def in_a_step() -> bool:
-    """Whether some thread is inside an optimizer's `step`, which goes over hooks: none may be removed then."""
+    """True if a thread is inside the `step` of an optimizer. It iterates over hooks, so none may be removed then."""
     for frame in sys._current_frames().values():
         at = frame
         while at is not None:

@@ -1,8 +1,9 @@
-"""A torch.amp.GradScaler that was left in the loop: two scales on one loss.
+"""Detects a torch.amp.GradScaler that was left in the training loop, so that the loss is scaled twice.
 
-1. A scaler that lets a step through is seen as its caller, or by what it leaves on optimizers that skip by themselves.
-2. A scaler that finds an overflow, which two scales make likely, does not call `step` at all. It notes the optimizers that it handles
-   in a dict, which its `update` replaces. The dict of the latest backward is held, so the next backward finds the optimizer in it.
+1. If the scaler lets a step run, it is found among the callers of `step`, or by the attribute `found_inf` that it sets on optimizers that
+   skip steps by themselves.
+2. If the scaler finds an overflow, which is likely with two scales, it does not call `step`. But it adds each optimizer that it handles to
+   a dict, which its `update` replaces by a new dict. So we keep the dict of each backward. At the next backward the optimizer is in it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.runtime.training.loss_scale import LossScaleError
 
 _FRAMES = 12
-"""How far up the stack to look for who called `step`."""
+"""Number of frames up the stack to search for the caller of `step`."""
 
 
 class GradScalers:
-    """The scalers of the process, and what they have handled since the latest backward of one model."""
+    """The enabled GradScalers of the process, and the optimizers that they have handled since the latest backward of one model."""
 
     def __init__(self) -> None:
         self._scalers: list[weakref.ref[GradScaler]] | None = None
-        """The scalers at the first backward: a loop makes its scaler before, to scale the loss."""
+        """The scalers that exist at the end of the first backward; None before. A loop must make its scaler earlier, to scale the loss."""
         self._handled: list[dict[int, Any]] = []
+        """For each scaler its dict of optimizers, as of the latest backward. Keys are ids of optimizers."""
 
     def backward_ended(self) -> None:
+        """Keep the dict of optimizers of each scaler. Called at the end of a backward."""
         if self._scalers is None:
             found = (each for each in gc.get_objects() if issubclass(type(each), GradScaler))
             self._scalers = [weakref.ref(each) for each in found if each.is_enabled()]
@@ -39,16 +42,16 @@ class GradScalers:
             self._handled = [scaler._per_optimizer_states for scaler in living]
 
     def refuse(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise LossScaleError if a scaler has handled one of these optimizers since the latest backward."""
+        """Raise LossScaleError if a scaler has handled one of `optimizers` since the latest backward."""
         handled, self._handled = self._handled, []
         if any(id(optimizer) in each for each in handled for optimizer in optimizers):
             raise LossScaleError(_TWICE)
 
 
 def refuse_grad_scaler(optimizer: Optimizer, caller: FrameType, kwargs: dict[str, Any]) -> None:
-    """Raise LossScaleError if a GradScaler steps this optimizer.
+    """Raise LossScaleError if a GradScaler steps `optimizer`. `caller` is the frame of its `step`, `kwargs` are the arguments of that.
 
-    It leaves `found_inf` on optimizers that skip by themselves; for the others it is only visible as a caller.
+    The scaler sets `found_inf` on an optimizer that skips steps by itself. For any other optimizer it is only found among the callers.
     """
     scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
     frame: FrameType | None = caller

@@ -1,19 +1,21 @@
-"""Hooks on the `step` of one optimizer, which skip its overflowing steps. Nothing else of it is changed.
+"""Hooks the `step` of one optimizer and skips it if gradients overflowed. Nothing else about the optimizer is changed.
 
 Before each step:
 
-1. Look for inf and NaN in the gradients of all the optimizer's parameters, as torch.amp.GradScaler does
-   (torch/amp/grad_scaler.py), with the same multi-tensor kernel; add what backwards left in them that still counts
-   (backwards.py); agree with the ranks that hold the other shards (nonfinite.py).
-2. Tell the gates, whose loss scales move once per set of steps (loss_scale.py). A scale that was not used does not move.
-3. A fused optimizer gets the answer as its `found_inf` tensor and skips by itself: no host sync.
-4. For any other optimizer read the answer.  To skip, step a stand-in: a hook may replace the arguments of
-   `Optimizer.step`, `self` among them, so the class's own code runs once over no parameter groups and a throw-away state.
-   Parameters, state, step counts and gradients of the real one stay the same, and its scheduler sees a step.
-5. With a closure the gradients are the closure's (closures.py).
-6. Tell wrappers that hold a schedule how it went (wrappers.py). They want to know at once, so then a fused step is read, too.
+1. Check the gradients of all parameters of the optimizer for inf and NaN, as torch.amp.GradScaler does (torch/amp/grad_scaler.py), with
+   the same multi-tensor kernel. Combine the result with the flags of earlier backwards that still count (backwards.py) and with the
+   results of the ranks that hold the other shards (nonfinite.py).
+2. Pass this flag to the gates. Their loss scales are updated once per set of steps (loss_scale.py). A scale is not updated if the gradients
+   come from a forward that used 1 in its place.
+3. Give the flag to a fused optimizer as its `found_inf` tensor. Its kernel skips the step, without a host sync.
+4. For any other optimizer read the flag. To skip the step, let a stand-in make it: a hook may replace the arguments of `Optimizer.step`,
+   including `self`, so the code of the class runs once, with no parameters and a temporary state. Parameters, state, step counts and
+   gradients of the real optimizer stay the same, and its learning-rate scheduler sees that `step` was called.
+5. If the step has a closure, check the gradients that the closure computes (closures.py).
+6. Tell wrappers that control a schedule whether the step was skipped (wrappers.py). They need to know at once, so in this case the flag of
+   a fused optimizer is read as well.
 
-The optimizer's state_dict carries the loss scales (carried_scale.py).
+The optimizer's state_dict includes the loss scales (carried_scale.py).
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_above
 
 _SAVES = "_optimizer_state_dict_post_hooks"
 _FRAMES = 12
-"""How far up the stack to look for who called `step`."""
+"""Number of frames up the stack to search for the caller of `step`."""
 
 
 class Gate(Protocol):
-    """The members of a StepGate that a guard uses."""
+    """The members of a StepGate that a guard uses. A StepGate looks after the optimizers of one rewritten model."""
 
     loss_scale: LossScale
     parameters: Callable[[], Iterable[Tensor]]
@@ -59,7 +61,7 @@ class Gate(Protocol):
 
 
 def guard_of(optimizer: Optimizer) -> Guard:
-    """The guard of `optimizer`, which hangs on its hooks from the first call on until its last gate is gone."""
+    """Return the guard of `optimizer`. The first call makes it and sets its hooks, which stay until its last gate is removed."""
     guard = _GUARDS.get(optimizer)
     if guard is None:
         guard = _GUARDS[optimizer] = Guard(optimizer)
@@ -67,13 +69,13 @@ def guard_of(optimizer: Optimizer) -> Guard:
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
-    """Whether the latest step of an optimizer was skipped (a host read after a fused one); False if nothing guards it."""
+    """True if the latest step of `optimizer` was skipped. False if nothing guards it. Host sync after a step of a fused optimizer."""
     guard = _GUARDS.get(optimizer)
     return guard is not None and guard.skipped
 
 
 class Guard:
-    """The hooks on one optimizer; several gates share them, so that gradients are checked once and all gates agree."""
+    """The hooks on one optimizer. If it trains several models, their gates share them: gradients are checked once, for all gates."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -82,35 +84,35 @@ class Guard:
         self._closure: Evaluated | Checked | None = None
         self._warm: tuple[int, int, int] | None = None
         self._beside: list[Any] = []
-        """Process groups whose ranks step other parts of one model together with this optimizer."""
+        """Process groups whose ranks step other parts of the model at the same time as this optimizer."""
         self._latest: bool | Tensor = False
         self._arrived = Arrived()
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
-        if _SAVES in optimizer.__dict__:  # without it the class has a state_dict of its own, and never called Optimizer.__init__
+        if _SAVES in optimizer.__dict__:  # missing if the class has its own state_dict and never called Optimizer.__init__
             self._hooks.append(optimizer.register_state_dict_post_hook(self._saved))
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def add(self, gate: Gate) -> None:
-        """Guard the optimizer for `gate`, too."""
+        """Guard the optimizer for `gate` as well, and load a loss scale that a checkpoint has brought for it."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
         self.resume()
 
     def agree_with(self, group: Any) -> None:
-        """Skip whenever an optimizer on another rank of `group` skips."""
+        """From now on, skip each step that the optimizer of any other rank in `group` skips."""
         if group not in self._beside:
             self._beside.append(group)
 
     def resume(self) -> None:
-        """Load the loss scales that came with a checkpoint of the optimizer, if one did."""
+        """Load the loss scales from the latest checkpoint of the optimizer, if it has any that are not loaded yet."""
         optimizer = self._optimizer()
         if optimizer is not None:
             self._arrived.resume(optimizer, self._scales())
 
     @property
     def skipped(self) -> bool:
-        """Whether the latest step was skipped (a host read after a fused one)."""
+        """True if the latest step was skipped. Causes a host sync after a step of a fused optimizer."""
         return self._latest if isinstance(self._latest, bool) else self._latest.item() > 0
 
     def _scales(self) -> list[LossScale]:
@@ -128,7 +130,7 @@ class Guard:
             self.drop(ref)
 
     def drop(self, ref: weakref.ref[Gate]) -> None:
-        """Forget a gate that died or was retired; with the last one the hooks go."""
+        """Forget a gate that no longer exists or was retired. After the last gate remove the hooks, unless a step is running."""
         self._refs = [each for each in self._refs if each is not ref]
         if self._refs or in_a_step():
             return
@@ -141,7 +143,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: Gate) -> list[Tensor]:
-        """The parameters of this optimizer that `gate` looks after: its model's own, and those of no other gate's model."""
+        """Return the parameters of this optimizer that are in the model of `gate`, or in the model of no gate."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else list(params_of(optimizer))
         others = {id(p) for other in self.gates() if other is not gate for p in other.parameters()}
@@ -151,17 +153,21 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer) -> Tensor | None:
-        """A flag for the gradients now and for earlier backwards that still count; None without gradients."""
+        """Return a flag, above 0 if gradients hold inf or NaN now or did after a backward that still counts; None without gradients."""
         params = list(params_of(optimizer))
         noted = [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)]
         return find_nonfinite(params, noted, self._beside)
 
     def gates(self) -> list[Gate]:
-        """The gates that still live and scale anything."""
+        """Return the gates that still exist and whose loss scale is enabled."""
         return [gate for ref in self._refs if (gate := ref()) is not None and gate.loss_scale.enabled]
 
     @torch.compiler.disable
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check gradients before a step, and tell the gates. Raises LossScaleError if a GradScaler makes the step.
+
+        Returns (args, kwargs) in place of those of the step, in order to skip it or to give it another closure; None otherwise.
+        """
         gates = self.gates()
         caller = _running_step(optimizer)
         if not gates or _is_inner_step(caller, optimizer):
@@ -197,6 +203,7 @@ class Guard:
 
     @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Clean up after a step. If the step had a closure whose gradients overflowed, undo the step."""
         caller = _running_step(optimizer)
         if _is_inner_step(caller, optimizer):
             return
@@ -212,7 +219,7 @@ class Guard:
         self._tell(self.gates(), optimizer, closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
-        """Keep how a step went, and tell the wrappers that ask."""
+        """Remember whether the latest step was skipped, and tell `wrappers`."""
         self._latest = skipped
         for wrapper in wrappers:
             tell(wrapper, self.skipped)
@@ -230,9 +237,10 @@ class Guard:
             gate.stepped(optimizer, overflow)
 
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
-        """Whether its kernel heeds `found_inf`, and has its state: a first step that is skipped must not make one.
+        """True if the optimizer's kernel skips a step by `found_inf`, and the optimizer has made its state already.
 
-        (torch's fused SGD even leaves momentum uninitialised then: torch/optim/sgd.py makes it with `empty_like`.)
+        Without state it must not skip by itself, because a skipped first step would still make the state. torch's fused SGD would even
+        leave the momentum uninitialised: torch/optim/sgd.py makes it with `empty_like`.
         """
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return False
@@ -253,7 +261,7 @@ class Guard:
 
 
 class _NoGroups(list[dict[str, Any]]):
-    """Parameter groups that loops do not see; code that looks up settings by index finds them."""
+    """A list of parameter groups that looks empty to loops and `len`. Code that looks up settings by index still finds the groups."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(())
@@ -263,7 +271,7 @@ class _NoGroups(list[dict[str, Any]]):
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same class with nothing to do, for one step."""
+    """Return an optimizer of the same class with no parameters and an empty state, which makes one step in place of `optimizer`."""
     idle = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
         if isinstance(value, Optimizer):
@@ -275,7 +283,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         elif isinstance(value, OrderedDict) and name.endswith("_hooks"):
             value = OrderedDict()
         idle.__dict__[name] = value
-    idle.__dict__.pop("step", None)  # a scheduler's, bound to the real one
+    idle.__dict__.pop("step", None)  # a scheduler may have set this attribute, bound to the real optimizer
     if type(optimizer).__module__.startswith("torch."):
         idle.param_groups = []  # torch's own optimizers look up no group by index, and Dynamo needs a plain list to compile the step
     else:
@@ -295,7 +303,7 @@ def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[Gate]) -> None:
 
 
 def _running_step(optimizer: Optimizer) -> FrameType:
-    """The frame of the `step`, as torch.optim wraps it, whose hook is being called."""
+    """Return the frame of the `step`, in the wrapper of torch.optim, whose hook is being called."""
     frame = hook = sys._getframe(1)
     code = getattr(type(optimizer).step, "__code__", None)
     for _ in range(_FRAMES):
@@ -306,7 +314,7 @@ def _running_step(optimizer: Optimizer) -> FrameType:
 
 
 def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
-    """Whether `step` was called by a subclass's `step` of the same optimizer, which has been guarded already."""
+    """True if the `step` in frame `caller` was called by a `step` of the same optimizer, as by that of a subclass, whose hooks have run."""
     frame = caller.f_back
     for _ in range(_FRAMES):
         if frame is None:

@@ -1,8 +1,9 @@
-"""Training without an optimizer that PyTorch knows: when to say that gradients are not scaled, and what steps the weights.
+"""Detects that a model is trained without a known torch optimizer, and makes the warning that its gradients are not scaled.
 
-A dynamic loss scale follows optimizer steps, which PyTorch's hooks tell of. Optimizers of other libraries (fastai, Keras 3), steps by hand
-and optimizers over copies of the weights have none, so the scale stays 1. A few backwards that give weights gradients show that a model is
-trained so. In eval mode gradients are taken without training as well (saliency, attacks): there the weights must move, too.
+A dynamic loss scale follows the steps of torch optimizers, which it sees by PyTorch's hooks. It sees no steps of optimizers of other
+libraries (fastai, Keras 3), of optimizers over copies of the weights, or by hand. Then the scale stays 1. A model counts as trained after a
+few backwards that give weights gradients. In eval mode gradients are also computed without training (saliency, attacks), so there the
+weights must change as well.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from amprewrite.runtime.training.optimizers.find_optimizers import differentiate
 from amprewrite.tables.formats import NARROWEST
 
 BACKWARDS = 8
-"""How many backwards show that a model is trained. Fewer are common where gradients are looked at."""
+"""Number of backwards after which a model counts as trained. Fewer are common in code that only inspects gradients."""
 _DEPTH = 7
-"""How many objects may stand between a weight and what steps it: fastai keeps weights in lists of lists of its own."""
+"""Length of the longest chain of references from an optimizer to a weight that is searched. fastai keeps weights in nested lists."""
 _WIDTH = 4000
+"""At most so many objects are searched at each distance from the weights."""
 _PROBES, _NUMBERS = 8, 64
-"""Weights, and numbers of each, by which a step in eval mode is seen."""
+"""Number of weights, and of numbers in each, that are compared to see whether the weights changed."""
 _COPIES = "amp.attach(optimizer, copies=True)"
 _NOT_TORCH = (
     "Use a torch optimizer (fastai: opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), call amp.attach(optimizer) with the torch "
     "optimizer inside a wrapper, or use the library's own loss scale (Keras: LossScaleOptimizer) with loss_scale='none' here"
 )
 _METHODS = ("step", "apply_gradients", "apply")
-"""Methods by which an optimizer of any library steps."""
+"""Names of the methods by which optimizers of any library step."""
 
 
 class UnscaledBackwards:
@@ -45,9 +47,10 @@ class UnscaledBackwards:
         self._numbers: list[Tensor] = []
 
     def enough(self, number: int, weights: Sequence[Tensor], evaluates: bool) -> bool:
-        """Count a backward that gave gradients to `weights`. True once there are enough to warn that gradients are not scaled.
+        """Count a backward that gave gradients to `weights`. Return True if there are enough to warn that gradients are not scaled.
 
-        `number` is autograd's number of the backward, which counts once. With `evaluates` it counts only if the weights have changed.
+        `number` is autograd's number of the backward, which counts once. `evaluates`: all forwards since the latest step were in eval mode.
+        Then the backward counts only if the weights have changed since the backward before.
         """
         if number == self._latest:
             return False
@@ -58,7 +61,7 @@ class UnscaledBackwards:
         return self._count >= BACKWARDS
 
     def _moved(self, weights: Sequence[Tensor]) -> bool:
-        """Whether weights have other numbers than at the backward before. A write through `.data` counts no version."""
+        """True if weights have changed since the call before. Compares numbers, because writes to `.data` change no version counter."""
         with torch.no_grad():
             now = [weight.detach().flatten()[:_NUMBERS].clone() for weight in weights[:_PROBES]]
         before, self._numbers = self._numbers, now
@@ -66,7 +69,7 @@ class UnscaledBackwards:
 
 
 def unscaled_message(weights: Sequence[Tensor], parameters: Iterable[Tensor]) -> str:
-    """The warning; "" if what steps the weights has a loss scale of its own."""
+    """Return the warning that gradients are not scaled; "" if an optimizer of another library steps the weights and scales the loss."""
     found = _stepped_by(weights, list(parameters))
     if found is None:
         return ""
@@ -79,7 +82,7 @@ def unscaled_message(weights: Sequence[Tensor], parameters: Iterable[Tensor]) ->
 
 
 def _stepped_by(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[str, str] | None:
-    """The library that steps the weights, and the remedy; None if it scales the loss itself."""
+    """Return (how the weights are stepped, the remedy) in words. None if the object that steps them scales the loss itself."""
     own, optimizers = {id(p) for p in (*parameters, *weights)}, every_optimizer()
     for optimizer in (each for each in optimizers if any(id(p) in own for p in params_of(each))):
         name = type(optimizer).__name__
@@ -101,7 +104,10 @@ def _name(value: Any) -> str:
 
 
 def _holder(weights: Sequence[Tensor]) -> Any:
-    """The nearest object with the method of an optimizer that holds one of the weights, maybe in containers; None if there is none."""
+    """Return the nearest object that refers to one of the weights, maybe through containers, and has a method in `_METHODS`.
+
+    None if there is no such object. Torch optimizers and modules do not count.
+    """
     seen: set[int] = set()
     ahead: list[Any] = list(weights[:_PROBES])
     seen.update(map(id, ahead))
@@ -129,11 +135,11 @@ _NO_HOLDERS = (
 
 
 def _scales_itself(optimizer: Any) -> bool:
-    """Whether an optimizer of another library multiplies the loss by a scale of its own."""
+    """True if an optimizer of another library multiplies the loss by its own scale: its method `scale_loss` changes 1.0."""
     scale: Callable[[float], Any] | None = getattr(optimizer, "scale_loss", None)
     try:
         return callable(scale) and float(scale(1.0)) != 1.0
-    except (TypeError, ValueError, RuntimeError):  # its method takes something else: nothing is known of a scale
+    except (TypeError, ValueError, RuntimeError):  # `scale_loss` takes or returns something else, so it is no known loss scale
         return False
 
 

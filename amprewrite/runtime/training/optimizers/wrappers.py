@@ -1,7 +1,8 @@
-"""Wrappers of optimizers that ask whether a step was skipped, and hold the learning-rate schedule if it was.
+"""Tells wrappers of optimizers whether a step was skipped, so that they do not advance the learning-rate schedule after it.
 
-accelerate's AcceleratedOptimizer keeps the answer of a GradScaler in `_is_overflow`, which its schedulers and transformers' Trainer
-read. It calls the torch optimizer's `step` from its own, so it is found among the callers. Nothing of it is replaced.
+accelerate's AcceleratedOptimizer stores whether a GradScaler skipped the step in `_is_overflow`, and its schedulers and transformers'
+Trainer read this attribute. Its `step` calls the `step` of the torch optimizer, so the wrapper is found among the callers. Only this
+attribute is set.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MOST_WRAPPERS = 5
 
 
 def wrappers_above(frame: FrameType | None, optimizer: Optimizer) -> Iterator[Any]:
-    """The wrappers of `optimizer` whose `step` is running, the innermost first."""
+    """Yield the wrappers of `optimizer` whose `step` is running in `frame` or in one of its callers, the innermost first."""
     for _ in range(_FRAMES):
         if frame is None:
             return
@@ -38,7 +39,7 @@ def _wraps(found: Any, optimizer: Optimizer) -> bool:
 
 
 def tell(wrapper: Any, skipped: bool) -> None:
-    """Let a wrapper know how the step went."""
+    """Set the attribute by which `wrapper` knows whether the latest step was skipped."""
     setattr(wrapper, _ANSWER, skipped)
 
 
