@@ -1,1 +1,1 @@
-"""Rewritten models at run time: their state, and each of their calls."""
+"""Run rewritten models: this package holds their state and handles each of their calls."""

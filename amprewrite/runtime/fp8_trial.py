@@ -1,4 +1,4 @@
-"""Ask a GPU for a first fp8 product before a plan counts on it."""
+"""Run one fp8 product on the GPU before a plan relies on fp8 products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from amprewrite.ir.policies.product_policy import ProductPolicy
 
 
 def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
-    """The part of `products` that the kernels on a device of this kind can run. `note` gets the reason for the rest."""
+    """Return the part of `products` that works on a device of this `kind`, such as "cuda"; None if no fp8 product works there.
+
+    If the kernel that makes fp8 copies does not run, the returned policy prices these copies without it. `note` is called with the
+    reason for each restriction.
+    """
     if products is None:
         return None
     if why := fails_on(torch.device(kind), products.preset.recipe):

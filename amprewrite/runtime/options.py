@@ -1,4 +1,4 @@
-"""The options of one rewrite, checked."""
+"""The checked options of one `rewrite` call, and the policy that they give on a device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.recipes import BASE
 
 WHERE_READ = frozenset({"cpu"})
-"""Kinds of devices with no launches to save. There a cast of each weight where it is read is faster than one of many: by 3 to 10 % of a
-step of BERT, GPT-2, Llama, ViT and T5 of 12 small layers (torch 2.13, bf16)."""
+"""Kinds of devices on which a graph casts each weight where it reads the weight, because a launch costs nothing there.
+
+Compared with a cast of many weights at once this saves 3 to 10 % of a training step of BERT, GPT-2, Llama, ViT and T5 with 12 small
+layers (torch 2.13, bf16).
+"""
 
 
 @dataclass(frozen=True)
@@ -28,36 +31,42 @@ class Options:
     """The options of one `rewrite` call, checked."""
 
     low: Format | None
-    """None: what the device does best, which may be nothing."""
+    """The low format. None: the best one for the device, or fp32 where no low format gains anything."""
     lists: str | OpLists = "default"
     overrides: tuple[Override, ...] = ()
     backend: str | Callable[..., Any] = "eager"
     cache_weights: bool | str = True
-    """"step": in training, too."""
+    """False: each call casts each weight where it reads it. True: one launch may cast many weights, and a block of calls such as
+    `generate()` may keep the copies. "step": copies are kept in training, too, until an optimizer steps."""
     strict: bool = False
     given: ModelPlan | None = None
+    """The plan that the rewrite follows; None: the rewrite decides itself."""
     granularity: Granularity = MODEL
-    """The result of `parse_granularity`."""
+    """A result of `parse_granularity`."""
     calibration: Calibration | None = None
     keep_high: KeepHigh | None = None
     loss_scale: Any = "auto"
     """An argument of `parse_loss_scale`: "auto", a number, a preset, or a LossScale to share."""
     device: str = ""
-    """The device to plan for; "": the one at hand."""
+    """The name of the device to plan for; "": the device that the model is on."""
     measure: bool = False
+    """True: time ops and casts on the device. False: use the prices in the table of devices."""
     memory: float = 0.0
+    """Price of a byte of activations kept for backward, in seconds; 0: plan for speed alone."""
     parity: float | None = 1.0
-    """How much a step of training counts in the prices that all graphs share; None: each graph is decided by itself."""
+    """Weight of a training step, from 0 to 1, in the prices that all graphs share; None: each graph is decided separately."""
     pad: PadPolicy = field(default_factory=PadPolicy)
     products: ProductPolicy | None = None
-    """Which low products may read fp8 copies of their operands; None: none."""
+    """Rules for the products (matmuls) that may read fp8 copies of their operands; None: no product runs in fp8."""
     frozen: tuple[str, ...] | None = None
-    """Names of the fp32 parameters of a frozen model that took gradients before; None: not frozen."""
+    """Names of the fp32 parameters that took gradients before the model was frozen; None: the model is not frozen."""
 
     def casts_at_once(self, compiles: bool, training: bool, device: str, kept: bool) -> bool:
-        """Whether many weights are cast in one launch; if not, a graph casts each weight where it reads it.
+        """True if one launch casts many weights; False if a graph casts each weight where it reads the weight.
 
-        They are where copies are `kept` over calls. Otherwise a compiler fuses and frees casts that are in the graph.
+        `compiles`: the backend compiles the graph. `kept`: copies outlive the call in inference. A compiled graph uses one launch only for
+        inference with `kept` copies, because otherwise the compiler fuses the casts in the graph and frees their results early. An eager
+        graph uses one launch on every device that is not in WHERE_READ, and wherever copies outlive the call.
         """
         if compiles and self.backend != "eager":
             return bool(self.cache_weights) and kept and not training
@@ -66,9 +75,10 @@ class Options:
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool | str, products: ProductPolicy | None) -> Policy:
-    """The policy of these options on a device; `note` is told if it gains nothing.
+    """Return the policy that `options` give on the device `row`, and call `note` with each restriction, such as a device without gain.
 
-    `kept`: how long low copies of weights are kept. `products`: what of `options.products` the kernels at hand can run.
+    `kept`: how long low copies of weights are kept, as `cache_weights`. `products`: the part of `options.products` that the kernels on the
+    device can run (see `fp8_trial.runnable`).
     """
     low = options.low
     if low is None:

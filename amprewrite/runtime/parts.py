@@ -1,13 +1,14 @@
-"""Where a model is cut into parts that are captured and rewritten one by one.
+"""Choose the parts of a model that are captured and rewritten separately, as `granularity=` asks.
 
-1. granularity="model": nowhere; capture takes in as much as it can.
-2. granularity="blocks": a block is a module with modules of its own that stands beside another of its class in an
-   nn.ModuleList, nn.Sequential or nn.ModuleDict; of blocks within blocks the outermost counts. Or the blocks are named, by
-   shell patterns of module paths.
-3. A module that holds no block and has parameters, such as an embedding or a head, is a part too.
+1. granularity="model": there are no parts. Dynamo captures the whole model, in as few graphs as it can.
+2. granularity="blocks": each block is a part. A block is a module with submodules, in an nn.ModuleList, nn.Sequential or
+   nn.ModuleDict that holds another module of the same class. Of blocks inside blocks only the outermost are parts.
+3. granularity=[patterns]: each module whose path matches one of these shell patterns is a block.
+4. Where there are blocks, every other module with parameters that neither holds a block nor is inside a part, such as an embedding
+   or a head, is a part too.
 
-Hooks on a part run outside its graph, as FSDP2 needs it: its hooks gather a block's weights just before the block runs.
-Code between the parts runs as written, in fp32.
+Hooks on a part run outside its graph. FSDP2 needs this, because its hooks gather the weights of a block just before the block runs.
+Code between the parts is not captured. It runs as written, in fp32.
 """
 
 from __future__ import annotations
@@ -26,32 +27,39 @@ from amprewrite.tables.errors import PolicyError
 
 MODEL, BLOCKS = "model", "blocks"
 Granularity = str | tuple[str, ...]
+"""A result of `parse_granularity`: MODEL, BLOCKS, or patterns of module paths."""
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 shards the module."""
+    """True if the module itself went through FSDP2's `fully_shard`."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Whether FSDP1 manages the parameter, by the mark that it sets (torch.distributed.fsdp._common_utils)."""
+    """True if FSDP1 manages the parameter. FSDP1 marks such parameters (torch.distributed.fsdp._common_utils)."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """The groups of weights in FSDP2's state of a module, each gathered at once; earlier versions of torch have one at most."""
+    """Return the groups of weights in FSDP2's `state` of a module. FSDP2 gathers each group at once.
+
+    In earlier versions of torch a module has at most one group.
+    """
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:
-    """Advice for a model in which FSDP2 gathers weights inside the captured module at `path`; "" if it does not."""
+    """Return advice for a message if FSDP2 shards a submodule of the captured module at `path` separately; "" if it does not."""
     found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]
     return f"; {found[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
 
 
 def parse_granularity(granularity: Any, model: nn.Module) -> Granularity:
-    """`granularity` checked against `model`: "model", "blocks", or patterns of module paths as a tuple."""
+    """Check the argument `granularity` against `model`, and return "model", "blocks", or a tuple of patterns of module paths.
+
+    Raises PolicyError if it is of another type, if `model` has no blocks, or if a pattern matches no module.
+    """
     if is_word(granularity, MODEL):
         return MODEL
     if isinstance(granularity, str) and granularity != BLOCKS:
@@ -69,7 +77,7 @@ def parse_granularity(granularity: Any, model: nn.Module) -> Granularity:
 
 
 def part_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
-    """Paths of the parts to rewrite by themselves, in the order of `named_modules`; none for "model"."""
+    """Return the paths of the parts to rewrite separately, in the order of `named_modules`; () for "model"."""
     if granularity == MODEL:
         return ()
     blocks = block_paths(model, granularity)
@@ -84,12 +92,13 @@ def part_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
 
 
 def block_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
-    """Paths of the blocks; PolicyError for a pattern that matches no module."""
+    """Return the paths of the outermost blocks. Raises PolicyError for a pattern that matches no module."""
     found = list(_repeated(model) if granularity == BLOCKS else _named(model, granularity))
     return tuple(path for path in found if not any(path != other and path.startswith(f"{other}.") for other in found))
 
 
 def _repeated(model: nn.Module) -> Iterator[str]:
+    """Yield the path of each module with submodules whose list, sequence or dict holds another module of the same class."""
     for path, holder in model.named_modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             classes = Counter(type(child) for child in holder.children())
@@ -99,6 +108,7 @@ def _repeated(model: nn.Module) -> Iterator[str]:
 
 
 def _named(model: nn.Module, patterns: Granularity) -> Iterator[str]:
+    """Yield the paths of the modules that match `patterns`. Raises PolicyError for a pattern that matches none."""
     paths = [path for path, _ in model.named_modules() if path]
     for pattern in patterns:
         hits = [path for path in paths if fnmatchcase(path, pattern)]

@@ -1,7 +1,8 @@
-"""The session of a rewritten model: at every call it runs the rewritten graphs, and knows whether they ran.
+"""The session of a rewritten model: run the rewritten graphs in every call, and check that they ran.
 
-Dynamo captures, guards and dispatches; this file is its backend, and the guard around it that turns its silent detours
-(a dispatch mode, a frame it skips, the recompile limit, a switch in the environment) into a working call or a clear word.
+Dynamo captures, guards and dispatches. It sometimes runs the original code silently: under a dispatch mode, for a frame that it skips,
+past its recompile limit, or if an environment variable disables it. This file is Dynamo's backend. It also detects such cases, and makes
+the call run the graphs, warns, or raises an error.
 
 One file because every step of a call reads and writes the state of one session.
 """
@@ -76,33 +77,37 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 @dataclass
 class Session:
-    """Everything one rewritten model keeps at run time."""
+    """The state of one rewritten model at run time, and the methods that run its calls, rewrite its graphs and report its plan."""
 
     options: Options
     root: nn.Module
     state: State = field(default_factory=State)
     entries: dict[str, Entry] = field(default_factory=dict)
     calls: dict[tuple[Region, ...], None] = field(default_factory=dict)
-    """Every set of regions that one call ran, in order; those of an entry that started afresh are gone."""
+    """The regions that an outermost call ran, without repetitions; each such tuple once. Cleared when an entry is captured anew."""
     last: tuple[Region, ...] = ()
+    """The regions that the latest outermost call ran."""
     unreadable: list[Skipped] = field(default_factory=list)
+    """Parts that no capture can ever read."""
     notes: dict[str, None] = field(default_factory=dict)
+    """Notes for the plan, in order."""
     warned: set[str] = field(default_factory=set)
+    """Causes of warnings already given."""
     cache: WeightCache = field(init=False)
     lock: threading.RLock = field(default_factory=threading.RLock)
     turn: threading.RLock = field(default_factory=threading.RLock)
-    """Held by the replica of torch.nn.DataParallel whose tensors the model holds."""
+    """Held by the running replica of torch.nn.DataParallel: the model holds the tensors of one replica at a time."""
     take_in: Callable[[], None] = field(default=lambda: None)
-    """Rewrites the calls of modules that were put in after the rewrite."""
+    """Function that rewrites the calls of modules that were added to the model after the rewrite."""
     plain: Callable[[], nn.Module] = field(default=nn.Module)
-    """Makes a clone of the model before the rewrite, around the same parameters."""
+    """Function that returns a clone of the model without the rewrite, with the same parameters."""
     gathered: GatheredLow = field(default_factory=GatheredLow)
     children: tuple[nn.Module | None, ...] | None = None
-    """The root's, when new modules were looked for; None: look again after this call, which captured something."""
+    """Children of the root at the latest search for new modules; None: search after this call, because it captured a graph."""
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
-        self.overflowed = False  # a first call has, so that graphs are decided by what was seen in it
+        self.overflowed = False  # True once a first call overflowed: exports then observe ranges, too, to make the same decisions
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
@@ -120,10 +125,10 @@ class Session:
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
+        """Run `entry` on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs."""
         state, nested = self.state, self.state.depth > 0
-        recomputes = current_backward() >= 0  # a call inside a backward, as by a checkpoint, must run the graphs of its forward
-        again = recomputes and (not nested or state.recomputed != asking_number())  # the first call of a recomputation
+        recomputes = current_backward() >= 0  # inside a backward: a checkpoint repeats a call, which must run the graphs of its forward
+        again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
         inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
         if not recomputes and (inside or entry.regions.changes):
             entry.regions.note(inside)
@@ -166,13 +171,16 @@ class Session:
         return result
 
     def _check_gathered(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise CaptureError if code outside of one whole graph may have read weights that are gathered low."""
+        """Raise CaptureError if FSDP2 gathers weights of `entry` low, and code outside of one whole graph may have read them.
+
+        `ran`: the regions that ran in the call.
+        """
         if self.gathered.gathers:
             whole = not entry.graphs_of_forward.left_out and len(ran) == 1 and ran[0].whole and ran[0].entry is entry
             self.gathered.check_call(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Begin an outermost call. Dynamo has given up so many frames before it."""
+        """Set up the state for an outermost call. `given_up`: the number of frames that Dynamo gave up before the call."""
         state = self.state
         self.cache.look(self.weight_names)
         self._look_for_new_modules()
@@ -184,7 +192,7 @@ class Session:
     def _run_watched(
         self, entry: Entry, recomputes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Region, ...], list[Failure]]:
-        """Run `entry`, and return its result, the regions that ran in it, and the code that Dynamo failed on."""
+        """Run `entry`, and return its result, the regions that ran, and the failures of Dynamo in this call."""
         state, given_up, captured = self.state, dynamo.frames_given_up(), entry.captured
         outer = state.ran, state.failures
         state.ran, state.depth, state.captured = [], state.depth + 1, state.captured + captured
@@ -194,7 +202,7 @@ class Session:
             return result, tuple(state.ran), failures
         except Exception:
             if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
-                entry.capture_anew(Anew.FAILED)  # Dynamo may have failed on a wrong input, which made the call fail
+                entry.capture_anew(Anew.FAILED)  # a wrong input may have caused both errors: then the code itself can be captured
             raise
         finally:
             (state.ran, state.failures), state.depth, state.captured = outer, state.depth - 1, state.captured - captured
@@ -202,7 +210,7 @@ class Session:
                 self._end_forward()
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
-        """Take note of an outermost call that has ended."""
+        """Update the state after an outermost call that returned `result` and ran the regions `ran`."""
         if self.children is None:
             self._look_for_new_modules()
         if torch.is_grad_enabled() and self.loss_scale.enabled:
@@ -211,7 +219,10 @@ class Session:
             self._remember(entry, ran)
 
     def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-        """Run a call inside a transform of derivatives as written. Of calls within each other the outermost is listed."""
+        """Run a call as written, in fp32, inside a torch.func transform or forward-mode derivatives; `why` names which.
+
+        Of nested calls only the outermost is listed in the plan.
+        """
         if not self.state.transformed:
             message = f"{entry.place} ran in fp32: {why}"
             self._left_out(entry, message, why)
@@ -222,13 +233,20 @@ class Session:
             self.state.transformed -= 1
 
     def _look_for_new_modules(self) -> None:
-        """Take in modules that came since: at once for the root's own, after the capture that meets them for others."""
+        """Rewrite the calls of modules that were added to the model, if the root's children changed or `children` is None.
+
+        So a new child of the root is found before the next call, and a new module deeper in the model after the next capture.
+        """
         children = tuple(self.root._modules.values())
         if self.children != children:
             self.children = children
             self.take_in()
 
     def _run(self, entry: Entry, graphs: Graphs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the compiled function of `graphs`. If capture fails before the code of `entry` began, run `entry` as written instead.
+
+        Raises CaptureError if capture fails under `strict`, or half way through the code.
+        """
         try:
             if count_dispatch_modes() == 0:
                 return graphs.compiled(*args, **kwargs)
@@ -250,7 +268,10 @@ class Session:
             return self._as_written(entry, args, kwargs, error)
 
     def _as_written(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException) -> Any:
-        """Run an entry of which nothing ran before capture failed; if its own code fails too, that error is the caller's."""
+        """Run `entry` as written after its capture failed with `error`, and warn. No code of the entry has run before.
+
+        An error of the entry's own code reaches the caller.
+        """
         entry.capture_anew(Anew.NOT_CAPTURED)
         self.state.captured -= 1
         try:
@@ -266,7 +287,10 @@ class Session:
 
     @property
     def runs_recurrent_eagerly(self) -> bool:
-        """Whether each LSTM, GRU and RNN module gets an eager graph of its own. A given plan decides this: it has such regions or not."""
+        """True if each LSTM, GRU and RNN module gets an eager graph of its own.
+
+        This is so with a compiler unless `strict`. If a plan was given, it must also have a region for such a module.
+        """
         if self.options.backend == "eager" or self.options.strict:
             return False
         modules = dict(self.root.named_modules())
@@ -274,12 +298,12 @@ class Session:
         return given is None or any(isinstance(modules.get(region.entry), nn.RNNBase) for region in given.regions)
 
     def forward_scale(self, device: torch.device) -> ForwardScale:
-        """The loss scale of this forward, the same for all of its graphs, made on `device` if it is the first that asks."""
+        """Return the loss scale of this forward. All graphs of the forward share it; the first request creates it, on `device`."""
         self.state.scale = self.state.scale or self.scales.of_forward(device, self._in_parts())
         return self.state.scale
 
     def _in_parts(self) -> bool:
-        """Whether code of the model may run between the graphs of this forward."""
+        """True if code of the model may run between the graphs of this forward."""
         state = self.state
         if state.entry is None:
             return True
@@ -288,7 +312,7 @@ class Session:
         return state.depth > 1 or graphs.in_parts
 
     def _end_forward(self) -> None:
-        """End a forward. A gradient that enters a result from now on is that of a loss."""
+        """Mark the forward as ended: a backward through it from now on is the backward of a loss, not a part of the model's computation."""
         if self.state.scale is not None:
             self.state.scale.under_way = False
         self.state.scale = self.state.entry = None
@@ -306,7 +330,7 @@ class Session:
         return any(graphs.outdated for graphs in every)
 
     def _overflowed(self) -> str | None:
-        """The place where the step that is being skipped overflowed first; None if it is not found."""
+        """Return the place of the first overflow in the step that is being skipped; None if it is not found."""
         self.schedule.due = True
         graphs = [(region.plan, region.module) for region in self.last]
         found = self.probe.find(graphs, self.last[0].latest if len(self.last) == 1 else None)
@@ -316,6 +340,7 @@ class Session:
         return found.where
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
+        """Store the regions `ran` as the latest call. After a call of the whole model first check that overrides and `products=` match."""
         if not ran:
             return
         if entry.path == "":
@@ -328,7 +353,10 @@ class Session:
             self.calls[tuple(dict.fromkeys(ran))] = None
 
     def _check_products(self) -> None:
-        """Raise PolicyError if a rule of `products=` matches no node, or nothing runs in fp8 on a device that could."""
+        """Raise PolicyError if a rule of `products=` matches no node, or if no product runs in fp8 though the device can multiply fp8.
+
+        If an accuracy was asked for, the second case gives a note instead.
+        """
         asked = self.options.products
         if asked is None or self.policy_for(self._device()).products is None:
             return
@@ -349,7 +377,7 @@ class Session:
         )
 
     def _check_wide(self) -> None:
-        """Raise PolicyError if an override asks for wide products where there is none."""
+        """Raise PolicyError if an override asks for wide products (bf16 operands, fp32 result) and matches no such product."""
         policy = self.policy_for(self._device())
         regions = [part for each in list(self.entries.values()) for region in each.graphs.regions for part in region.plan.flat("")]
         wide = [node for part in regions for node in part.nodes if node.name in part.edited(Edit.WIDE_PRODUCT)]
@@ -361,6 +389,7 @@ class Session:
                 )
 
     def _check_node_overrides(self) -> None:
+        """Raise PolicyError if an override names a node that no captured graph has."""
         if any(override.scope == "node" for override in self.options.overrides):
             policy = Policy(self.options.low or FP32, overrides=self.options.overrides)
             regions = (region for each in list(self.entries.values()) for region in each.graphs.regions)
@@ -375,11 +404,14 @@ class Session:
             self._left_out(entry, message, failure.place, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
-        """Say that Dynamo ran original code, and give the next call a fresh start if that may help."""
+        """Report that Dynamo ran original code in a call, and let the next call capture anew if that may help.
+
+        `ran`: the regions that ran in the call. `said`: Dynamo's reasons, "" if it gave none.
+        """
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
         if not (switched_off or said) and (own or (not ran and entry.graphs.empty)):
-            return  # another thread is capturing, or there is no tensor op in it
+            return  # either another thread is capturing, or the entry has no tensor op to rewrite
         if own and self.runs_recurrent_eagerly and said.startswith(dynamo.RECURRENT):
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
@@ -395,29 +427,35 @@ class Session:
         self._left_out(entry, f"{entry.place} {what}: {why}{sharded}", f"{what}: {why}{bool(sharded)}")
 
     def _left_out(self, entry: Entry, message: str, cause: str = "", place: str = "") -> None:
-        """List code that ran in fp32 outside of rewritten graphs, and warn once for each cause."""
+        """List code that ran in fp32 outside of rewritten graphs in `plan.skipped`, and warn once for each cause.
+
+        `cause` identifies the warning, "" for `message` itself. `place` names the code, "" for the entry.
+        """
         entry.graphs.left_out[message] = Skipped(place or entry.path or "the model", message)
         self.warn_fp32(message, cause)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Raise under strict, warn once for each cause otherwise: `plan.skipped` lists every place. No message, no warning."""
+        """Raise CaptureError(message) under `strict`; otherwise warn once for each `cause`. Do nothing if `message` is ""."""
         if self.options.strict and message:
             raise CaptureError(message)
         self.warn_once(message, cause)
 
     def warn_once(self, message: str, cause: str = "") -> None:
-        """Warn if there is something to say that was not said before; a cause of its own is said once for all modules."""
+        """Warn with `message`, unless it is "" or this session warned of the same `cause` before. The default cause is `message`."""
         if message and (cause or message) not in self.warned:
             self.warned.add(cause or message)
             warnings.warn(message, AmpRewriteWarning, stacklevel=2)
 
     def forget_calls(self) -> None:
-        """Drop what ran before: its graphs will not run again."""
+        """Clear `calls`, because graphs of earlier calls are replaced."""
         with self.lock:
             self.calls.clear()
 
     def freeze(self, frozen: tuple[str, ...] | None) -> None:
-        """Have all graphs captured anew: the model is frozen now or, given None, is not any more. Low copies of weights are dropped."""
+        """Adapt the session to a model whose weights were frozen, or unfrozen if `frozen` is None: every graph is captured anew.
+
+        `frozen`: names of the fp32 parameters that took gradients before. Low copies of weights are dropped.
+        """
         hook_states(self.root, frozen is not None)
         self.options = replace(self.options, frozen=frozen)
         self.notes = {text: None for text in self.notes if not text.startswith(FROZEN)}
@@ -430,14 +468,22 @@ class Session:
                 entry.capture_anew(Anew.FROZEN)
 
     def thaw(self, values: Mapping[str, Any] | None = None) -> list[str]:
-        """Make a frozen model an fp32 one again, and return the names of weights whose fp32 values are gone."""
+        """Make a frozen model an fp32 model again, and return the names of the weights that keep rounded values.
+
+        `values`: a state dict with the fp32 values; None: low copies are cast up. Raises PlanError if `values` lack a frozen weight or have
+        another shape for it.
+        """
         rounded = unfreeze_weights(self.root, self.options.frozen or (), values)
         self.freeze(None)
         return rounded
 
     # -- capture ---------------------------------------------------------------------
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        """Decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
+        """Plan, edit and emit a captured graph, and return its region.
+
+        A graph that cannot be rewritten stays fp32, with a warning. Raises PlanError or PolicyError if the plan or the options do not fit
+        the graph, CaptureError inside torch.autocast, and under `strict` every error of the rewrite.
+        """
         dynamo.refuse_ambient_autocast()
         self.warn_once(lost_masters(self.root))
         self.children = None
@@ -448,7 +494,7 @@ class Session:
             return self._rewritten(graphs, module, example_inputs)
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
-        """Read the problem of a captured graph; nothing is decided yet."""
+        """Return a captured graph with its problem: everything that decisions read. Nothing is decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
         path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.loss_scale.enabled
         path = entry.path if path is None else path
@@ -467,7 +513,11 @@ class Session:
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Captured:  # fmt: skip
-        """Read the problem of a graph that was captured of this model, by this model's options."""
+        """Return a graph of this model with its problem, by this model's options.
+
+        `training`: the graph records gradients; None: if grad mode is on or the graph turns it on. `may_decline`: the graph may stay fp32
+        if a low format gains nothing.
+        """
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
         return read_problem(
@@ -477,7 +527,7 @@ class Session:
         )  # fmt: skip
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        """Decide and edit a captured graph and emit what runs. If that fails the graph is emitted unedited, in fp32."""
+        """Plan and edit a captured graph, and emit the function that runs. If planning or editing fails, emit the unedited fp32 graph."""
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
         backend = dynamo.without_counting_backwards(dynamo.lookup_backend(self.options.backend)) if compiled else None
@@ -513,7 +563,7 @@ class Session:
 
         region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
 
-        def again(inputs: tuple[Any, ...]) -> RegionPlan:  # not `example_inputs`: they would be kept alive
+        def again(inputs: tuple[Any, ...]) -> RegionPlan:  # takes inputs, because a closure over `example_inputs` would keep them alive
             with self.lock:
                 rewritten, plan = rewrite_graph(captured)
                 region.become(plan, *emitted(rewritten, inputs, plan))
@@ -534,38 +584,39 @@ class Session:
         return region
 
     def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:
+        """Return how an emitted graph reads the weights, and warn if it reads fp32 values that freezing dropped."""
         reads = weight_reads(made, inputs, self.root)
         self.warn_fp32(lost_values(self.root, reads.copies, entry.place))
         return reads
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
-        """Add the ranges of a call that overflowed to what calibration says."""
+        """Add the ranges of a first call that overflowed to the calibration of this session, and return the new calibration."""
         with self.lock:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
             return self.calibration
 
     def _casts_at_once(self, entry: Entry, training: bool, device: str) -> bool:
-        """Whether one launch casts many weights of an entry's graphs; if not, the graphs cast each where they read it."""
+        """True if one launch casts many weights for the graphs of `entry`; False if a graph casts each weight where it reads the weight."""
         kept = self.cache.block() is not None
         return self.options.casts_at_once(entry.compiles, training, device, kept) and not self._sharded()
 
     def _sharded(self) -> bool:
-        """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
+        """True, with a note, if FSDP2 shards a module. It gathers the weights for every forward, which `_version` does not show."""
         if found := any(map(is_sharded, self.root.modules())):
             self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found
 
     def weight_names(self) -> dict[int, str]:
-        """Names of the weights by id."""
+        """Return the names of the weights by id. A tied weight has the last of its names."""
         return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
 
     def _row(self, device: str) -> Device:
-        """The device to plan for, where the model is on `device`."""
+        """Return the device to plan for: the device of the options, or the table's row for `device`, which the model is on."""
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
-        """The policy on this device; notes say where the device gains nothing."""
+        """Return the policy for a model on `device`, such as "cuda". A note is added if the device gains nothing from the low format."""
         kept = "step" if self.cache.block() else self.options.cache_weights
         return policy_on(self._row(device), self.options, self.note, kept, runnable(self.options.products, device, self.note))
 
@@ -573,27 +624,30 @@ class Session:
         self.notes[text] = None
 
     def cannot_read(self, path: str, why: str) -> None:
-        """List a part that no capture can ever read, and warn of it."""
+        """List the module at `path`, which no capture can ever read, in `plan.skipped`, and warn. `why` is the reason."""
         if Skipped(path, why) not in self.unreadable:
             self.unreadable.append(Skipped(path, why))
         self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)
 
     def generates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Around a call of `generate()` with these arguments."""
+        """Return the context manager for a call of `generate()` with these arguments."""
         return self.state.generates(self.caches.of_call(self.policy_for(self._device()).low, args, kwargs))
 
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """Code that ran outside the rewritten graphs since each entry last started afresh."""
+        """Code that ran outside the rewritten graphs, for each entry since its graphs were last captured anew."""
         return tuple(self.unreadable) + tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:
-        """The plan of these graphs."""
+        """Return the plan of the graphs of `regions`, each once."""
         return self._plan([region.plan for region in dict.fromkeys(regions)])
 
     def plan_of_all(self) -> ModelPlan:
-        """The plan of all graphs that have run, in the order of their first calls, each kind once."""
+        """Return the plan of all graphs that have run, in the order of their first calls.
+
+        Of graphs that differ only in sizes or mode the plan has the first. A note gives the number of the others.
+        """
         ran = [region.plan for region in dict.fromkeys(region for call in (*self.calls, self.last) for region in call)]
         shown = each_once(ran)
         more = len(ran) - len(shown)
@@ -614,7 +668,10 @@ class Session:
 
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The one door into a rewritten model; an outer torch.compile breaks its graph here instead of swallowing the model."""
+    """Call the entry at `path`. Every call of a rewritten model runs through this function.
+
+    An outer torch.compile breaks its graph here, because it must not capture the model into its own graph.
+    """
     if torch.compiler.is_compiling() or dynamo.at_work():
         refuse_whole_graph(type(session.root).__name__)
         return _enter_alone(session, path, args, kwargs)

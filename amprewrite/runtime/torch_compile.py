@@ -1,12 +1,12 @@
-"""The backend "amprewrite" of torch.compile: it rewrites a captured graph like a graph of a rewritten model.
+"""The backend "amprewrite" of torch.compile: rewrite each graph that torch.compile captures, like a graph of a rewritten model.
 
-1. Dynamo captures, guards and dispatches under its user's own settings, and hands over one graph at a time.
-2. Graphs that share parameters belong together: they have one session, and so one loss scale and one set of guarded optimizers. The
-   parameters are the parameters that a graph reads, and all others of the modules that its code was captured from.
-3. Dynamo runs a graph for every model whose code and shapes are the same. The first call with other parameters rewrites it again,
-   for the session of those.
-4. Each call of a graph is a forward of its own: what may stand between two graphs is not known here.
-5. A session holds the user's modules weakly: Dynamo keeps graphs until their code is gone.
+1. Dynamo captures, guards and dispatches under the settings of the user, and passes one graph at a time to the backend.
+2. Graphs that share parameters share a session, and so one loss scale and one set of guarded optimizers. The parameters of a graph are
+   the parameters that it reads, and all other parameters of the modules whose code was captured.
+3. Dynamo may call one graph for several models whose code and shapes are equal. The first call with other parameters rewrites the graph
+   again, for the session of these parameters.
+4. Each call of a graph is a forward of its own, because the backend does not know which code runs between two graphs.
+5. A session holds the user's modules by weak references, because Dynamo keeps graphs until their code is deleted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
-    """The rewritten form of a graph that torch.compile captured."""
+    """Rewrite a graph that torch.compile captured, and return the function to call in its place.
+
+    Raises PolicyError if a trainable parameter of the graph, or of the modules whose code was captured, is in half precision.
+    """
     modules = _modules_of_frame()
     for each in modules:
         refuse_trainable(named_parameters_in(each))
@@ -47,14 +50,17 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Opti
 
 
 def _read_parameters(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a graph reads, by their paths: not every module is found in a frame, as behind a decorator."""
+    """Yield (path, parameter) for the parameters that a graph reads.
+
+    These are needed in addition to `_modules_of_frame`, which does not find every module, for instance behind a decorator.
+    """
     for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False):
         if isinstance(value, nn.Parameter):
             yield clean_path(source_name(node)), value
 
 
 class _GraphOfMany:
-    """A captured graph, rewritten once for each set of parameters that it is called with."""
+    """A callable for Dynamo: one captured graph, rewritten once for each set of parameters that calls pass."""
 
     def __init__(self, module: torch.fx.GraphModule, inputs: list[Any], modules: Sequence[nn.Module], options: Options) -> None:
         self._options = options
@@ -77,7 +83,7 @@ class _GraphOfMany:
         return [inputs[place] for place in self._places if isinstance(inputs[place], nn.Parameter)]
 
     def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
-        """The session of these parameters, and its own rewrite of this graph."""
+        """Return the session of the parameters `read`, and this graph as rewritten for that session. Both are made if missing."""
         self._regions = {session: region for session, region in self._regions.items() if any(True for _ in parameters_in(session.root))}
         session = _session_for((), read, self._options) if read else self._now[0]
         if session in self._regions:
@@ -94,14 +100,17 @@ def _is_still(ref: weakref.ref[Any], value: Any) -> bool:
 
 
 def sessions_of(module: nn.Module) -> list[CompiledSession]:
-    """The sessions of what torch.compile captured of this module, the oldest first; those of other options each have their own."""
+    """Return the sessions of the graphs that torch.compile captured of this module, the oldest first.
+
+    Each combination of options has a session of its own.
+    """
     own = {id(p) for p in parameters_in(module)}
     found = [each for each in _SESSIONS if any(id(p) in own for p in parameters_in(each.root))]
     return sorted(found, key=lambda each: each.number)
 
 
 class CapturedModules(nn.Module):
-    """Stands for what graphs were captured from: modules and loose parameters, held weakly."""
+    """The root of a `CompiledSession`: the modules and loose parameters that its graphs were captured from, held by weak references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,11 +119,14 @@ class CapturedModules(nn.Module):
 
     @property
     def tops(self) -> list[nn.Module]:
-        """The outermost modules that are still there."""
+        """The outermost captured modules that still exist."""
         return [module for ref in self._tops if (module := ref()) is not None]
 
     def add(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
-        """Take in what one more graph was captured from. A module inside another is named by that one."""
+        """Add the `modules` and `parameters` that another graph was captured from.
+
+        A module inside another becomes no top: its names begin with the names of the outer module.
+        """
         tops = list(dict.fromkeys((*self.tops, *modules)))
         inside = {inner for top in tops for inner in top.modules() if inner is not top}
         self._tops = [weakref.ref(top) for top in tops if top not in inside]
@@ -130,7 +142,7 @@ class CapturedModules(nn.Module):
     def _named_members(
         self, get_members_fn: Callable[[nn.Module], Any], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
-        """The members that `named_parameters` and `named_buffers` of PyTorch ask for: members of the tops, then loose parameters."""
+        """Yield the names and members for PyTorch's `named_parameters` and `named_buffers`: members of the tops, then loose parameters."""
         yield from self._walk(nn.Module._named_members, get_members_fn, remove_duplicate=remove_duplicate)
         loose = nn.Module()
         for number, ref in enumerate(self._loose):
@@ -138,7 +150,7 @@ class CapturedModules(nn.Module):
         yield from ((name, member) for name, member in get_members_fn(loose) if member is not None)
 
     def _walk(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Names below the only top are its own; of several tops each has its number in front."""
+        """Yield the names and values of `method` for each top. If there are several tops, each name begins with the number of its top."""
         tops = self.tops
         for number, top in enumerate(tops):
             front = f"{number}." if len(tops) > 1 else ""
@@ -147,13 +159,17 @@ class CapturedModules(nn.Module):
 
 
 class CompiledSession(Session):
-    """The session of graphs that torch.compile captured. Each is itself alone, for sets to hold."""
+    """The session of graphs that torch.compile captured. Sessions are compared and hashed by identity, so that sets can hold them."""
 
     number: int
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
-        """Rewrite one more graph."""
+        """Rewrite another captured graph for this session, and return its region.
+
+        If Dynamo would put a hook on an input after the graph has written the input, raises SkipFrame, after a warning, so that the frame
+        runs as written. Raises CaptureError instead if Dynamo may not break the graph.
+        """
         graphs = self.entries[""].graphs
         try:
             graphs.leave_early_hooks(module)
@@ -167,7 +183,7 @@ class CompiledSession(Session):
         return region
 
     def run(self, region: Region, *inputs: Any) -> Any:
-        """Call a graph, as a forward of its own."""
+        """Call a graph of this session as a forward of its own, and return its results."""
         state = self.state
         scaled = torch.is_grad_enabled() and self.loss_scale.enabled
         if scaled:
@@ -184,11 +200,11 @@ class CompiledSession(Session):
         return results
 
     def look_at_weights(self) -> bool:
-        """Dynamo captures anew if its guards fail, and at no other time."""
+        """Return False: only failing guards make Dynamo capture these graphs anew."""
         return False
 
     def _check_node_overrides(self) -> None:
-        """Graphs may still come: what no graph so far has is said, and is no error."""
+        """Warn if an override names a node that no graph has so far. It is no error, because a later graph may have the node."""
         try:
             super()._check_node_overrides()
         except PolicyError as error:
@@ -199,7 +215,10 @@ _SESSIONS: weakref.WeakSet[CompiledSession] = weakref.WeakSet()
 
 
 def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: Options) -> CompiledSession:
-    """The session that shares parameters with what is captured now, which it takes in; a new one if there is none."""
+    """Return the session with equal options that shares parameters with `modules` or `read`; a new session if there is none.
+
+    `modules` and `read` are added to the root of the session.
+    """
     own = {id(p) for p in (*read, *(p for module in modules for p in parameters_in(module)))}
     for session in sorted(_SESSIONS, key=lambda each: each.number):
         if session.options == options and any(id(p) in own for p in parameters_in(session.root)):
@@ -215,14 +234,14 @@ def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: 
 
 
 def _modules_of_frame() -> list[nn.Module]:
-    """The modules that the code under capture holds in its variables, or reads parameters of."""
+    """Return the modules that the local variables of the outermost frame under capture hold."""
     scope = InstructionTranslator.current_tx().output.root_tx
     found = [module for value in scope.f_locals.values() for module in _modules_in(value)]
     return list(dict.fromkeys(found))
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """A module, the module of a bound method, or the modules in a closure's cell or a partial."""
+    """Yield the module that `value` is or leads to: as a bound method, a `functools.partial`, or a cell of a closure."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, types.MethodType):

@@ -1,1 +1,1 @@
-"""State around a call that must be seen or left alone: hooks, buffers, random state, caches of generate(), recomputations."""
+"""Watch or restore state outside of a call's graphs: hooks, buffers, random state, caches of generate(), recomputations."""

@@ -1,9 +1,10 @@
-"""Hooks on modules. Dynamo puts those of the parts into its graphs, but by default does not guard on them.
+"""Watch for changes of hooks on modules. Dynamo captures the hooks of submodules in its graphs, but by default adds no guards on them.
 
-Code runs for all modules of a class. Where they may differ in hooks, Dynamo is told to guard on them (`may_differ`). That takes
-most of a microsecond a module and call, so a model without hooks goes without, and a HookWatch sees when hooks come.
-PyTorch numbers the hooks of modules and of tensors by one counter. Our own on tensors, some in every training forward, are counted
-apart: each would have the hooks of all modules looked at.
+1. Code that Dynamo captured for one module runs for all modules of the same class. If these modules may differ in hooks (`may_differ`),
+   Dynamo is set to guard on hooks. Guards take most of a microsecond for each module and call. So a model without hooks has none, and a
+   HookWatch finds out when hooks are added.
+2. PyTorch numbers the hooks of modules and of tensors by one counter. The hooks that this package sets on tensors, some of them in every
+   training forward, are counted separately, because after each of them a HookWatch would search all modules.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class _OwnHookNumbers:
-    """How many numbers our own hooks took. The lock is held from a number's being taken to its being counted."""
+    """Number of hooks that this package has registered. `lock` is held while a hook is registered and counted."""
 
     taken = 0
     lock = threading.RLock()
@@ -44,11 +45,11 @@ def hook_node(node: Node, before: Callable[..., None], after: Callable[..., None
 
 
 class HookWatch:
-    """Tells, in no time if nothing happened, whether the hooks below a root have changed.
+    """Finds out whether hooks on modules below `root` have changed. The check is cheap if nothing was registered.
 
-    Every registration takes a number from one counter of PyTorch's, so only a new number that is not our own, fewer hooks in the
-    places that had any, or another child of the root, is worth a look. The root's own hooks run outside the captured graphs and do
-    not count.
+    Every registration increments one counter of PyTorch. So the modules are only searched if the counter grew by another hook than our own,
+    if a module with hooks has fewer or more of them, or if the root has other children. The root's own hooks run outside the captured
+    graphs and do not count.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -56,7 +57,7 @@ class HookWatch:
         self._look()
 
     def changed(self) -> bool:
-        """Whether a hook came or went since the last time this was asked."""
+        """True if a hook was added or removed since the previous call of this method."""
         same = RemovableHandle.next_id - _OwnHookNumbers.taken == self._counter and list(self.root._modules.values()) == self._children
         if same and (not self._places or [len(place) for place in self._places] == self._sizes):
             return False
@@ -75,7 +76,7 @@ class HookWatch:
 
 def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
     seen, left = {root}, [*root._modules.values()]
-    while left:  # `modules()` takes twice as long, and tensor hooks of the user have this run at every call
+    while left:  # not `modules()`, which takes twice as long: if the user registers tensor hooks, this runs at every call
         module = left.pop()
         if module is None or module in seen:
             continue
@@ -85,12 +86,15 @@ def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def may_differ(root: nn.Module) -> bool:
-    """Whether modules below `root` may differ in hooks: some has one, or there are modules that PyTorch does not list."""
+    """True if modules of one class may differ in hooks: a module below `root` has hooks, or `root.modules()` does not list all modules."""
     return any(_places(root)) or any(_unlisted(root))
 
 
 def _unlisted(root: nn.Module) -> Iterator[bool]:
-    """Of each module in an attribute, or in a list, tuple or dict there, whether it is none of the root's."""
+    """Yield, for each attribute of a module, True if it is or contains a module that `root.modules()` does not list.
+
+    Lists, tuples, sets and dicts are searched one level deep.
+    """
     listed = {id(module) for module in root.modules()}
     for module in root.modules():
         for value in vars(module).values():
@@ -100,17 +104,20 @@ def _unlisted(root: nn.Module) -> Iterator[bool]:
 
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 def _global_hooks() -> bool:
-    """Whether there are hooks on all modules now. A captured graph does not depend on it: both ways give the same graph."""
+    """`any_global_hook` as a constant for Dynamo. The captured graph does not depend on the result: both paths give the same graph."""
     return any_global_hook()
 
 
 def any_global_hook() -> bool:
-    """Whether there are hooks on all modules of the process."""
+    """True if the process has global module hooks, which run for all modules."""
     return bool(everywhere._has_any_global_hook())
 
 
 def unseen_hooks() -> str:
-    """A warning if code outside of PyTorch hooked all modules of the process, "" otherwise; PyTorch's own such hooks observe."""
+    """Return a warning if code outside of PyTorch registered a global module hook, otherwise "".
+
+    PyTorch's own global hooks only observe, so they need no warning.
+    """
     if not any_global_hook():
         return ""
     tables = (getattr(everywhere, f"_global{kind}") for kind in _KINDS)
@@ -126,10 +133,10 @@ _UNSEEN = (
 
 
 def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `module` with its own forward hooks, and without those on all modules of the process.
+    """Call `module` with its own forward hooks and without global module hooks, and return its result.
 
-    Dynamo reads this in place of a part's `__call__`: a hook on all modules would become part of the graph, whichever
-    registered it. Hooks that run even if the module raises are left to PyTorch's own call.
+    Dynamo captures this function in place of the `__call__` of a part, because global hooks would become part of the graph. A module with
+    hooks that run even if its forward raises is called by PyTorch's own `__call__`.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Run a model without a trace: buffers and random state are afterwards what they were."""
+"""Context managers that restore random states, and the buffers of a model, after a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
 
 
 class _Outermost:
-    """The random state before the first of the blocks that are running, in all threads: PyTorch has one state for them all."""
+    """The CPU random state before the first of the running blocks, counted over all threads, which share one state in PyTorch."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -39,10 +39,10 @@ _OUTERMOST = _Outermost()
 
 @contextlib.contextmanager
 def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
-    """Random state is afterwards what it was before.
+    """Context manager that restores the random states of the CPU and of the CUDA `devices`, given by index.
 
-    Blocks of several threads overlap: a block that began inside another would restore numbers that the other drew. So the last
-    to end restores what was before the first.
+    Blocks of several threads may overlap. A block that began while another one ran would restore a state that the other one had changed.
+    So the block that ends last restores the CPU state from before the first.
     """
     _OUTERMOST.enter()
     try:
@@ -54,7 +54,7 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Buffers of `model` and random state are afterwards what they were before."""
+    """Context manager that restores the buffers of `model` and the random states of the CPU and of the model's CUDA devices."""
     buffers = {name: buffer.detach().clone() for name, buffer in named_buffers_in(model)}
     devices = sorted({p.device.index or 0 for p in parameters_in(model) if p.device.type == "cuda"})
     try:

@@ -1,10 +1,10 @@
-"""Keys and values that a model keeps while it generates, in the low format in which its attention reads them.
+"""Store the keys and values of `generate()` (the KV cache) in the low format in which the attention of the model reads them.
 
-1. A cache that `generate()` makes is seen by the model alone. Before the first step its layers get a class that rounds what comes in and
-   gives fp32 out. In a captured graph both conversions are idle where the plan runs low, so that no step casts the cache.
-2. Nothing is rounded that the plan does not round: if a graph reads keys or values in fp32, or if code that was not captured reads them,
-   the layer holds fp32 again.
-3. A layer that outlives the call of `generate()` holds fp32 again, too, and has the class that it had.
+1. Only the model reads a cache that `generate()` makes. Before the first step the layers of the cache get a class that rounds the tensors
+   that it stores and returns fp32. In a captured graph both conversions vanish where the plan runs low, so that no step casts the cache.
+2. Only values that the plan rounds are rounded: if a graph reads keys or values in fp32, or if code that was not captured reads them, the
+   layer stores fp32 again.
+3. A layer that outlives the call of `generate()` gets its former class again, and stores fp32.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.vocabulary import Colour
 
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
-"""Classes of transformers.cache_utils that hold keys and values in the dtype in which they get them."""
+"""Classes of transformers.cache_utils that store keys and values in the dtype of the tensors passed to them."""
 _CACHES = ("self_attention_cache", "cross_attention_cache")
-"""Caches inside the cache of a model with an encoder."""
+"""Attributes of the cache of an encoder-decoder model that hold its two inner caches."""
 _INNER, _KEPT = "amprewrite_inner", "amprewrite_kept"
 _SOURCE = file_label(__file__)
 
 
 class CacheReadHigh(Exception):
-    """A signal from capture to the call: the graph reads keys or values in fp32 that a low cache would round."""
+    """Raised during capture, and caught in `State.step`, if the graph reads keys or values of a low cache in fp32."""
 
 
 class _KeepsLow:
-    """The methods of a layer in a low cache. Its keys and values are in a layer inside, of its former class."""
+    """The methods of a layer of a low cache. An inner layer, of the layer's former class, stores the keys and values."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self
@@ -69,7 +69,7 @@ class _KeepsLow:
 
 @functools.cache
 def _low_class(cls: type) -> type:
-    """A class of layers that keep low what those of `cls` keep. All that is not said otherwise is done by the layer inside."""
+    """Return the subclass of the layer class `cls` that stores keys and values low. The inner layer runs all other public methods."""
 
     def passed_on(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def _low_class(cls: type) -> type:
 
 
 def layers_of(value: Any) -> Iterator[Any]:
-    """The layers of a cache, and of the caches inside it."""
+    """Yield the layers of a cache and of its inner caches; nothing if `value` is no cache."""
     yield from getattr(value, "layers", None) or ()
     for name in _CACHES:
         if hasattr(value, name):
@@ -91,18 +91,18 @@ def layers_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(layer: Any) -> tuple[Any, Any]:
-    """The stored keys and values of a layer."""
+    """Return the stored keys and values of a layer; None for each that is missing."""
     inner = vars(layer).get(_INNER, layer)
     return getattr(inner, "keys", None), getattr(inner, "values", None)
 
 
 def is_low(layer: Any) -> bool:
-    """Whether the layer keeps its keys and values low."""
+    """True if the layer stores its keys and values low."""
     return _INNER in vars(layer)
 
 
 def hold_low(layer: Any, dtype: torch.dtype) -> None:
-    """Have an empty layer keep what it will be given in `dtype`."""
+    """Make an empty layer store its future keys and values in `dtype`, by a change of its class."""
     cls: Any = type(layer)
     inner = object.__new__(cls)
     inner.__dict__.update(vars(layer))
@@ -112,7 +112,7 @@ def hold_low(layer: Any, dtype: torch.dtype) -> None:
 
 
 def hold_fp32(layer: Any) -> None:
-    """Have a layer be what it was before `hold_low`, around the values that it has by now."""
+    """Undo `hold_low`: give the layer its former class, with its present keys and values in fp32."""
     inner = layer.__dict__.pop(_INNER)
     layer.__dict__.clear()
     layer.__class__ = type(inner)
@@ -122,6 +122,7 @@ def hold_fp32(layer: Any) -> None:
 
 
 def _is_settings(value: Any) -> bool:
+    """True for a GenerationConfig of transformers, or an object like it."""
     return hasattr(value, "return_dict_in_generate") and hasattr(value, "__dict__")
 
 
@@ -133,7 +134,7 @@ class LowCaches:
         self._layers: list[weakref.ref[Any]] = []
 
     def take(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep low the caches among the arguments of a step that are empty, unless they are the caller's own."""
+        """Make the empty caches among the arguments of a step low, except caches that the caller made, and offloaded caches."""
         library = sys.modules.get("transformers.cache_utils")
         known = {getattr(library, name, None) for name in _LAYERS}
         for value in (*args, *kwargs.values()):
@@ -144,7 +145,7 @@ class LowCaches:
                     self._layers.append(weakref.ref(layer))
 
     def end(self) -> None:
-        """Have the layers that are still there hold fp32."""
+        """Make the layers that still exist store fp32 again."""
         for found in self._layers:
             layer = found()
             if layer is not None and is_low(layer):
@@ -153,26 +154,35 @@ class LowCaches:
 
 
 class CachesOfModel:
-    """Whether a rewritten model may keep the caches low that its `generate()` makes. A plan to follow says so by its graphs."""
+    """Decides whether a rewritten model stores the caches of its `generate()` low.
+
+    A `given` plan decides this, if there is one: caches are low if its graphs contain the conversions of low caches.
+    """
 
     def __init__(self, root: nn.Module, given: ModelPlan | None, note: Callable[[str], None]) -> None:
         self.root, self.given, self.note = root, given, note
         self.low = given is None or any(_is_conversion(node) for region in given.regions for node in region.nodes)
 
     def of_call(self, low: Format, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LowCaches | None:
-        """The low caches of one call; None if its caches stay fp32. A format with a narrow range would keep infinities."""
+        """Return the object that manages the low caches of one call of `generate()`; None if its caches stay fp32.
+
+        They stay fp32 if code outside of the model reads them, and in fp16, whose narrow range would turn large values into infinities.
+        """
         fits = self.low and low is not FP32 and not low.narrow
         return LowCaches(low.dtype) if fits and not self._seen_outside(args, kwargs) else None
 
     def _seen_outside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether others than the model see the cache: who asks for it, and hooks on the model or on all modules."""
+        """True if code outside of the model sees the cache: if `return_dict_in_generate` is set, or hooks are on the model or global."""
         own = getattr(self.root, "generation_config", None)
         asked = [kwargs, *(vars(each) for each in (*args, *kwargs.values(), own) if _is_settings(each))]
         hooks = self.root._forward_hooks or self.root._forward_pre_hooks or any_global_hook()
         return bool(hooks) or any(each.get("return_dict_in_generate") for each in asked)
 
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
-        """Raise CacheReadHigh if a planned graph reads a low cache in fp32, and the call can begin `anew`."""
+        """If a planned graph reads the low `caches` in fp32, keep the caches of later calls in fp32.
+
+        Raises CacheReadHigh if the present call can begin `anew`. Does nothing if `caches` is None or a plan was given.
+        """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
         self.low = False
@@ -182,12 +192,12 @@ class CachesOfModel:
 
 
 def reads_high(plan: RegionPlan) -> bool:
-    """Whether a planned graph takes keys or values out of a low cache to read them in fp32."""
+    """True if a planned graph, or a subgraph of it, converts keys or values of a low cache to fp32 and reads them in fp32."""
     return any(node.colour is Colour.HIGH and _is_conversion(node) for region in (plan, *plan.bodies) for node in region.nodes)
 
 
 def _is_conversion(node: NodePlan) -> bool:
-    """Whether a node converts for a low cache: the line of its code is one of this file."""
+    """True if a node is a conversion of a low cache. It is recognised by its source line, which is in this file."""
     return node.source.startswith(f"{_SOURCE}:")
 
 

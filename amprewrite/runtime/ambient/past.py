@@ -1,9 +1,11 @@
-"""The graphs that a forward ran, for the recomputation that its backward asks for.
+"""Remember which graph each forward ran, so that an activation checkpoint recomputes with the same graph.
 
-An activation checkpoint runs a part of a forward again in backward, and what that saves must be what the forward saved. Meanwhile the
-graph may have been decided anew. Autograd numbers its nodes in the order in which they are made: the node that asks for the
-recomputation tells by its number what was there when it was made. That holds where saved tensors are asked for. A reentrant checkpoint
-compares nothing: its recomputation is a forward of its own, on what is there now.
+An activation checkpoint runs a part of a forward again in backward, and must save the same tensors as the forward did. Between forward and
+backward the graph may have been planned anew. Autograd numbers its nodes in the order of their creation. So the number of the node that
+asks for the recomputation shows which graph was in use when the node was made.
+
+This holds for checkpoints that recompute when a saved tensor is read. A reentrant checkpoint does not compare saved tensors: its
+recomputation is a forward of its own, on the present graphs.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from amprewrite.torch_internals.autograd import current_backward, saved_tensors_
 T = TypeVar("T")
 
 _KEPT = 2
-"""Things that are remembered: graphs are decided anew in first calls, and seldom after."""
+"""Number of former values that a `Past` keeps. Two are enough: graphs are planned anew in first calls, and seldom later."""
 _CHANGES = 64
-"""Changes of place that are remembered: a module that stands inside a region and outside of it changes twice in a forward."""
+"""Number of changes that a `CallsInRegions` keeps. A module that is called inside and outside of a region changes twice in a forward."""
 
 
 def asking_node() -> Any:
-    """The autograd node whose saved tensors are being recomputed; None in any other call."""
+    """Return the autograd node whose saved tensors a non-reentrant checkpoint is recomputing; None in any other call."""
     if current_backward() < 0 or not saved_tensors_are_hooked():
         return None
     node = torch._C._current_autograd_node()
@@ -32,52 +34,52 @@ def asking_node() -> Any:
 
 
 def asking_number() -> tuple[int, int] | None:
-    """Numbers of the backward and of the node that ask for the recomputation under way; None in any other call."""
+    """Return (number of the backward, number of the autograd node) of the running recomputation; None in any other call."""
     node = asking_node()
     return None if node is None else (current_backward(), node._sequence_nr())
 
 
 class CallsInRegions:
-    """Whether calls of an entry stood inside an autocast region of the model's own. A recomputation stands where its forward stood.
+    """Remembers which calls of an entry were made inside an autocast region of the model, for their recomputations.
 
-    A checkpoint restores autocast, but which of its regions are the model's own is not to be seen in backward.
+    A checkpoint restores the autocast state in backward, but this state does not show whether the model entered the region.
     """
 
     def __init__(self) -> None:
         self.changes: list[tuple[int, bool]] = []
-        """The number of the next autograd node at each call whose answer differs from that of the call before."""
+        """(number of the next autograd node, inside) at each call whose `inside` differs from the previous call."""
 
     def note(self, inside: bool) -> None:
-        """Remember where a call of a forward stands."""
+        """Record a call of a forward. `inside`: it is inside an autocast region of the model."""
         if inside != (bool(self.changes) and self.changes[-1][1]):
             self.changes = [*self.changes[1 - _CHANGES :], (torch.autograd._get_sequence_nr(), inside)]
 
     def of_forward(self) -> bool:
-        """Whether the call that is being recomputed stood inside one; false in any other call."""
+        """True if this call is a recomputation and the forward call was inside such a region; False in any other call."""
         if not self.changes or current_backward() < 0:
             return False
         node = torch._C._current_autograd_node()
         reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
         if not reentrant and not saved_tensors_are_hooked():
             return False
-        number = node._sequence_nr() + reentrant  # a reentrant checkpoint numbers its node before it runs its body
+        number = node._sequence_nr() + reentrant  # + 1, because a reentrant checkpoint makes its node before it runs its function
         return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 
 class Past(Generic[T]):
-    """Former values of one place, each with the number of the first autograd node that came after it."""
+    """Former values of one variable, each with the number of the first autograd node that was made after the value was replaced."""
 
     def __init__(self) -> None:
         self._first = torch.autograd._get_sequence_nr()
-        """An earlier forward had nothing in this place: its recomputation is the first to come here."""
+        """Number of the next autograd node when this object was made. Recomputations of earlier forwards get the present value."""
         self._before: list[tuple[int, T]] = []
 
     def keep(self, value: T) -> None:
-        """Remember `value`, which is being replaced, for recomputations of earlier forwards."""
+        """Store `value`, which is being replaced now, for recomputations of earlier forwards."""
         self._before = [*self._before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:
-        """The value at the time of the forward whose saved tensors are being recomputed; `now` in any other call."""
+        """Return the value at the time of the forward whose saved tensors are being recomputed; `now`, the present value, otherwise."""
         node = asking_node() if self._before else None
         if node is None:
             return now

@@ -1,1 +1,1 @@
-"""Captured graphs: the graphs of each entry, how one runs, and when it is decided anew."""
+"""Run captured graphs: the graphs of each entry, the calls of a graph, and the events after which a graph is planned anew."""

@@ -1,4 +1,4 @@
-"""One plan for all graphs of a model: what they have agreed on, and which of them must be captured anew for it."""
+"""Keep one plan for all graphs of a model: store the colours that they share, and mark graphs with other colours for a new capture."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from amprewrite.tables.vocabulary import Colour
 
 
 class Agreement:
-    """The colours that the graphs of one model share; if `on` is False they share none."""
+    """The colours that the graphs of one model share. If `on` is False, each graph is planned separately."""
 
     def __init__(self, on: bool) -> None:
         self.on, self.colours = on, Agreed()
 
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
-        """Let the colours of a newly planned graph hold for `every` graph. Graphs with other colours are captured anew when called."""
+        """Add the colours of a newly planned graph to the shared colours. In `every`, mark the graphs that contradict these colours.
+
+        A marked graph is captured anew in its next call, and `note` is called with the reason.
+        """
         before = self.colours
         for part in plan.flat("") if self.on else ():
             self.colours = self.colours.joined(part.nodes).joined_by_products(_products(part))
@@ -34,13 +37,14 @@ class Agreement:
                 note("captured anew: another graph keeps high what ran low in this one, and one plan serves all graphs of the model")
 
     def _contradicts(self, plan: RegionPlan) -> bool:
+        """True if an op of the plan, or the choice of products that run in fp8, contradicts the shared colours."""
         fp8 = self.colours.products
         return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
 
     def follow_weights(self, every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
-        """Have graphs captured anew whose weights came into the low format's range or left it, and note these weights.
+        """Mark graphs for a new capture if a weight of theirs moved into or out of the range of the low format; note these weights.
 
-        If graphs agree, all are captured anew. Returns a warning if a weight does not fit any more, "" otherwise.
+        If graphs share colours, all graphs in `every` are marked. Returns a warning if a weight no longer fits, otherwise "".
         """
         if not any(graphs.weights for graphs in every):
             return ""
@@ -49,7 +53,7 @@ class Agreement:
         said = [(weight.says(low), weight.now) for each in found.values() for weight in each]
         for graphs in every if said else ():
             if self.on or found.get(graphs):
-                graphs.anew, graphs.weights = Anew.WEIGHTS, []  # the next decision rests on the weights of its own time
+                graphs.anew, graphs.weights = Anew.WEIGHTS, []  # the next capture measures its weights anew
         if said and self.on:
             self.colours = Agreed()
         for text, _ in said:
@@ -60,7 +64,7 @@ class Agreement:
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:
-    """The products that fp8 was weighed for: low if their results are made in fp8."""
+    """Return the products for which the planner considered fp8: coloured low if their results are computed in fp8, otherwise high."""
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]
 

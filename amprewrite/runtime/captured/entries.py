@@ -1,4 +1,7 @@
-"""Entries of a rewritten model, and what each has captured: the compiled function, its graphs, and the code left out of them."""
+"""Define an entry, a module of a rewritten model that is called from outside of graphs, and store its captures.
+
+The captures of an entry are compiled functions, their graphs, and a list of the code that is in no graph.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,13 @@ from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
-"""Why such code runs as written: Dynamo would put the hook on the value after the write."""
+"""Reason in messages why such code runs as written: Dynamo would put the hook on the value after the write."""
 FRESH_STARTS = 2
-"""How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
+"""Number of times in a row that an entry is captured anew because none of its graphs ran. After that it stays as captured."""
 
 
 class Anew(Enum):
-    """Why the graphs of an entry are dropped and captured anew."""
+    """Reasons to drop the graphs of an entry and capture them anew."""
 
     HOOKS = "hooks on its modules came or went"
     FORWARD = "its class has another forward"
@@ -80,10 +83,10 @@ class Owner(Run, Protocol):
 
 
 class Graphs:
-    """The captures of an entry since it last started afresh: its compiled function, and the regions that Dynamo calls from it.
+    """The captures of an entry since it was last captured anew: the compiled functions, and the regions that Dynamo calls in them.
 
-    Dynamo keeps backends and compiled graphs until it is reset, so it gets weak references; a call in flight keeps its
-    `Graphs` alive.
+    Dynamo keeps backends and compiled graphs until it is reset. So the functions that it gets refer to this object and its regions by weak
+    references. A running call keeps its `Graphs` alive.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -91,16 +94,17 @@ class Graphs:
         self.regions: list[Region] = []
         self.left_out: dict[str, Skipped] = {}
         self.asleep = dynamo.disabled()
+        """True if Dynamo was disabled when this object was made, so that the functions are not compiled."""
         self.weights: list[Known] = []
-        """Weights whose sizes decisions rest on."""
+        """Weights whose sizes affected decisions."""
         self.anew: Anew | None = None
-        """Why the next call captures anew, if that was found in an earlier one. A recomputation runs what its forward ran."""
+        """The reason why the next call captures anew; None if it need not. Recomputations of earlier forwards still run these graphs."""
         self.full = False
-        """Some frame has no room left for another graph: Dynamo runs the graphs it has, and calls that fit none of them as written."""
+        """True if some frame has as many graphs as Dynamo's limit allows. Calls that fit none of these graphs run as written."""
         self.empty: bool | None = None
-        """Dynamo read all of the code for some kind of call and found no tensor op in it; False if it ever gave the code up."""
+        """True if Dynamo read all of the entry's code and found no tensor op; False if it gave up the code; None if neither happened."""
         self.in_parts = not entry.captured
-        """Code of the model may run between its graphs."""
+        """True if code of the model may run between its graphs."""
         self._captures: Counter[int | None] = Counter()
         session = entry.session
         self._alone = self._beside_hooks = entry.function
@@ -118,9 +122,9 @@ class Graphs:
 
     @property
     def compiled(self) -> Callable[..., Any]:
-        """The function to call now: one of two, with and without hooks on all modules of the process.
+        """The function to call now. There are two compiled functions: one is used while the process has global module hooks, one otherwise.
 
-        Guards against such hooks would capture anew for every `with FlopCounterMode():`.
+        Guards on global module hooks would cause a new capture for every `with FlopCounterMode():`.
         """
         if not any_global_hook():
             return self._alone if self.regions else self._first_call
@@ -128,7 +132,10 @@ class Graphs:
         return self._beside_hooks
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call, and compare the captured graph with the original model, if first calls are looked at."""
+        """Run a call that captures, and return its result. If the call can be checked, compare the captured graph with the original model.
+
+        Calls are checked in fp16 and under `strict`. If fp32 results differ, warn, or raise CaptureError under `strict`.
+        """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = options.strict or options.low is None or options.low.narrow
         alone = state.depth == 1 and not state.generating and options.frozen is None and current_backward() < 0
@@ -148,21 +155,21 @@ class Graphs:
 
     @property
     def outdated(self) -> bool:
-        """True if decisions no longer hold, though the code is the same."""
+        """True if the decisions of these graphs no longer hold, though the captured code is still the same."""
         return self.anew in (Anew.WEIGHTS, Anew.AGREED)
 
     def failed(self, failure: Failure) -> None:
-        """Note a failure of Dynamo: the code runs as written from here on."""
+        """Record code on which Dynamo failed: it runs as written from now on."""
         self.entry.session.state.failures.append(failure)
 
     def no_graph(self, read: bool) -> None:
-        """Note that the entry's own code has no graph for a kind of call, though Dynamo `read` it, or because it gave it up."""
+        """Record that Dynamo made no graph of the entry's own code. `read`: it read all of the code; False: it gave up the code."""
         self.empty = read and self.empty is not False
 
     def leave_early_hooks(self, module: torch.fx.GraphModule) -> None:
-        """Have Dynamo run the frame that it is capturing as written if it would put a hook on what the graph has written by then.
+        """Raise SkipFrame, so that Dynamo runs the frame as written, if the code sets a hook on an input that the graph also writes.
 
-        CaptureError if the graph must be whole.
+        Dynamo sets such a hook after the graph has run, on the written value. Raises CaptureError instead if the graph must be whole.
         """
         if not hooked_and_written(module.graph, dynamo.inputs_to_hook()):
             return
@@ -173,7 +180,7 @@ class Graphs:
         raise SkipFrame(HOOKED_INPUT)
 
     def note_break(self, module: torch.fx.GraphModule) -> None:
-        """Note where and why Dynamo left the graph, if it did so before its end."""
+        """If Dynamo broke the graph before the end of the code, list the place and the reason in `left_out`."""
         reason = getattr(module, "compile_subgraph_reason", None)
         if reason is None or not reason.graph_break:
             return
@@ -181,11 +188,11 @@ class Graphs:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
         self.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and DISABLE_REASON not in reason.reason:  # after other breaks capture goes on with the next line
+        if "disable()" in why and DISABLE_REASON not in reason.reason:  # warn only here: after other breaks Dynamo captures the rest
             self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
-        """Dynamo's backend."""
+        """The backend that Dynamo calls: rewrite a captured graph, and return the function that runs in its place."""
         self.leave_early_hooks(module)
         frame = dynamo.frame_id()
         self._captures[frame] += 1
@@ -202,7 +209,7 @@ class Graphs:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, without keeping its object alive."""
+    """Return a function that calls `method` and does not keep the method's object alive."""
     found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:
@@ -214,16 +221,16 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Entry:
-    """A module that may be called from outside: the root, or a part of it.
+    """A module that is called from outside of the model's graphs: the root, a part, or a submodule that the user calls directly.
 
-    An entry that is not `captured` runs as written, around captured parts. Graphs of an LSTM's entry, whose `compiles` is
-    False, run eagerly whatever the backend.
+    An entry whose `captured` is False runs as written, and its parts are entries that are captured. If `compiles` is False, as for an
+    LSTM, the graphs run eagerly with every backend.
     """
 
     def __init__(
         self, session: Owner, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None
     ) -> None:
-        """`home` is the class that `function` was taken from, if it was not set on the module."""
+        """`home`: the class of which `function` is the forward; None if `function` is not the forward of a class."""
         self.session, self.path, self.function, self._home = session, path, function, home
         self.compiles = not (session.runs_recurrent_eagerly and isinstance(session.root.get_submodule(path), nn.RNNBase))
         self.captured = self._to_capture = captured
@@ -235,16 +242,19 @@ class Entry:
 
     @property
     def is_own_forward(self) -> bool:
-        """Whether this is the forward of the whole model, as its class has it."""
+        """True if the entry is the forward of the whole model and comes from the model's class, not from the instance."""
         return self.path == "" and self._home is not None
 
     @property
     def graphs_of_forward(self) -> Graphs:
-        """The graphs to call: the recomputation of an activation checkpoint calls the graphs of its forward."""
+        """The graphs to call: the present graphs, or in a recomputation of an activation checkpoint the graphs of its forward."""
         return self._past.of_forward(self.graphs)
 
     def why_anew(self, recomputes: bool) -> Anew | None:
-        """Why this call captures anew; None if it runs the graphs there are."""
+        """Return the reason why this call must capture anew; None if it runs the present graphs.
+
+        `recomputes`: the call is made in a backward, where only changed hooks or a changed forward count.
+        """
         if self.hooks.changed():
             return Anew.HOOKS
         if self._patched():
@@ -254,7 +264,7 @@ class Entry:
         return Anew.SWITCHED_ON if self.graphs.anew is None and self.graphs.asleep and not dynamo.disabled() else self.graphs.anew
 
     def _patched(self) -> bool:
-        """True if the class has another forward by now, which is the one to capture then."""
+        """True if the forward of the class was replaced since. The new forward then becomes the function of this entry."""
         now = None if self._home is None else self._home.forward
         if now is getattr(self.function, "__func__", None) or not isinstance(now, FunctionType):
             return False
@@ -263,12 +273,15 @@ class Entry:
         return True
 
     def capture_anew(self, why: Anew) -> None:
-        """Start with new code and a new Dynamo cache: nothing that was skipped stays skipped. The old graphs are left to recomputations."""
+        """Replace the graphs by empty ones with a new code object, whose Dynamo cache is empty: Dynamo also reads skipped frames again.
+
+        If `why` concerns decisions only, the old graphs are kept for recomputations of their forwards.
+        """
         self.captured = self._to_capture and why is not Anew.NOT_CAPTURED
         before, self.graphs = self.graphs, Graphs(self)
-        if before.outdated:  # the code is the same: activations of its forwards may wait to be recomputed
+        if before.outdated:  # the code is the same, so a backward may still recompute activations of a forward of these graphs
             self._past.keep(before)
-        # other graphs may have agreed with decisions for earlier values of these weights
+        # weights stay watched, because graphs of other entries may share colours that were decided for these weights
         self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 
@@ -279,45 +292,49 @@ class Entry:
 
 
 class State(threading.local):
-    """Per thread: how deep we are in calls of one rewritten model, which of its regions ran, and this forward's loss scale."""
+    """The state of the calls of one rewritten model in this thread, such as depth, regions that ran, and the loss scale of the forward."""
 
     def __init__(self) -> None:
         self.depth = 0
+        """Number of nested calls of entries that run now."""
         self.transformed = 0
-        """How many calls inside a transform of torch.func or a level of dual tensors are in flight."""
+        """Number of running calls inside a torch.func transform or a level of forward-mode derivatives."""
         self.generating = 0
-        """How many calls of `generate()` are in flight."""
+        """Number of running calls of `generate()`."""
         self.captured = 0
-        """How many of these calls run what was captured."""
+        """Number of running calls whose entry is captured."""
         self.ran: list[Region] = []
+        """Regions that the innermost running call has run so far."""
         self.scale: ForwardScale | None = None
+        """Loss scale of the running forward; None if no graph has asked for it yet."""
         self.entry: Entry | None = None
-        """The outermost one under way."""
+        """Entry of the outermost running call."""
         self.forwards = 0
-        """How many outermost calls have begun; those of a recomputation do not count."""
+        """Number of outermost calls that have begun, without recomputations."""
         self.given_up = 0
-        """How many frames Dynamo had given up when it began."""
+        """Number of frames that Dynamo had given up when the outermost call began."""
         self.failures: list[Failure] = []
-        """Code of the call in flight that Dynamo failed on."""
+        """Code that Dynamo failed on in the innermost running call."""
         self.check: CaptureCheck | None = None
-        """Compares the graph that the call in flight captures with the original model."""
+        """Compares the graph that the running call captures with the original model; None if the call is not checked."""
         self.around = 0
-        """How many regions of torch.autocast there were around the outermost call, or around the recomputation that is under way in it."""
+        """Number of torch.autocast regions around the outermost call, or around the recomputation that runs in it."""
         self.recomputed: tuple[int, int] | None = None
-        """The `asking_number()` of the recomputation that the outermost call is, or that is under way in it; None if there is none."""
+        """The `asking_number()` of the recomputation that the outermost call is, or that runs in it; None if there is none."""
 
         self.low_caches: LowCaches | None = None
-        """The low caches of the innermost call of `generate()` in flight; None if its caches stay fp32."""
+        """The low caches of the innermost running call of `generate()`; None if its caches stay fp32."""
 
     def regions_around(self) -> int:
-        """How many regions of torch.autocast there are around the outermost call, or the recomputation in it."""
+        """Return the number of torch.autocast regions around the outermost call, or around the recomputation that runs in it."""
         return self.around
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Around a call that an activation checkpoint makes again while its forward is under way, as in a forward that takes gradients.
+        """Context manager for a call that an activation checkpoint repeats while a forward runs, as in a forward that takes gradients.
 
-        The checkpoint restores autocast's state of the forward: these regions are none of the model's own.
+        `asked`: the `asking_number()` of the recomputation. `around`: the number of torch.autocast regions around the call. The checkpoint
+        has entered some of them to restore the autocast state of its forward, so they do not count as regions of the model.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around
@@ -328,7 +345,7 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def generates(self, low_caches: LowCaches | None) -> Iterator[None]:
-        """Around a call of `generate()`: sizes grow, and it keeps caches low."""
+        """Context manager for a call of `generate()`: sizes are captured dynamic, and `low_caches` store keys and values low."""
         outer = self.low_caches
         self.generating, self.low_caches = self.generating + 1, low_caches
         try:
@@ -339,7 +356,10 @@ class State(threading.local):
                 low_caches.end()
 
     def step(self, call: Callable[..., Any], entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`call` an entry inside of `generate()`. If it finds a cache read in fp32 it goes on without low caches: nothing of it ran yet."""
+        """Return `call(entry, args, kwargs)`, a step of `generate()`.
+
+        If capture finds that the plan reads a low cache in fp32, the caches become fp32, and the call begins again: none of it has run yet.
+        """
         if self.low_caches is not None:
             self.low_caches.take(args, kwargs)
         mark_growing(args, kwargs)
@@ -355,7 +375,7 @@ class State(threading.local):
 
 
 def past_the_limit(entry: Entry) -> str:
-    """The message for a call that would need one graph more than an entry may have."""
+    """Return the message for a call that fits none of an entry's graphs when the entry may have no further graph."""
     return (
         f"{entry.place} needs more than {dynamo.RECOMPILE_LIMIT} graphs for the variants it is called in: calls that fit none of the "
         "graphs it has run as they are written, in fp32; call it in fewer variants: pad lists to a few lengths, "

@@ -1,20 +1,21 @@
-"""Look at the values of a graph in fp32 before it runs in fp16, in the first calls of its model.
+"""Observe the values of a graph in an fp32 run before the graph runs in fp16, in the first calls of its model.
 
-1. Run the captured graph in fp32 on the inputs of the call, and observe the limits of every value. Inputs that the graph writes are
-   copied first, and random states are restored: the run leaves no trace. It records no gradients, unless the graph takes gradients itself.
-2. If the low format would make an infinity of a value that the plan makes low, observe once more, with histograms, and decide anew with
-   the ranges seen. The plan says so.
-3. Then run the call itself, once. If the look raised and the call does not, warn that no value was observed.
+1. Run the captured graph in fp32 on the inputs of the call, and record the range of every value. Inputs that the graph writes are copied
+   before, and random states are restored after, so that this run has no side effects. It records no gradients, unless the graph computes
+   gradients itself.
+2. If fp16 would overflow for a value that the plan makes low, observe a second run, with histograms, and plan the graph anew with these
+   ranges. A note in the plan says so.
+3. Then run the call itself, once. If the fp32 run raised an error and the call does not, warn that no value was observed.
 
-The values in the bodies of loops and conditions are not observed. If the plan runs ops low in there, the rewritten graph runs on copies as
-well, and its results are checked.
+The values in the body graphs of loops and conditions are not observed. If the plan runs ops low in such a body, the rewritten graph also
+runs on copies, and its results are checked for NaN and infinities.
 
-If values are spread over ranks, as under tensor parallelism, each rank observes its part, and all ranks decide by the ranges of all: a
-collective must find the same format on every rank.
+If values are sharded over ranks, as under tensor parallelism, each rank observes its own shard, and all ranks decide by the ranges of all
+ranks, because the operands of a collective must have the same format on every rank.
 
-An export has no first call: `rewrite_for` looks at the arguments that it is given.
+An export has no first call: `rewrite_for` observes a run on the arguments of the export.
 
-Only the first calls pay for this. It is on by default, since a model that returns NaN is useless.
+Only the first calls pay for this. It is on by default, because a model that returns NaN is useless.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ from amprewrite.torch_internals.graph_modules import force_recompile
 from amprewrite.torch_internals.trees import tree_leaves
 
 CALLS = 3
-"""In how many calls of the model its graphs are looked at.
+"""Number of calls of the model in which its graphs are observed.
 
-One does not do, however small its values are: it may be a warm-up on made-up inputs, such as zeros, and load weights later.
+One call is not enough, even if all of its values are small: it may be a warm-up on zeros, before weights are loaded.
 """
 
 
 def worth_watching(problem: Problem) -> bool:
-    """Whether a graph's own decisions may overflow: in fp16, unless it follows a plan that was given."""
+    """True if a graph may overflow by our decisions: its low format has a narrow range, as fp16 has, and it follows no given plan."""
     return problem.policy.low.narrow and problem.given is None
 
 
 class LookAhead:
-    """The first calls of one graph.
+    """Runs the first calls of one graph, and observes each of them in fp32 before.
 
-    The graph runs `plan`. `learn` adds ranges to the calibration, `again` decides and emits the graph anew for such inputs and returns its
-    plan, `warn` tells the user.
+    `plan` is the plan of the graph. `learn` adds ranges to the calibration and returns the new calibration. `again` plans and emits the
+    graph anew for the given inputs, and returns its plan. `warn` warns the user.
     """
 
     def __init__(
@@ -73,19 +74,19 @@ class LookAhead:
         warn: Callable[[str], None],
     ) -> None:
         self.captured, self.plan, self.learn, self.again, self.warn = captured, plan, learn, again, warn
-        self.left, self.forward = CALLS, -1
+        self.left, self.forward = CALLS, -1  # forwards that are still to be observed, and the number of the latest forward
         self.differentiates = differentiates(captured.module.graph)
         self.written = written_inputs(captured.module.graph)
         made = (t for node in captured.module.graph.nodes for t in tensors(example_value(node)))
         self.devices = sorted({t.device.index or 0 for t in made if t.device.type == "cuda"})
         self.failed = ""
-        """The error of the last look; "" if it raised none."""
+        """The error of the latest observed run; "" if it raised none."""
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
-        """The results of `run(inputs)` in this forward of the model, after a look.
+        """Observe an fp32 run of the graph, then return `run(inputs)`. `forward` is the number of this forward of the model.
 
-        It does not look while a CUDA graph records or a checkpoint recomputes, nor at tensors without values. `left` is negative once no
-        further call needs a look.
+        Nothing is observed while a CUDA graph records, while a checkpoint recomputes, and on tensors without values (meta, fake). Once
+        `left` is negative, no further call needs to be observed.
         """
         if forward != self.forward:
             self.forward, self.left = forward, self.left - 1
@@ -100,7 +101,7 @@ class LookAhead:
         return result
 
     def say_failed(self) -> None:
-        """Warn if the last look raised."""
+        """Warn if the latest observed run raised an error."""
         if self.failed:
             self.warn(
                 f"{self._place} was not looked at before it runs in {self._low}: op by op in fp32 it raises {self.failed}; check that its "
@@ -108,20 +109,24 @@ class LookAhead:
             )
 
     def look(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], always: bool = False) -> bool:
-        """Look at a run in fp32, and decide anew if it shows a danger, or if `always`. True if its results and writes are all finite."""
+        """Observe an fp32 run, and plan the graph anew if a value would overflow, or if `always`.
+
+        `run` calls the rewritten graph. Returns True if the fp32 results and all written inputs are finite; False if not, or if the fp32
+        run raised.
+        """
         self.failed = ""
         try:
             seen, finite = self._observed(inputs, brief=not always)
             broken = always or any(dangers(self.captured, self.plan, seen)) or (finite and self._breaks_unobserved(run, inputs))
             if broken and not always:
-                seen, finite = self._observed(inputs, brief=False)  # a decision reads histograms, which most looks can do without
+                seen, finite = self._observed(inputs, brief=False)  # a second run, because only planning needs the costly histograms
         except torch.OutOfMemoryError:
             self.warn(
                 f"{self._place} was not looked at before it runs in {self._low}: there is no memory to run it in fp32 without gradients; "
                 "call it on a smaller batch first, give a calibration, or use dtype='bf16'"
             )
             return False
-        except Exception as error:  # if the model refuses these inputs, the call raises the model's own error as well
+        except Exception as error:  # not raised here: if the model refuses these inputs, the call itself raises the same error
             self.failed = f"{type(error).__name__}: {one_line(error)}"
             return False
         if broken:
@@ -131,14 +136,17 @@ class LookAhead:
         return finite
 
     def _observed(self, inputs: tuple[Any, ...], brief: bool) -> tuple[Mapping[str, RegionRanges], bool]:
-        """The ranges of a run in fp32, of all ranks, and True if its results and writes are all finite."""
+        """Return the ranges of an fp32 run, of all ranks, and True if its results and all written inputs are finite.
+
+        `brief`: without histograms.
+        """
         with self._aside():
             observer, copies = Observer(weights=False, brief=brief), self._copies(inputs)
             finite = all_finite((observer(self.captured, copies), [copies[place] for place in self.written]))
         return _of_all_ranks(observer), finite
 
     def _no_help(self, found: str = "") -> None:
-        """Warn, and look no more: the graph overflows though it was decided anew."""
+        """Warn that the graph overflows even after it was planned anew, and observe no further calls. `found` describes the overflow."""
         if self.left >= 0:
             self.left = -1
             self.warn(
@@ -147,23 +155,23 @@ class LookAhead:
             )
 
     def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> bool:
-        """True if the rewritten graph runs ops low that are not observed, and on copies it raises or returns a value that is not finite."""
+        """True if the plan runs unobserved ops low, and the rewritten graph, run on copies, raises or returns a non-finite value."""
         if not unobserved(self.captured, self.plan):
             return False
         try:
             with self._aside():
                 copies = self._copies(inputs)
-                if not self.differentiates:  # the weights themselves: a cache of low copies knows them by identity
+                if not self.differentiates:  # pass the weights themselves, because the cache of low copies finds them by identity
                     pairs = enumerate(zip(inputs, copies, strict=True))
                     copies = tuple(copied if place in self.written else value for place, (value, copied) in pairs)
                 return not all_finite((run(copies), [copies[place] for place in self.written]))
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, IndexError):  # an op refuses what overflowed; in fp32 it did not
+        except (RuntimeError, ValueError, IndexError):  # an op refused a value that overflowed: in fp32 it did not raise
             return True
 
     def _copies(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs for a run on the side: copies of inputs that the graph writes, and all without autograd history and hooks."""
+        """Return the inputs for a trial run: without autograd history and hooks, and copied if the graph writes them."""
         return tuple(self._copy(value, place in self.written) for place, value in enumerate(inputs))
 
     def _copy(self, value: Any, written: bool) -> Any:
@@ -171,15 +179,15 @@ class LookAhead:
             return value
         learns = value.requires_grad and self.differentiates
         if value.requires_grad:
-            value = value.detach()  # a graph may turn gradients on, as it does after a no_grad block
+            value = value.detach()  # even under no_grad, because a graph may turn gradients on, as after a no_grad block
         if not written:
             return value.requires_grad_() if learns else value
         value = value.clone()
-        return value.requires_grad_().clone() if learns else value  # a leaf may not be written
+        return value.requires_grad_().clone() if learns else value  # cloned, because autograd forbids writes to a leaf
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """A context for a run whose results are dropped. Tensors that it saves for backward reach no hook of the call."""
+        """Context manager for a trial run: random states are restored, and hooks on saved tensors and selective checkpoints see no op."""
         gradients = contextlib.nullcontext() if self.differentiates else torch.no_grad()
         with random_state_kept(self.devices), closed_if_raised(), unselective(), unhooked(), gradients:
             yield
@@ -194,6 +202,7 @@ class LookAhead:
         return self.captured.problem.policy.low.name
 
     def _decide_anew(self, seen: Mapping[str, RegionRanges], inputs: tuple[Any, ...]) -> None:
+        """Plan and emit the graph anew with the ranges `seen`. Body graphs whose values were not observed are left in fp32."""
         captured, calibration = self.captured, self.learn(tuple(seen.values()))
         for each in captured.with_parts():
             each.know(calibration=calibration)
@@ -211,13 +220,14 @@ def rewrite_for(
     warn: Callable[[str], None],
     overflowed: bool,
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """The edited graph of an exported module, and its plan, decided as after a first call on these arguments.
+    """Return the edited graph of an exported module and its plan, planned as after a first call with `args` and `kwargs`.
 
-    `overflowed` says that a first call of the model has: then ranges are looked at in any case. Buffers of the graph are restored.
+    `learn` and `warn` are as in LookAhead. `overflowed`: a first call of the model has overflowed, so the graph is always planned with
+    observed ranges. Buffers of the graph are restored.
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # flattened, as the module's own forward does first
+    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # flat, because the runs below skip the module's own flattening
     if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
         return edited, plan
 
@@ -237,14 +247,14 @@ def rewrite_for(
 
 
 def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """The edited graph, with its code: torch.export reads the arguments of `forward`."""
+    """Return the edited graph and its plan. Its code is generated anew, because torch.export reads the arguments of `forward`."""
     edited, plan = rewrite_graph(captured)
     force_recompile(edited)
     return edited, plan
 
 
 def _of_all_ranks(observer: Observer) -> Mapping[str, RegionRanges]:
-    """The observed ranges. If values are spread over ranks, those of all ranks, in the same order on each."""
+    """Return the observed ranges by graph. If values are sharded over ranks, merge the ranges of all ranks, in the same order on each."""
     seen: dict[str, RegionRanges] = observer.regions
     for group in (group for mesh in observer.meshes for group in mesh.get_all_groups()):
         every: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -256,18 +266,19 @@ def _of_all_ranks(observer: Observer) -> Mapping[str, RegionRanges]:
 
 
 def _hold_numbers(values: Any) -> bool:
-    """Whether every tensor has values: a model may be exported on fake ones."""
+    """True if no tensor in `values` is fake or on the meta device. A model may be exported on such tensors."""
     return not any(isinstance(t, FakeTensor) or t.is_meta for t in tree_leaves(values) if isinstance(t, torch.Tensor))
 
 
 def _floats(value: Any) -> list[torch.Tensor]:
+    """Return the dense floating tensors in a nested value; of a distributed tensor the local part."""
     leaves = (local_part(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor))
     return [t for t in leaves if t.is_floating_point() and t.layout == torch.strided]
 
 
-@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward
+@torch.no_grad()  # so that nothing is saved for backward: an activation checkpoint counts the saved tensors
 def all_finite(value: Any) -> bool:
-    """Whether every floating tensor in it is finite throughout."""
+    """True if all elements of all floating tensors in a nested value are finite."""
     return all(bool(t.isfinite().all()) for t in _floats(value))
 
 

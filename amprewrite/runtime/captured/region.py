@@ -1,4 +1,4 @@
-"""One rewritten graph at run time: what Dynamo calls in place of the code that it captured."""
+"""Run one rewritten graph: a Region is the function that Dynamo calls in place of the code that it captured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from amprewrite.runtime.weights.low_gather import GatheredLow
 from amprewrite.runtime.weights.weight_reads import WeightReads
 
 Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Refusals]
-"""The function that runs, the edited graph if it scales gradients, how it reads weights, and ops that refused low operands."""
+"""An emitted graph: the function that runs, the edited graph (None if it scales no gradients), how the graph reads weights, and the ops
+that refused low operands."""
 
 
 class Run(Protocol):
@@ -49,16 +50,16 @@ class Place(Protocol):
 
 
 def scale_device(graph: torch.fx.Graph) -> torch.device:
-    """Where a scaled graph takes its scale: its last input says so."""
+    """Return the device of the loss scale in a graph that scales gradients. The scale is the last input of the graph."""
     example: torch.Tensor = graph.find_nodes(op="placeholder")[-1].meta["example_value"]
     return example.device
 
 
 class Region:
-    """One rewritten graph, as Dynamo calls it; `module` is the edited graph if it scales gradients."""
+    """One rewritten graph, which Dynamo calls. `module` is the edited graph; None if the graph scales no gradients."""
 
     whole = False
-    """Whether the graph is all of its entry's forward."""
+    """True if the graph is all of its entry's forward."""
 
     def __init__(
         self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None,
@@ -68,7 +69,7 @@ class Region:
         self.plan, self.run, self.module, self.reads = plan, run, module, reads or WeightReads()
         self.refused: Refusals = {} if refused is None else refused
         self.keep_high: Callable[[Refusals, tuple[Any, ...]], None] | None = None
-        """Decides and emits the graph anew, with ops high that refused low operands; there until the first call is over."""
+        """Function that plans and emits the graph anew, so that the ops that refused low operands stay fp32; None after the first call."""
         self.device = torch.device("cpu") if module is None else scale_device(module.graph)
         self._past = Past[tuple[CompiledFn, WeightReads]]()
         self.latest = None if module is None else LatestInputs(plan, module)
@@ -77,11 +78,12 @@ class Region:
     def become(
         self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals
     ) -> None:
-        """Run another rewrite of the graph from now on. Recomputations of earlier forwards go on with what those ran."""
+        """Replace the running graph by another rewrite of it. Recomputations of earlier forwards still run the former rewrite."""
         self._past.keep((self.run, self.reads))
         self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused
 
     def call(self, *inputs: Any) -> Any:
+        """Run the graph on the inputs of its captured code, and return its results. In fp16 the first calls observe an fp32 run before."""
         self.state.ran.append(self)
         if self.state.check is not None:
             self.state.check.runs(inputs)
@@ -94,6 +96,7 @@ class Region:
         return result
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
+        """Run the graph, with the loss scale as an additional input if it scales gradients, under the user's dispatch modes."""
         (run, reads), scaled, given = self._past.of_forward((self.run, self.reads)), self.latest, inputs
         self.session.gathered.check_reads(reads, self.entry.place)
         if scaled is not None:
@@ -120,12 +123,13 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """Have ops that refused low operands in the first call kept high from now on."""
+        """After the first call: if ops refused low operands in it, plan the graph anew so that these ops stay fp32."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)
 
     def _watched(self, *inputs: Any) -> Any:
+        """Run the graph op by op, and find the first result or gradient that is not finite."""
         assert self.module is not None
         return self.session.probe.run(self.plan, self.module, inputs)
 

@@ -1,14 +1,14 @@
-"""Check whether decisions for the weights at capture hold for the weights now.
+"""Check whether decisions that were made for the weights at capture still hold for the present weights.
 
-fp16 keeps the readers of a weight high if the weight does not fit: it holds more than 65504, or all of it is below fp16's smallest
-number; a bias may be flushed, since it is only added to a product. Training moves weights in and out of that. So weights are looked at
-again
+An op that reads a weight stays fp32 in an fp16 plan if the weight does not fit fp16: if its largest value exceeds 65504, or if all of its
+values are below fp16's smallest number. (A bias may be below, because it is only added to a product.) Training can move a weight into or
+out of this range. So the weights are checked again
 
-1. after a step that was skipped for an overflow, and before training is given up;
-2. when the model goes from training to evaluation or back, and when a state dict is loaded;
-3. at calls 16, 32, 64 ... 1024, and at every 1024th from then on.
+1. after a step that was skipped for an overflow, and before training is stopped with an error;
+2. when the model switches between training and evaluation mode, and when a state dict is loaded;
+3. at calls 16, 32, 64 ... 1024, and at every 1024th call after that.
 
-A look takes one multi-tensor norm and one read by the host for each device: a pass over the weights.
+A check takes one multi-tensor norm, which reads all weights, and one transfer to the host, for each device.
 """
 
 from __future__ import annotations
@@ -32,37 +32,41 @@ from amprewrite.tables.boundary.members import named_buffers_in, named_parameter
 from amprewrite.tables.formats import Format
 
 BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
+"""All ways in which a weight may not fit."""
 FIRST_LOOK, LAST_DOUBLING = 16, 1024
-"""Calls at which weights are looked at: the first, and from where on the distance does not double any more."""
+"""Numbers of calls: weights are first checked at the first number, then at each double of it up to the last, then at its multiples."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A weight by its path, and whether it fitted the low format when it was captured; `reference` if the model has no such path."""
+    """A weight that a graph reads, and whether it fitted the low format at capture."""
 
     name: str
+    """The path of the weight in the model, by which its present value is found."""
     fit: Fit
     reference: weakref.ref[Tensor] | None = None
+    """The weight itself, if the model has no such weight at that path; otherwise None."""
     bounds: frozenset[Fit] = BOUNDS
-    """The misfits that keep a reader of it high."""
+    """The misfits for which an op that reads the weight stays fp32."""
 
     def judged(self, size: float, low: Format) -> Fit:
-        """Its fit at another size; what harms no reader fits."""
+        """Return the fit of this weight if its largest magnitude is `size`. A misfit that is not in `bounds` counts as FITS."""
         found = fit(size, low)
         return found if found in self.bounds else Fit.FITS
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A weight that fits now and did not, or the other way round."""
+    """A weight whose fit has changed since capture: it fits now and did not before, or the other way round."""
 
     name: str
     size: float
+    """Its largest magnitude now."""
     before: Fit
     now: Fit
 
     def says(self, low: Format) -> str:
-        """How its size changed, as a note for the plan."""
+        """Return a note for the plan that describes the change."""
         how = {
             Fit.TOO_LARGE: f"{low.name} ends at {low.max:g}",
             Fit.FLUSHED: f"{low.name} flushes that to zero",
@@ -72,7 +76,10 @@ class Moved:
 
 
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
-    """The weights among the inputs of a captured graph, for `moved`; `captured.problem.magnitudes` has their sizes."""
+    """Return the weights among the `inputs` of a captured graph, for later calls of `moved`.
+
+    Only weights whose size keeps or would keep an op in fp32 are returned. Their sizes are in `captured.problem.magnitudes`.
+    """
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = weights_by_path(root)
     found: list[Known] = []
@@ -85,7 +92,7 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """The misfits that keep high the ops that would read a low copy of this weight, including ops in bodies of checkpoints."""
+    """Yield the misfits of the weight `name` for which an op that reads it stays fp32. Ops in the body graphs of checkpoints count."""
     for reader in captured.problem.graph.readers(name):
         node = captured.nodes[reader.name]
         part = captured.parts.get(node)
@@ -103,12 +110,12 @@ def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
 
 
 def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
-    """The current parameters and buffers of a model, by path."""
+    """Return the current parameters and buffers of a model, by path. A tied tensor appears under each of its paths."""
     return {**dict(named_parameters_in(root, remove_duplicate=False)), **dict(named_buffers_in(root, remove_duplicate=False))}
 
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[Moved]:
-    """The weights that changed sides; none while a CUDA graph is being recorded."""
+    """Return the weights in `known` whose fit has changed; [] while a CUDA graph is being recorded. `weights` has the present values."""
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]
     if not here or any(recording(device) for device in {part.device for *_, part in here}):
@@ -122,9 +129,10 @@ def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) ->
 
 
 def _readable(tensor: Tensor) -> Tensor | None:
-    """The part of a tensor that this process can read alone: all of it, its own shard of a distributed tensor, or None.
+    """Return the part of a tensor that this process can read without other ranks; None if there is none.
 
-    A shard shows that a weight has become too large, and nothing else. FSDP frees gathered weights and leaves the tensors.
+    That is the whole tensor, or the local shard of a distributed tensor. A shard can only show that a weight has become too large. There is
+    no such part, for instance, of a weight whose memory FSDP has freed.
     """
     to_local = getattr(tensor, "to_local", None)
     part = tensor if to_local is None else to_local()
@@ -133,16 +141,16 @@ def _readable(tensor: Tensor) -> Tensor | None:
 
 
 class Schedule:
-    """Says at which calls to look."""
+    """Decides before which calls of a model its weights are checked."""
 
     def __init__(self) -> None:
         self.due = False
-        """Something happened that makes a look worth while."""
+        """True if an event asks for a check before the next call, such as a skipped step or a loaded state dict."""
         self._calls = 0
         self._training: bool | None = None
 
     def look_now(self, training: bool) -> bool:
-        """Count a call of a model in this mode; whether to look before it."""
+        """Count a call of the model, and return True if the weights are to be checked before it. `training`: the mode of the model."""
         switched = self._training is not None and training != self._training
         self._calls, self._training = self._calls + 1, training
         doubling = FIRST_LOOK <= self._calls <= LAST_DOUBLING and self._calls & (self._calls - 1) == 0

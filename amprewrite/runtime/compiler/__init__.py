@@ -1,1 +1,1 @@
-"""Our knowledge of Dynamo: compiling afresh, dispatch modes, code that it fails on, and messages about it."""
+"""Work with Dynamo: compile a function with a new cache, suspend dispatch modes, handle code that Dynamo fails on, and write messages."""

@@ -1,15 +1,16 @@
-"""Tell whether capture itself changed what a model computes, before anything is rounded.
+"""Check whether capture itself, before any rounding, changed the values that a model computes.
 
-Some models ask whether they are compiled, and then compute something else. So a first call that is looked at (fp16, `strict=True`) is
-compared with the original model, both in fp32:
+Some models test whether they are compiled, and then compute other values. So in fp16 and under `strict=True`, the first call is compared
+with the original model, both in fp32:
 
-1. Before the call copy its inputs, the buffers and the random states.
-2. After it run a clone of the plain model on those copies. If a floating result is no result of the captured graph, run that graph in fp32
-   on what it was given, and find the first op whose values the plain model never had.
+1. Before the call, copy its inputs, the buffers and the random states.
+2. After the call, run a clone of the plain model on these copies. If a floating result of the clone is not among the results of the
+   captured graph, run the graph in fp32 on the inputs of the call, and find the first op whose result the plain model never computed.
 
-Nothing is compared where it could not be told, or where an effect would happen twice: if the call ran more than one graph or code between
-graphs, if Dynamo replays writes to objects that were there before, if the graph writes anything but buffers, if an argument is no plain
-data, if the plain model does not repeat itself, if the first op that parts draws random numbers, and where several ranks train.
+The check is skipped if its answer would be uncertain, or if a side effect would happen twice: if the call ran several graphs or code
+between graphs, if Dynamo replays writes to objects that existed before, if the graph writes other inputs than buffers, if an argument is
+neither a tensor nor plain data, if two runs of the plain model differ, if the first op that differs draws random numbers, and if several
+ranks train.
 """
 
 from __future__ import annotations
@@ -39,15 +40,18 @@ from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 from amprewrite.torch_internals.trees import tree_leaves, tree_map
 
 TOLERANCE = 1e-4
-"""Relative L2 distance from which on two fp32 results are different results: a tenth of what bf16 rounds."""
+"""Relative L2 distance above which two fp32 results count as different: about a tenth of bf16's rounding error."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-"""Types of arguments that a copy shares."""
+"""Types of plain data, which a copy of the arguments shares with the original."""
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
-"""Errors by which code of a model says that it cannot run on copies."""
+"""Errors that code of a model may raise because it cannot run on copies."""
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Relative L2 distance of two tensors of one shape; equal infinities and NaN are no distance."""
+    """Return the relative L2 distance of tensor `a` from tensor `b` of the same shape. Equal infinities, and NaN in both, count as 0.
+
+    The norm of `b` takes only its finite elements. If that norm is 0, any difference has the distance inf.
+    """
     a, b = a.detach().double(), b.detach().double()
     same = (a == b) | (a.isnan() & b.isnan())
     size = torch.where(b.isfinite(), b, 0).norm().item()
@@ -56,7 +60,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def results_of(value: Any) -> list[Tensor]:
-    """Dense floating tensors of a result, in objects that pytree does not know, too."""
+    """Return the dense floating tensors in a result, including tensors in attributes of objects, up to four levels deep."""
 
     def inside(part: Any, depth: int) -> Iterator[Tensor]:
         for leaf in tree_leaves(dict(part) if isinstance(part, dict) else part):
@@ -70,12 +74,18 @@ def results_of(value: Any) -> list[Tensor]:
 
 
 def furthest(wanted: Iterable[Tensor], had: Sequence[Tensor]) -> float:
-    """The largest distance of a wanted tensor from the nearest of those of its shape; 0 if all are there."""
+    """Return the largest distance of a tensor in `wanted` from the nearest tensor of the same shape in `had`.
+
+    0 if `wanted` is empty or all its tensors are in `had`; inf if a shape is missing.
+    """
     return max((min((distance(each, a) for each in had if each.shape == a.shape), default=float("inf")) for a in wanted), default=0.0)
 
 
 class Values(TorchDispatchMode):
-    """Notes what every op gives while it is on, in four numbers a tensor: enough to find the first op of another run that parts."""
+    """A dispatch mode that records the result of every op, as four numbers for each tensor.
+
+    This is enough to find the first op of another run whose result differs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,12 +97,12 @@ class Values(TorchDispatchMode):
         return result
 
     def add(self, value: Any) -> None:
-        """Note that the run had the tensors in `value`."""
+        """Record the tensors in `value` as values of the run."""
         for tensor in _sketchable(value):
             self.seen[_kind(tensor)].append(_sketch(tensor))
 
     def had(self, value: Any) -> bool:
-        """Whether the run had all tensors in `value`."""
+        """True if all tensors in `value` are among the recorded values of the run."""
         found = ((_sketch(tensor), self.seen.get(_kind(tensor), ())) for tensor in _sketchable(value))
         return all(any(_alike(mine, each) for each in seen) for mine, seen in found)
 
@@ -102,11 +112,12 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _sketchable(value: Any) -> list[Tensor]:
+    """Return the dense tensors in `value` whose elements can be read."""
     return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.layout == torch.strided and not t.is_meta and not t.is_quantized]
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """The sum of magnitudes, two weighted sums that tell orders apart, and how many numbers are not finite."""
+    """Return four fp64 numbers: the sum of magnitudes, two weighted sums that depend on the order, and the count of non-finite elements."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         flat = (flat.abs() if flat.is_complex() else flat).double()
@@ -117,19 +128,20 @@ def _sketch(tensor: Tensor) -> Tensor:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
+    """True if two results of `_sketch` are equal within TOLERANCE of the sum of magnitudes."""
     room = TOLERANCE * float(torch.maximum(a[0], b[0]))
     return bool(((a - b).abs() <= room).all())
 
 
 class _FirstUnseen(torch.fx.Interpreter):
-    """Runs a captured graph, and finds the first op whose result another run did not have."""
+    """Runs a captured graph, and finds the first op whose result is not among the recorded `values` of another run."""
 
     def __init__(self, module: torch.fx.GraphModule, graph: torch.fx.Graph, values: Values, devices: Sequence[int]) -> None:
         super().__init__(module, graph=graph)
         self.values, self.devices = values, devices
         self.found: torch.fx.Node | None = None
         self.drew = False
-        """Whether that op draws random numbers."""
+        """True if the found op draws random numbers."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if self.found is not None or not n.op.startswith("call"):
@@ -146,7 +158,7 @@ class _FirstUnseen(torch.fx.Interpreter):
 
 @dataclass(frozen=True)
 class Random:
-    """The states of all generators that a model may draw from."""
+    """The states of the random generators that a model may use: Python, NumPy, PyTorch on the CPU, and CUDA devices by index."""
 
     python: Any
     numpy: Any
@@ -159,7 +171,7 @@ class Random:
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), there)
 
     def set(self) -> None:
-        """Have all generators go on from here."""
+        """Set all generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -169,7 +181,7 @@ class Random:
 
 @contextlib.contextmanager
 def _from(start: Random) -> Iterator[None]:
-    """Draw as from `start`; afterwards all generators are where they were."""
+    """Context manager in which all random generators begin with the states `start`. Their present states are restored afterwards."""
     now = Random.now(tuple(start.devices))
     with random_state_kept(tuple(start.devices)):
         start.set()
@@ -180,7 +192,10 @@ def _from(start: Random) -> Iterator[None]:
 
 
 def copied(leaf: Any) -> Any:
-    """A copy of an argument that wants a gradient if it does, no leaf if it is none: PyTorch forbids writes to leaves that want one."""
+    """Return a copy of an argument, with the same `requires_grad`; values that are no tensors are returned unchanged.
+
+    The copy is a leaf of autograd only if the argument is, because PyTorch forbids in-place writes to leaves that require gradients.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     made = leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -188,7 +203,7 @@ def copied(leaf: Any) -> Any:
 
 
 def can_be_copied(value: Any) -> bool:
-    """Whether arguments are dense tensors with values and plain data throughout."""
+    """True if arguments consist only of dense tensors with values and of plain data."""
     return all(_is_dense(each) if isinstance(each, Tensor) else isinstance(each, _PLAIN) for each in tree_leaves(value))
 
 
@@ -203,15 +218,15 @@ def _several_ranks() -> bool:
 
 
 def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `root` with these arguments can be made once more on copies."""
+    """True if a call of `root` with these arguments can be repeated on copies, and no other ranks take part."""
     held = (*parameters_in(root), *buffers_in(root))
     return not _several_ranks() and can_be_copied((args, kwargs)) and all(_is_dense(each) for each in held)
 
 
 class CaptureCheck:
-    """One call of a model that captures, and the same call on the original model.
+    """Compares a call that captures a model with the same call of the original model.
 
-    `plain` makes a clone of the module that is called, without any rewrite, with the same parameters.
+    Made before the call with its arguments. `plain` returns a clone of `root` without the rewrite, with the same parameters.
     """
 
     def __init__(self, root: nn.Module, plain: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -228,9 +243,10 @@ class CaptureCheck:
         self.sound = True
 
     def captures(self, module: torch.fx.GraphModule) -> None:
-        """Note a graph of the call, while Dynamo captures it."""
+        """Record a graph of the call. Called while Dynamo captures the graph."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
-        self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)  # a copy finds no bodies
+        # both read subgraphs of `module`, which the copy of the graph below does not have
+        self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
         self.graph.output(self.graph.graph_copy(module.graph, copies))
@@ -238,16 +254,16 @@ class CaptureCheck:
             copy.meta = kept_meta(node.meta)
 
     def runs(self, inputs: tuple[Any, ...]) -> None:
-        """Note what the graph is given, before it runs."""
+        """Record the inputs of the graph. Called before the graph runs."""
         if not self.sound or self.graph is None or self.given:
             return
         self.sound = all(id(inputs[place]) in self.buffers for place in self.written)
         self.given = tuple(self.buffers[id(each)][1] if id(each) in self.buffers else each for each in inputs)
 
     def parted(self) -> tuple[float, str] | None:
-        """How far the fp32 results of the captured graph are from the model's, and the op from which on; None if they are the same.
+        """Return (relative distance of the fp32 results, first op that differs) if the captured graph computes other values than the model.
 
-        None, too, if it cannot be told.
+        None if the results are the same, or if the comparison is not possible. Called after the call.
         """
         if not self.sound or self.graph is None or not self.given:
             return None
@@ -264,21 +280,27 @@ class CaptureCheck:
             search = _FirstUnseen(self.module, self.graph, values, tuple(self.random.devices))  # type: ignore[arg-type]
             self._captured(search)
         except _FAILURES:
-            return None  # the original model cannot run on copies: nothing can be told
+            return None  # the original model cannot run on copies, so there is nothing to compare with
         if search.found is None or search.drew:
             return None
         source = source_of(search.found.stack_trace)
         return far, f"{search.found.name}{f' ({source})' if source else ''}"
 
     def _is_had(self, had: Sequence[Tensor]) -> bool:
-        """Whether the captured graph had what the plain model gives without gradients, which needs no memory for a backward."""
+        """True if all results of the plain model are in `had`, the values of the captured graph.
+
+        The model runs without gradients, to need no memory for a backward. False if it cannot run so.
+        """
         try:
             return furthest(self._as_written(False), had) <= TOLERANCE
         except _FAILURES:
             return False
 
     def _as_written(self, grad: bool, values: Values | None = None) -> list[Tensor]:
-        """The floating results of the plain model on copies of the arguments, buffers and random states."""
+        """Return the floating results of the plain model on copies of the arguments, buffers and random states.
+
+        `grad`: grad mode of the run. `values`, if given, records the result of every op.
+        """
         plain = self.plain()
         copies = {key: start.clone() for key, (_, start) in self.buffers.items()}
         for module in plain.modules():
@@ -288,7 +310,7 @@ class CaptureCheck:
             return [each.detach() for each in results_of(plain.forward(*args, **kwargs))]
 
     def _captured(self, interpreter: torch.fx.Interpreter) -> Any:
-        """The results of the captured graph in fp32."""
+        """Run the captured graph in fp32 by `interpreter` on copies of its inputs, and return its results."""
         assert self.graph is not None
         grad = self.differentiates and self.grad
         given = list(self.given)

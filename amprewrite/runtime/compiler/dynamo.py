@@ -1,4 +1,4 @@
-"""Our knowledge of Dynamo: how to compile a function afresh, and when Dynamo quietly runs the original code instead."""
+"""Compile a function with a new Dynamo cache, and find out when Dynamo silently runs the original code instead."""
 
 from __future__ import annotations
 
@@ -34,19 +34,23 @@ from amprewrite.torch_internals.dispatch import dispatch_modes, is_any_autocast_
 from amprewrite.torch_internals.dynamo import skip_code
 
 EXACT = "inductor-exact"
-"""The backend that has inductor compute eager code's numbers."""
+"""Name of the backend in which inductor computes the same numbers as eager code."""
 RECOMPILE_LIMIT = 64
-"""Graphs of one frame (modes, shapes, options). A call that fits none of them then runs as written."""
+"""Largest number of graphs of one frame, for its modes, shapes and options. After that a call that fits none of them runs as written."""
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-"""Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
+"""True if torch.compile takes a recompile limit for one function; in earlier versions the limit is one setting of the process."""
 RECURRENT = "Attempted to wrap RNN"
-"""How Dynamo's reason begins where such a module breaks a graph."""
+"""Beginning of Dynamo's reason for a graph break at an LSTM, GRU or RNN module."""
 _WAS_THERE = (AttributeMutationExisting, ValueMutationExisting)
+"""Dynamo's classes for changes of objects that existed before the captured code ran."""
 COUNTS_FROM = 4
-"""Calls that captured something from which on ints in attributes are no constants. Ints that differ from layer to layer stay constants."""
+"""Number of calls with a capture after which int attributes of modules are no longer constants of a graph.
+
+Calls are counted, not graphs: an int that differs from layer to layer stays a constant, because one call captures all layers.
+"""
 ONE_EXPORT = threading.RLock()
-"""Held while torch.export or torch.onnx.export runs: they keep state that all threads share, so that two at once fail."""
+"""Held while torch.export or torch.onnx.export runs. They keep state that all threads share, so two exports at once would fail."""
 
 
 def compile_afresh(
@@ -54,19 +58,23 @@ def compile_afresh(
     recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False, hooks_differ: bool = True,
     no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
+    """Return `function`, a forward in the model `root`, compiled by Dynamo with an empty cache: Dynamo also reads skipped frames again.
 
-    Settings that torch.compile does not take hold while Dynamo converts a frame, so that a call that finds its graph pays for none:
-    LSTM, GRU and RNN modules are captured like others, unless `recurrent` is False: then they break the graph. Writing to
-    a log breaks none: it is left out, as torch.export does, and noted. NumPy's random numbers break a graph, and NumPy draws them:
-    Dynamo would draw them from PyTorch's generator. An int that a model counts up in an attribute becomes a number like others after
-    COUNTS_FROM graphs.
-    Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Where `function` itself has no
-    graph, `no_graph` hears whether Dynamo read all of it: then there is no tensor op in it, as in `nn.Identity`. Code captured for one
-    module runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if `hooks_differ`.
-    The model is told that autocast is on (`heard.py`) outside of its own regions; `around` gives how many others are around the call.
-    Errors of the backend reach the caller unchanged. With `beside_hooks` graphs do not depend on which hooks on all modules of
-    the process there are.
+    Errors of `backend` reach the caller unchanged. Settings that torch.compile has no argument for hold only while Dynamo converts a frame,
+    so that a call of a captured graph does not pay for them:
+
+    1. LSTM, GRU and RNN modules are captured if `recurrent`; otherwise they break the graph.
+    2. Calls of loggers are left out of graphs, as in torch.export, and `note` is called with a text that says so.
+    3. NumPy's random numbers break a graph, because a graph would draw them from PyTorch's generator instead of NumPy's.
+    4. An int that a model counts up in an attribute is no longer a constant of the graphs after COUNTS_FROM calls with a capture.
+    5. Code that Dynamo fails on runs as written, and `failed` is called with the failure. If `whole`, Dynamo raises an error instead.
+    6. If no graph is made of `function`'s own code, `no_graph` is called: with True if Dynamo read all of the code, which then has no
+       tensor op (as nn.Identity), and with False if it gave up the code.
+    7. If `hooks_differ`, Dynamo guards on module hooks, because code captured for one module runs for all modules of its class.
+    8. The model is told that autocast is on (`heard.py`), except in its own autocast regions. `around` returns the number of the other
+       regions around the call.
+
+    If `beside_hooks`, graphs do not depend on which global module hooks exist.
     """
     frozen = any(isinstance(each, FrozenWeight) for each in parameters_in(root))
     filters = [*([_without_global_hooks] if beside_hooks else []), *([_without_stored_weights] if frozen else [])]
@@ -75,7 +83,7 @@ def compile_afresh(
     context = torch._dynamo.optimize(backend=unseen(backend), nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
     if hasattr(torch._dynamo.config, "record_runtime_overhead"):
-        settings["record_runtime_overhead"] = False  # a mark in profiles that costs 3 us at each call
+        settings["record_runtime_overhead"] = False  # off, because this mark in profiles costs 3 us in each call
     if hooks_differ:
         settings["skip_nnmodule_hook_guards"] = False
     if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
@@ -85,7 +93,7 @@ def compile_afresh(
     calls_that_captured, captured = 0, False
 
     def with_settings(convert: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(convert)  # its attributes tell Dynamo which backend's graphs a call may run
+        @functools.wraps(convert)  # keeps the attributes by which Dynamo finds the backend whose graphs a call may run
         def convert_with_settings(*frame: Any, **state: Any) -> Any:
             nonlocal captured
             graphs, undo = counters["stats"]["unique_graphs"], []
@@ -94,7 +102,7 @@ def compile_afresh(
                     undo.append(_set(name, value))
                 if calls_that_captured >= COUNTS_FROM:
                     undo.append(_set("allow_unspec_int_on_nn_module", True))
-                if own := frame[0].f_code is code:  # guards, so that another mode or argument is read anew
+                if own := frame[0].f_code is code:  # an empty graph has guards, so that Dynamo reads the code again in another mode
                     undo.append(_set("allow_empty_graphs", True))
                 if not whole:  # a user may want errors: Dynamo takes one of the two
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
@@ -111,7 +119,7 @@ def compile_afresh(
         return convert_with_settings
 
     convert = getattr(context, "callback", None)
-    if callable(convert):  # there is none where Dynamo is disabled
+    if callable(convert):  # None if Dynamo is disabled
         context.callback = with_settings(convert)  # type: ignore[union-attr]
     clone = clone_code(function)
     code = getattr(getattr(clone, "__func__", clone), "__code__", None)
@@ -131,7 +139,10 @@ def compile_afresh(
 
 
 def _set(name: str, value: Any) -> Callable[[], None]:
-    """Set a setting of Dynamo's, and give what sets it back. Where settings are context variables, one costs 0.3 us, not 8."""
+    """Set the setting `name` of Dynamo, and return a function that restores it.
+
+    If the setting is a context variable, that is set directly, which takes 0.3 us instead of 8.
+    """
     entry = getattr(torch._dynamo.config, "_config", {}).get(name)
     variable = getattr(entry, "user_override", None)
     if isinstance(variable, ContextVar) and getattr(entry, "alias", None) is None:
@@ -142,7 +153,7 @@ def _set(name: str, value: Any) -> Callable[[], None]:
 
 
 def _all_of(filters: Sequence[Callable[[Sequence[Any]], list[bool]]]) -> Callable[[Sequence[Any]], list[bool]]:
-    """Keeps the guards that all `filters` keep."""
+    """Return a guard filter that keeps the guards that all `filters` keep. A guard filter returns a bool for each guard."""
 
     def keep(guards: Sequence[Any]) -> list[bool]:
         return [all(kept) for kept in zip(*(each(guards) for each in filters), strict=True)]
@@ -151,9 +162,10 @@ def _all_of(filters: Sequence[Callable[[Sequence[Any]], list[bool]]]) -> Callabl
 
 
 def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
-    """Which guards to keep: of a frozen weight those on the tensor that it seems to be, and none on what it stores.
+    """Return for each guard whether to keep it: drop the guards on the tensors that a frozen weight stores and on its metadata.
 
-    Those run Python code at every call, 20 us for a weight. A graph asks a weight what it stores whenever it runs.
+    These guards run Python code in every call, 20 us for each weight. They are not needed, because a graph reads the stored tensors anew in
+    every run. The guards on the fp32 tensor that a frozen weight looks like are kept.
     """
     inside = tuple(f"{guard.name}." for guard in guards if isinstance(guard.value, FrozenWeight))
     own = [isinstance(guard.value, FrozenWeight) and guard.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH" for guard in guards]
@@ -161,10 +173,10 @@ def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
 
 
 def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
-    """Which guards to keep: none on the hooks on all modules, unless the captured code calls one of them.
+    """Return for each guard whether to keep it: drop the guards on global module hooks, unless the captured code calls such a hook.
 
-    Dynamo notes their numbers where it only asks whether there are any, and every registration has a number of its own. Its
-    other guards are of hooks in the graph.
+    Dynamo guards on the keys of the hook tables even where the code only tests whether a table is empty, and every registration has a new
+    key. If a guard of another kind is on a global hook, the graph contains the hook, and all guards are kept.
     """
     on_hooks = [_GLOBAL_HOOKS.search(guard.name) for guard in guards]
     if any(found and (found[1] or guard.guard_type not in _ASKS) for found, guard in zip(on_hooks, guards, strict=True)):
@@ -174,13 +186,14 @@ def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
 
 _GLOBAL_HOOKS = re.compile(r"\._global_\w+hooks\w*(?:\[[^\]]*\])?(.*)$")
 _ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DICT_CONTAINS", "DICT_VERSION", "BOOL_MATCH")
-"""Kinds of guards that see a table of hooks, or the type of one, and no more."""
+"""Kinds of guards that only test a table of hooks or a type, not a hook itself."""
 
 
 def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own: Dynamo's caches and skips hang on code objects.
+    """Return a copy of `function` with a new code object, because Dynamo stores its caches and skips by code object.
 
-    PyTorch's own modules stand in files that Dynamo skips; theirs get a frame of ours around them, which it does not.
+    Dynamo skips the files of PyTorch's own modules. A forward from such a file is wrapped in a function of ours, which Dynamo captures. An
+    object that is no Python function is returned unchanged.
     """
     inner = function.__func__ if isinstance(function, types.MethodType) else function
     if not isinstance(inner, types.FunctionType):
@@ -193,7 +206,7 @@ def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_whole(module: torch.fx.GraphModule, function: Callable[..., Any]) -> bool:
-    """Whether a captured graph is all of `function`: Dynamo left it by a return, and not that of a function called inside."""
+    """True if a captured graph is all of `function`: it ends at a return statement of `function` itself, not of an inner function."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or reason.graph_break or not reason.user_stack:
         return False
@@ -206,7 +219,7 @@ def is_whole(module: torch.fx.GraphModule, function: Callable[..., Any]) -> bool
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional parameters after self; () if the signature says nothing."""
+    """Return the names of the parameters of a bound method or function; () if it has no signature."""
     try:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -214,7 +227,10 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler by its name. PolicyError if it is "inductor-exact" and this torch's inductor lacks a setting that it needs."""
+    """Return the backend with this name; a callable is returned unchanged.
+
+    Raises PolicyError for "inductor-exact" if this torch's inductor lacks a setting that the backend needs.
+    """
     if callable(backend):
         return backend
     if backend == EXACT:
@@ -233,42 +249,42 @@ _ROUNDINGS: dict[Any, str] = {
 
 
 def rounding_of(backend: str | Callable[..., Any]) -> str:
-    """A note on what a compiler does with the plan's rounding; "" if nothing is to be said, or nothing known."""
+    """Return a note on how a compiler changes the rounding of the plan; "" if nothing is known about `backend`."""
     return _ROUNDINGS.get(backend, "") if isinstance(backend, str) else ""
 
 
 def frame_id() -> int | None:
-    """The number of the frame that Dynamo is capturing; None if it captures none."""
+    """Return the number of the frame that Dynamo is capturing; None if it captures none."""
     compiling = torch._guards.CompileContext.current_compile_id()
     return None if compiling is None else compiling.frame_id
 
 
 ASKED_FOR = ("RecompileError", "FailOnRecompileLimitHit")
-"""Errors that only a user's own setting makes Dynamo raise."""
+"""Names of errors that Dynamo raises only if a setting of the user asks for them."""
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """Whether Dynamo raised `error` because it cannot capture a model. Some keep their own type, with Dynamo's mark on them."""
+    """True if Dynamo raised `error` because it cannot capture code: by its class, or by an attribute that Dynamo sets on other errors."""
     names = ("TorchDynamoException", "FailOnRecompileLimitHit")
     own = tuple(getattr(torch._dynamo.exc, name) for name in names if hasattr(torch._dynamo.exc, name))
     return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
 
 
 def reading() -> Any:
-    """Dynamo's translator at work now; None if it reads no code."""
+    """Return the InstructionTranslator by which Dynamo is reading code now; None if it reads none."""
     return getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
 
 
 def wants_one_graph() -> bool:
-    """Whether Dynamo may not break the graph that it is capturing."""
+    """True if Dynamo is capturing a graph that it may not break, as for `fullgraph=True`."""
     now = reading()
     return now is not None and bool(now.one_graph or now.error_on_graph_break)
 
 
 def inputs_to_hook() -> set[str]:
-    """Names of the inputs of the graph under capture that the model puts hooks on.
+    """Return the names of the inputs of the graph under capture on which the model sets hooks.
 
-    Dynamo keeps such hooks out of the graph. It registers them when the graph has run, on what the inputs are by then.
+    Dynamo keeps such hooks out of the graph. It registers them after the graph has run, on the values that the inputs have then.
     """
     now = reading()
     hooks = () if now is None else now.output.side_effects.tensor_hooks.values()
@@ -276,13 +292,13 @@ def inputs_to_hook() -> set[str]:
 
 
 def changes_objects() -> bool:
-    """Whether Dynamo will replay a change of something that was there before the code that it reads, or put a hook on a tensor."""
+    """True if the captured code changes an object that existed before, or sets a hook on a tensor. Dynamo replays this after the graph."""
     effects = reading().output.side_effects
     there = (each for each in effects.id_to_variable.values() if isinstance(each.mutation_type, _WAS_THERE))
     return bool(effects.tensor_hooks) or any(effects.is_modified(each) for each in there)
 
 
-# -- who else is at work -----------------------------------------------------------------
+# -- modes and captures around a call ----------------------------------------------------
 def refuse_ambient_autocast() -> None:
     """Raise CaptureError inside a torch.autocast region."""
     if is_any_autocast_enabled():
@@ -290,22 +306,22 @@ def refuse_ambient_autocast() -> None:
 
 
 def user_modes() -> list[Any]:
-    """The dispatch modes around us, outermost first."""
+    """Return the active dispatch modes of this thread, outermost first."""
     return [mode for mode in dispatch_modes() if mode is not None]
 
 
 def at_work() -> bool:
-    """Whether Dynamo is capturing, or would capture the frames that are called now."""
+    """True if Dynamo is capturing, or would capture a frame that is called now."""
     return tracing_context() is not None or get_eval_frame_callback() is not None
 
 
 def kept_out() -> bool:
-    """Whether Dynamo is on, but kept from the frames that are called now, as checkpoint keeps it from its body."""
+    """True if Dynamo is enabled, but would not capture a frame that is called now, as inside the function of a checkpoint."""
     return not at_work() and not why_switched_off()
 
 
 def never_read(function: Callable[..., Any]) -> None:
-    """Have Dynamo run `function` uncompiled where code that runs as written calls it: it asks what Dynamo is doing."""
+    """Make Dynamo skip frames of `function`, a function that asks for Dynamo's state: capturing the function would change that state."""
     skip_code(function.__code__)
 
 
@@ -313,14 +329,14 @@ never_read(at_work)
 never_read(kept_out)
 
 
-# -- what Dynamo did not do --------------------------------------------------------------
+# -- code that Dynamo did not capture ----------------------------------------------------
 def disabled() -> bool:
-    """True if torch.compile hands functions back uncompiled."""
+    """True if Dynamo is disabled by a setting or the environment, so that torch.compile returns functions uncompiled."""
     return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
 
 
 def why_switched_off() -> str:
-    """The switch that keeps Dynamo from capturing, with the remedy; "" if none does."""
+    """Return a message that names the switch that keeps Dynamo from capturing, with the remedy; "" if no switch does."""
     if disabled():
         return "Dynamo is disabled (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or torch._dynamo.config.disable); enable it"
     stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
@@ -331,32 +347,32 @@ def why_switched_off() -> str:
 
 _FRAMES = "frames"
 _APART = Counter({_FRAMES: 0})
-"""Counts from backwards of compiled graphs: frames given up, and each reason."""
+"""Failures of Dynamo in backwards of compiled graphs, which are subtracted from its counts: frames given up, and each reason."""
 
 
 def frames_given_up() -> int:
-    """How many frames Dynamo has given up in this process: they ran as written."""
+    """Return the number of frames that Dynamo has given up in this process. These frames ran as written."""
     frames = counters["frames"]
     return frames["total"] - frames["ok"] - _APART[_FRAMES]
 
 
 def reasons() -> dict[str, int]:
-    """Dynamo's reasons so far for code that it cannot capture, with counts."""
+    """Return Dynamo's reasons so far for code that it cannot capture, each with its count."""
     said = counters["unimplemented"]
     return {text: count - _APART[text] for text, count in said.items()} if said else {}
 
 
 def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
-    """First lines of what it has said since."""
+    """Return the first lines of the reasons that Dynamo gave since `before`, a result of `reasons()`."""
     new = [text for text, count in reasons().items() if count > before.get(text, 0)]
     return tuple(dict.fromkeys(first_line(text) for text in new))
 
 
 def without_counting_backwards(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """`backend`; what is counted while the first backward of a graph of its runs is not.
+    """Return `backend`, wrapped so that failures of Dynamo during the first backward of each of its graphs are not counted.
 
-    A compiler makes the backward when it is first wanted. In a forward that takes gradients itself Dynamo looks on, and gives up
-    code of the compiler that is none of the model's. It gives up each code once, so later backwards count nothing.
+    A compiler compiles the backward when it first runs. If a forward takes gradients itself, Dynamo is active then, and gives up code of
+    the compiler, which does not belong to the model. Dynamo gives up each code once, so later backwards add no counts.
     """
 
     def compile_graph(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -377,7 +393,7 @@ def without_counting_backwards(backend: Callable[..., Any]) -> Callable[..., Any
 
 
 def _leave_out_of_counts(node: Any, made: list[bool]) -> None:
-    """Take what is counted while a node of autograd runs out of the counts; `made` is filled when it has run."""
+    """Subtract the failures that Dynamo counts while the autograd `node` runs. Append to `made` when the node has run."""
     began: list[tuple[int, dict[str, int]]] = []
 
     @uncaptured
@@ -395,4 +411,5 @@ def _leave_out_of_counts(node: Any, made: list[bool]) -> None:
 
 
 def first_line(text: object) -> str:
+    """Return the first line of a message of Dynamo, in plain words."""
     return plain_reason(str(text).strip().partition("\n")[0].strip())

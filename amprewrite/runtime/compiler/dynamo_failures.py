@@ -1,9 +1,9 @@
-"""Code that Dynamo fails on: it runs as written, once and in place, and the model that it belongs to hears of it.
+"""Handle code that Dynamo fails to convert: run it as written, exactly once, and report the failure to the model that it belongs to.
 
-1. While a call runs, Dynamo is told to keep to the original code of a frame that it cannot convert. A frame is one function,
-   or what is left of it after a graph break, so nothing that ran before the failure runs again.
-2. Dynamo writes each such failure to its log. A filter on that log hears this thread's alone, and keeps them off the screen.
-3. An error of the backend is no such failure. It goes through Dynamo unseen and reaches the caller unchanged.
+1. During a call Dynamo is set to run the original code of a frame that it cannot convert. A frame is one function, or the rest of a
+   function after a graph break. So nothing that ran before the failure runs again.
+2. Dynamo logs each such failure. A filter on its logger reports the failures of this thread, and keeps them from being printed.
+3. An error of the backend is no such failure. It is wrapped so that Dynamo does not handle it, and it reaches the caller unchanged.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PASS = (
     SkipFrame,
     *torch._dynamo.exc.exceptions_allowed_to_be_fallback,
 )
-"""Errors by which a backend steers Dynamo."""
+"""Errors that a backend raises to control Dynamo. They are not wrapped."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_|_at_\d+$")
-"""The prefix that Dynamo gives to the name of a function that goes on after a graph break."""
+"""The prefix and suffix that Dynamo adds to the name of a function that continues after a graph break."""
 _EXPLANATION = re.compile(r"^  Explanation: (.*)$", re.MULTILINE)
 _GIVEN_UP: weakref.WeakValueDictionary[int, types.CodeType] = weakref.WeakValueDictionary()
-"""Code that Dynamo has been heard to give up in this process. Dynamo keeps that with the code, whichever model runs it next."""
+"""By id, the code that Dynamo gave up in this process. Dynamo marks the code itself, so the mark holds for every model that runs it."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,13 @@ class Failure:
     """One frame that Dynamo could not convert."""
 
     why: str
+    """The reason, in plain words."""
     place: str
     """The line that Dynamo could not read, as "file:line in function"; "" if it is unknown."""
 
 
 def try_all_again() -> None:
-    """Let Dynamo try again what it gave up: for a model that starts afresh, the failures of others have no word in its plan."""
+    """Let Dynamo try again all code that it gave up. Called before a new capture, because failures of other models must not affect it."""
     for found in _GIVEN_UP.valuerefs():
         code = found()
         if code is not None:
@@ -57,7 +58,7 @@ def try_all_again() -> None:
 
 
 class Listener(Quiet):
-    """Hears of the frames that Dynamo gives up in this thread while it is on the log, and keeps them from being printed."""
+    """A log filter that, while entered, calls `tell` for each frame that Dynamo gives up in this thread, and hides the log record."""
 
     def __init__(self, tell: Callable[[Failure], None]) -> None:
         super().__init__(FAKE_TENSORS, _LOG)
@@ -77,12 +78,12 @@ class Listener(Quiet):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Where Dynamo failed, and why, in words: the name of an exception of its own says nothing."""
+    """Return the place and the reason of a failure of Dynamo, in plain words and without the names of Dynamo's own exceptions."""
     line = getattr(error, "innermost_user_frame_summary", None)
     place = f"{line.filename}:{line.lineno} in {_RESUMED.sub('', line.name)}" if line is not None else ""
     said, _, more = str(error).partition("\nfrom user code")[0].strip().partition("\n")
     name, cause = type(error).__name__, error.__cause__
-    if isinstance(error, torch._dynamo.exc.InternalTorchDynamoError) and cause is not None:  # says "KeyError: " and what the KeyError says
+    if isinstance(error, torch._dynamo.exc.InternalTorchDynamoError) and cause is not None:  # its text repeats the cause: "KeyError: ..."
         name = type(cause).__name__
         said = said.removeprefix(f"{name}:")
     explained = _EXPLANATION.search(more)
@@ -94,7 +95,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _code(error: BaseException) -> types.CodeType | None:
-    """The code of the frame that was to be converted: the function that caught the error has it as an argument."""
+    """Return the code of the frame that Dynamo failed on; None if unknown. The function that caught the error has an argument `frame`."""
     caught = error.__traceback__
     frame = caught.tb_frame.f_locals.get("frame") if caught is not None else None
     code = getattr(frame, "f_code", None)
@@ -102,7 +103,7 @@ def _code(error: BaseException) -> types.CodeType | None:
 
 
 class Unseen(BaseException):
-    """Carries a backend's error through Dynamo, which would take an Exception for code that it cannot convert."""
+    """Carries an error of the backend through Dynamo. No Exception, because Dynamo would take one for code that it cannot convert."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -110,7 +111,7 @@ class Unseen(BaseException):
 
 
 def unseen(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """`backend`, its errors out of Dynamo's sight."""
+    """Return `backend` with its errors wrapped in `Unseen`, so that Dynamo does not handle them."""
 
     def compile_graph(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         try:
@@ -124,7 +125,7 @@ def unseen(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def under_way(function: Callable[..., Any]) -> bool:
-    """Whether `function` is running now, in this thread; True if that cannot be told."""
+    """True if `function` is running now in this thread, or if that cannot be determined because it has no code object."""
     code, frame = getattr(function, "__code__", None), inspect.currentframe()
     while code is not None and frame is not None:
         if (frame.f_code.co_filename, frame.f_code.co_name) == (code.co_filename, code.co_name):
@@ -134,7 +135,10 @@ def under_way(function: Callable[..., Any]) -> bool:
 
 
 def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
-    """Whether `function` was running when `error` came: effects of its code may have happened."""
+    """True if `function` was running when `error` was raised, so that side effects of its code may have happened.
+
+    Also true if that cannot be determined because `function` has no code object.
+    """
     code = getattr(function, "__code__", None)
     step = error.__traceback__
     while step is not None:

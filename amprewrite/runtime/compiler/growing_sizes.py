@@ -1,7 +1,7 @@
-"""Sizes that grow while a model generates: the batch, the prompt, what a cache holds. They are captured dynamic at once.
+"""Mark the sizes that vary while a model generates (batch, prompt, length of the cache), so that Dynamo captures them dynamic at once.
 
-Dynamo takes a size for fixed until it has seen another one: a prompt and a step of decoding would be captured once for each change.
-A size of one stays apart, for PyTorch computes otherwise with it.
+Without a mark Dynamo treats a size as fixed until it sees another value: the prompt and the steps of decoding would be captured again
+for each new size. Sizes of one are not marked, because PyTorch broadcasts them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from torch import Tensor
 from amprewrite.runtime.ambient.low_cache import layers_of, tensors_of
 
 _IN_CACHE, _IN_STATES = (0, 2), (0, 1)
-"""The dims of batch and length: of keys and values, batch × heads × length × width, and of hidden states, batch × length × width."""
+"""Dims of batch and length: in keys and values (batch × heads × length × width), and in hidden states (batch × length × width)."""
 
 
 def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Tell Dynamo which sizes of the arguments of a step of `generate()` will change."""
+    """Mark the dims of tensors among the arguments of a step of `generate()` whose sizes will change as dynamic for Dynamo."""
     for value in (*args, *kwargs.values()):
         for tensor, dims in _growing(value):
             torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])
 
 
 def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
+    """Yield each tensor in `value` with the dims whose sizes vary. `value` is a tensor, a mapping of tensors, or a cache."""
     if isinstance(value, Tensor):
         if not value.is_floating_point():
-            yield value, range(value.dim())  # tokens, positions and masks have no other sizes
+            yield value, range(value.dim())  # tokens, positions and masks have only batch and length dims
         elif value.dim() == 3:
             yield value, _IN_STATES
     elif isinstance(value, Mapping):
-        for inner in value.values():  # what an encoder gave
+        for inner in value.values():  # such as the outputs of an encoder
             yield from _growing(inner)
     else:
         for layer in layers_of(value):

@@ -1,19 +1,21 @@
-"""Answers to a model's questions about torch.autocast while Dynamo captures it: autocast is on, for fp32.
+"""While Dynamo captures a model, make functions such as `torch.is_autocast_enabled` report that autocast is on, with the dtype fp32.
 
-Models switch autocast off where a low format would harm, and many do so only if it is on: `maybe_autocast(enabled=False)` of transformers
-does nothing otherwise. Told that it is on, they enter such regions, and these stand in the graph. The dtype that they are told is fp32, so
-that no cast which they make by hand changes a value.
+Models switch autocast off where a low format would harm. Many do so only if autocast is on: otherwise `maybe_autocast(enabled=False)` of
+transformers does nothing. If autocast is reported on, these models enter their regions without autocast, and the captured graph shows
+the regions. The reported dtype is fp32, so that a cast to this dtype in the model's code changes no value.
 
-1. Only capture is told so. autocast itself stays off: it would widen half values, refuse ops such as `binary_cross_entropy`, cost time at
-   each call, and be seen by hooks, checkpoints and other code around the graphs. That code computes in fp32 in any case.
-2. Inside a region of the model's own the answer is true, and so it is for a device that the model is not on.
-3. PyTorch's own code is told the truth: it asks in order to choose kernels, and `custom_fwd` to convert its inputs.
-4. So is a model that holds half values or is called with some. Such code asks whether autocast would make dtypes agree, and it does not.
+1. Only the answers during capture change. autocast itself stays off: otherwise it would widen half values, refuse ops such as
+   `binary_cross_entropy`, cost time in each call, and be seen by hooks, checkpoints and other code around the graphs. That code computes
+   in fp32 in any case.
+2. The true answer is given inside an autocast region that the model itself entered, and for a device that the model is not on.
+3. The true answer is given to PyTorch's own code, which asks to choose kernels or, in `custom_fwd`, to convert inputs.
+4. The true answer is given to a model that holds half values or is called with some. Such a model asks whether autocast will make dtypes
+   agree. It will not, because it is off.
 
-Exporters run the model's code, so autocast is switched on around them, for fp32 (`autocast_for_fp32`).
+Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32 (`autocast_for_fp32`).
 
-Dynamo answers these questions itself, as constants: they are taken from its table of such functions while it converts a frame, under the
-lock that it converts frames under, and put back.
+Dynamo evaluates these functions as constants. While Dynamo converts a frame, they are removed from its table of such functions and get
+other handlers. Afterwards the table is restored. Dynamo's own lock for conversions is held meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _HALF = frozenset(each.dtype for each in LOW_FORMATS)
 
 
 def regions_around() -> int:
-    """How many regions of torch.autocast this thread is in, enabled or not."""
+    """Return the number of nested torch.autocast regions that this thread is in, enabled or not."""
     around: int = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return around
@@ -46,10 +48,10 @@ def regions_around() -> int:
 
 @contextlib.contextmanager
 def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator[None]:
-    """While Dynamo converts a frame: questions about autocast are answered as above.
+    """Context manager for a conversion of a frame by Dynamo: functions that ask about autocast report it on, as described above.
 
-    `root` is the model, `inputs` are what the frame reads, in lists, tuples and dicts, `around` tells how many regions of autocast there
-    were around the call.
+    `root` is the model. `inputs` are the values that the frame reads, in lists, tuples and dicts. `around` is the number of autocast
+    regions around the call of the model.
     """
     devices = _devices(root, inputs)
     if not devices:
@@ -97,7 +99,10 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator
 
 @contextlib.contextmanager
 def autocast_for_fp32(root: nn.Module, inputs: Any) -> Iterator[None]:
-    """Switch autocast on for fp32, on the devices of a model that holds no half values: no value changes its dtype."""
+    """Context manager that switches autocast on with the dtype fp32, on the devices of the model `root` and its `inputs`.
+
+    It does nothing if some of them are half values. So no value changes its dtype.
+    """
     before = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in sorted(_devices(root, inputs))]
     try:
         for device, _, _ in before:
@@ -111,13 +116,13 @@ def autocast_for_fp32(root: nn.Module, inputs: Any) -> Iterator[None]:
 
 
 def _devices(root: nn.Module, inputs: Any) -> set[str]:
-    """The types of the devices of a model and its inputs; empty if some of these are half values."""
+    """Return the types of the devices of a model and its inputs, such as {"cuda"}; an empty set if some of them are half values."""
     tensors = [*chain(parameters_in(root), buffers_in(root)), *_tensors(inputs)]
     return set() if any(each.dtype in _HALF for each in tensors) else {each.device.type for each in tensors} or {"cpu"}
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts, at most `depth` levels deep.
+    """Yield the tensors in nested lists, tuples and dicts, at most `depth` levels deep.
 
     Objects of other classes are not searched: they may be under construction.
     """

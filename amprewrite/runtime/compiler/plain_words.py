@@ -1,4 +1,4 @@
-"""Messages about switches that users set elsewhere, about tracers that they did not call, and of Dynamo in plain words."""
+"""Messages for users: on autocast that a library switched on, on tracers that cannot read a rewritten model, and on Dynamo's reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SWITCHES = (
     ("pytorch_lightning", "Lightning switches it on: give precision='32-true'"),
     ("accelerate", "accelerate switches it on: give mixed_precision='no'"),
 )
-"""Packages that switch autocast on for their users, the outermost first, and what to write instead."""
+"""Packages that switch autocast on for their users, with the remedy. A package that calls another one in the list comes before it."""
 _ANY_SWITCH = (
     "If you wrote none, one of these did: bf16= or fp16= in the arguments of transformers' Trainer or of TRL, where bf16=True is the "
     "default (give False), mixed_precision= of accelerate (give 'no'), precision= of Lightning (give '32-true')"
@@ -43,16 +43,16 @@ _REASONS = {
     "Uninitialized nn.Module": "it reads a module that did not call nn.Module.__init__, which capture cannot read",
     "FSDP with use_orig_params=False": "FSDP hides the parameters; wrap it with FSDP(amp, use_orig_params=True)",
 }
-"""How Dynamo's reasons begin that name its own parts, and the same in plain words."""
+"""Beginnings of Dynamo's reasons that name Dynamo's own internals, each with a reason in plain words."""
 
 
 def plain_reason(text: str) -> str:
-    """Dynamo's message without the names of its own classes and slots."""
+    """Return a reason of Dynamo in plain words if `_REASONS` has it, otherwise `text` unchanged."""
     return next((plain for start, plain in _REASONS.items() if text.startswith(start)), text)
 
 
 def _modules_above() -> Iterator[str]:
-    """Names of the Python modules whose code is running, the innermost first."""
+    """Yield the names of the Python modules on the call stack, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield str(frame.f_globals.get("__name__", ""))
@@ -60,13 +60,13 @@ def _modules_above() -> Iterator[str]:
 
 
 def who_switched_autocast() -> str:
-    """The library under which we run that switches autocast on, and what to write; "" if none is known."""
+    """Return a sentence on the library on the call stack that switches autocast on, with the remedy; "" if no known library is there."""
     above = set(_modules_above())
     return next((say for package, say in _SWITCHES if any(f"{name}.".startswith(f"{package}.") for name in above)), "")
 
 
 def ambient_autocast() -> str:
-    """The message for a call inside torch.autocast."""
+    """Return the message for a call of a rewritten model inside torch.autocast."""
     return (
         "a rewritten model was called inside torch.autocast: its casts are in the graph already, and autocast would add others "
         f"that no plan shows; call it outside the autocast region. {who_switched_autocast() or _ANY_SWITCH}"
@@ -74,7 +74,7 @@ def ambient_autocast() -> str:
 
 
 def own_autocast(place: str) -> str:
-    """The message for a model whose own forward runs under torch.autocast."""
+    """Return the message for a model whose own forward runs under torch.autocast."""
     return (
         f"{place} runs its matmuls and convolutions under a torch.autocast of its own, so there is nothing to rewrite. Take that "
         "torch.autocast out of its forward; if accelerate or Lightning's Fabric prepared the model, rewrite it before and give "
@@ -83,7 +83,7 @@ def own_autocast(place: str) -> str:
 
 
 def traced(tracer: str) -> str:
-    """The message for a rewritten model that a foreign tracer records. `tracer` is a name like "torch.export"."""
+    """Return the message for a rewritten model that a foreign tracer records. `tracer` is a name such as "torch.export"."""
     if tracer in ("torch.jit.trace", "torch.export") and torch.onnx.is_in_onnx_export():
         tracer, instead = "torch.onnx.export", "use amp.export_onnx(path, args)"
     elif tracer == "torch.fx.symbolic_trace":
@@ -96,7 +96,7 @@ def traced(tracer: str) -> str:
 
 
 def one_graph(name: str) -> str:
-    """The message for a rewritten model of class `name` under a torch.compile that must not break its graph."""
+    """Return the message for a rewritten model of class `name` under a torch.compile that must not break its graph."""
     return (
         f"a rewritten model ({name}) cannot be part of one graph of torch.compile(fullgraph=True): it compiles its own graphs; "
         f"{COMPILE}, or leave fullgraph=True out: the graph breaks around the model"
@@ -104,7 +104,10 @@ def one_graph(name: str) -> str:
 
 
 def captured_otherwise(place: str, far: float, op: str) -> str:
-    """The message for a model that computes other values in fp32 when it is captured: `far` is their distance, `op` where they part."""
+    """Return the message for a model that computes other fp32 values when it is captured.
+
+    `far`: the relative distance of the results. `op`: the first op whose result differs.
+    """
     return (
         f"{place} computes other values when it is captured: {far:.1e} off in fp32, before any rounding, from {op} on. torch.compile alone "
         "does the same: code of the model asks whether it is compiled, as by torch.compiler.is_compiling(). Give the model what that code "
@@ -115,16 +118,16 @@ def captured_otherwise(place: str, far: float, op: str) -> str:
 COMPILE = "pass backend='inductor' to amprewrite.rewrite instead of wrapping it in torch.compile"
 """The advice for users who compile a rewritten model."""
 DISABLE_REASON = "a rewritten model compiles its own graphs"
-"""Why an outer torch.compile breaks its graph at a rewritten model."""
+"""Reason in messages why an outer torch.compile breaks its graph at a rewritten model."""
 DOOR_REASON = f"{DISABLE_REASON}: {COMPILE}, and {_EXPORT} instead of torch.export"
-"""The same with what to do."""
+"""DISABLE_REASON, with advice."""
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
-"""Why a call inside of such a transform runs in fp32."""
+"""Reason in messages why a call inside a torch.func transform runs in fp32."""
 FORWARD_MODE = (
     "forward-mode derivatives (torch.autograd.forward_ad) cannot go through a captured graph; inside dual_level() call the original "
     "model instead"
 )
-"""Why a call inside of a level of dual tensors runs in fp32."""
+"""Reason in messages why a call inside forward-mode derivatives runs in fp32."""
 
 
 __all__ = [

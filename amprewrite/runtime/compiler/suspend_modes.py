@@ -1,4 +1,4 @@
-"""Dispatch modes of the user, put aside for Dynamo and put back for the rewritten graphs."""
+"""Suspend the user's dispatch modes while Dynamo works, and restore them around each rewritten graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 
 
 class _Aside(threading.local):
-    """Per thread: the user's dispatch modes, which Dynamo cannot run under.
+    """Per thread: the suspended dispatch modes of the user. Dynamo cannot run under dispatch modes.
 
-    Every region puts them back; code that runs as written, between regions, runs without them.
+    Every region restores them while it runs. Code that runs as written between regions runs without them.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ suspend_dispatch_modes = _Aside()
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Take the user's dispatch modes off, for the regions to put back."""
+    """Context manager that suspends the user's dispatch modes. Each region restores them while it runs."""
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = outer + dynamo.user_modes()
     try:
@@ -39,7 +39,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def unselective() -> Iterator[None]:
-    """Leave those of selective checkpoints aside: what the regions compute meanwhile is thrown away."""
+    """Context manager for a trial run: disable the dispatch modes of selective checkpoints, which must not store the run's results."""
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = not_selective(outer)
     try:

@@ -1,11 +1,11 @@
-"""Who else would read a rewritten model instead of calling it: exporters and tracers, a torch.compile that wants one graph, derivatives.
+"""Detect contexts in which a rewritten model cannot run its graphs: exporters and tracers, `fullgraph=True`, shape inference, torch.func.
 
-1. A tracer that records what runs is refused when the model is called.
-2. Dynamo reads the model's door before it calls anything. Where it breaks its graph there, the model is called as always; where it must
-   not break it, as for `fullgraph=True` and a strict `torch.export`, the door refuses it while it is read: Dynamo's own error would
-   advise to take our door away.
-3. A call on the meta device asks for shapes, as libraries do that infer them: it runs as written, and nothing is captured or told.
-4. Transforms of torch.func and forward-mode derivatives go through the original code, in fp32.
+1. A tracer that records the ops that run is refused with an error when the model is called.
+2. An outer Dynamo reads `session.enter`, the function through which every call of the model runs. If Dynamo may break its graph there, the
+   model is called as usual. If not, as for `fullgraph=True` and a strict `torch.export`, `enter` raises an error while Dynamo reads it,
+   because Dynamo's own error would advise the user to remove that function.
+3. A call on the meta device only asks for shapes. It runs as written, without capture and without a warning.
+4. torch.func transforms and forward-mode derivatives run the original code, in fp32.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 class WantsOneGraph(CaptureError, Unsupported):
-    """Dynamo may not break its graph at a rewritten model. Also of Dynamo's class: it passes on no other error unchanged."""
+    """Raised if Dynamo may not break its graph at a rewritten model. It is also an Unsupported, which Dynamo passes on unchanged."""
 
 
 def undisturbed() -> bool:
-    """Whether there is nothing around a call that it must heed: one look, where all is well, for what is looked at one by one below."""
+    """True if no autocast, dispatch mode, tracer, export or transform is active: one fast test for the separate tests below."""
     return not (
         is_any_autocast_enabled()
         or count_dispatch_modes()
@@ -48,7 +48,8 @@ def undisturbed() -> bool:
 def refuse_tracers() -> None:
     """Raise CaptureError if a foreign tracer would record the graph instead of running it.
 
-    That an export is running is one flag for all threads; the thread that exports has modes or a context of its own.
+    PyTorch has one flag for all threads that an export is running. The exporting thread is recognised by its dispatch modes or its tracing
+    context.
     """
     modes = {type(mode).__name__ for mode in user_modes()} if count_dispatch_modes() else ()
     if torch._C._is_tracing():
@@ -67,9 +68,9 @@ def refuse_tracers() -> None:
 
 
 def _was_another_export() -> bool:
-    """Wait until no other thread exports; whether symbolic tracing ended with that.
+    """Wait until no other thread exports; True if symbolic tracing has ended then.
 
-    That fx traces is one flag for all threads, and Dynamo runs nothing while it is set.
+    PyTorch has one flag for all threads that fx is tracing, and Dynamo runs no code while it is set.
     """
     with ONE_EXPORT:
         return not is_fx_symbolic_tracing()
@@ -81,7 +82,7 @@ def _was_another_export() -> bool:
 def refuse_whole_graph(name: str) -> None:
     """Raise CaptureError if Dynamo must not break its graph at the rewritten model of class `name`.
 
-    Dynamo calls this while it reads the code that calls it. Where Dynamo does not read, nothing is to be refused.
+    Dynamo calls this function while it reads the code of the caller. If Dynamo does not read, the function does nothing.
     """
     if wants_one_graph():
         raise WantsOneGraph(traced("torch.export") if reading().export else one_graph(name))
@@ -89,14 +90,14 @@ def refuse_whole_graph(name: str) -> None:
 
 # -- derivatives -------------------------------------------------------------------------
 def transform_at_work() -> str:
-    """Why a call cannot run its graphs: a transform of torch.func, or a level of forward-mode derivatives; "" for neither."""
+    """Return the reason why a call cannot run its graphs: a torch.func transform or forward-mode derivatives; "" if neither is active."""
     if current_transform() is not None:
         return FUNCTORCH
     return FORWARD_MODE if in_forward_mode() else ""
 
 
 def asks_shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for shapes alone: it is given tensors on the meta device, and the weights of `root` are elsewhere."""
+    """True if a call only asks for shapes: an argument is on the meta device, and the weights of `root` are not."""
     if not any(_on_meta(each) for each in (*args, *kwargs.values())):
         return False
     weight = next(parameters_in(root), None)

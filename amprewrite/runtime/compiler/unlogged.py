@@ -1,4 +1,4 @@
-"""Calls by which a model writes to a log: capture leaves them out."""
+"""Leave calls of loggers out of captured graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch import nn
 
 
 class Unlogged(set[Any]):
-    """Dynamo's set of functions to leave out, with every method of a logging.Logger in it."""
+    """Replaces Dynamo's set of functions to leave out of graphs: also contains every method of a logging.Logger.
+
+    If a logger's method is looked up, `note` is called with the name of the logger.
+    """
 
     def __init__(self, others: Iterable[Any] = (), note: Callable[[str], None] | None = None) -> None:
         super().__init__(others)
@@ -29,16 +32,17 @@ class Unlogged(set[Any]):
 
 @functools.cache
 def has_logger(module: str) -> bool:
-    """Whether code of the Python module `module` may write to a log."""
+    """True if the Python module named `module` has a logger among its globals, so that its code may write to a log."""
     return bool(_loggers(module))
 
 
 def loggers_of(model: nn.Module) -> set[logging.Logger]:
-    """The logs that the code of a model may write to."""
+    """Return the loggers that the code of a model may write to."""
     return {logger for module in model.modules() for cls in type(module).__mro__ for logger in _loggers(cls.__module__)}
 
 
 def _loggers(module: str) -> list[logging.Logger]:
+    """Return the loggers among the globals of an imported Python module, given its name."""
     found = sys.modules.get(module)
     return [] if found is None else [value for value in list(vars(found).values()) if isinstance(value, logging.Logger)]
 

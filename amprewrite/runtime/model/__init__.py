@@ -1,1 +1,1 @@
-"""The module that users hold: its class, its clone of the module tree, calls of its parts, its replicas."""
+"""The module that `rewrite` returns to users: its class, its clone of the module tree, calls of its parts, its replicas."""

@@ -1,11 +1,13 @@
-"""A clone of a module tree: new module objects of the same classes around the very same parameters and buffers.
+"""Clone a module tree: make new module objects of the same classes that hold the same parameter and buffer objects.
 
-Containers, bound methods and hooks are carried over to the clone's modules, and what was one container stays one: a cache that layers
-share is shared by their clones. Every other attribute is shared, as `copy.copy` would, those in `__slots__` too. So `clone.eval()` or a
-hook on the clone leaves the original alone, while one optimizer step moves both.
+Containers, bound methods and hooks are copied, and the copies refer to the modules of the clone. A container that several modules share
+is copied once: a cache that layers share is shared by their clones. The clone shares every other attribute with the original, in
+`__slots__`, too, as `copy.copy` does. So `clone.eval()` or a hook on the clone does not change the original, but an optimizer step
+changes both.
 
-What a hook is given, `functools.partial(save, store)`, belongs to whoever made the hook: a container there is copied only if a module
-holds it, too, or it holds a module. An object of a class of its own, a closure or a weak reference goes on naming the original's modules.
+A container among the bound arguments of a hook, as in `functools.partial(save, store)`, belongs to the code that made the hook. It is
+copied only if a module holds the container, too, or the container holds a module. Objects of other classes, closures and weak references
+still refer to the modules of the original.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _CONTAINERS = (*_GROWING, tuple, frozenset)
 
 
 def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
-    """A clone of `module`; its root gets `root_class` if one is given."""
+    """Return a clone of `module`. The root of the clone gets the class `root_class`, or the class of `module` if it is None."""
     cloning = _Cloning(module)
     root = cloning.of(module)
     if root_class is not None:
@@ -36,26 +38,27 @@ def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
 
 
 class _Cloning:
-    """One clone on its way: `made` is what stands for each module and container, by identity. The original keeps those alive."""
+    """The state while one tree is cloned. `made` has the copy of each module and container, by the id of the original."""
 
     def __init__(self, module: nn.Module) -> None:
         self.made: dict[int, Any] = {}
         self.owned: set[int] = set()
-        """Containers that a module of the tree holds, itself or in another container."""
+        """Ids of containers that a module of the tree holds, directly or in another container."""
         self.holding: dict[int, bool] = {}
-        """Whether a module, or a container of `owned`, is reached from a value."""
+        """By the id of a container: a result of `_holds`."""
         found = self._reachable(module)
-        for original in found:  # a GraphModule's own __new__ would make a class without forward
+        for original in found:  # object.__new__, because a GraphModule's own __new__ would make a class without forward
             self.made[id(original)] = object.__new__(type(original))
         for original in found:
             self._fill(original)
 
     def of(self, module: nn.Module) -> nn.Module:
+        """Return the clone of a module of the tree."""
         clone: nn.Module = self.made[id(module)]
         return clone
 
     def _reachable(self, module: nn.Module) -> list[nn.Module]:
-        """All modules of the tree, including modules in plain containers in it, each once."""
+        """Return all modules of the tree, including modules in containers that modules hold, each once. Fill `owned`."""
         found: dict[int, nn.Module] = {}
         stack: list[tuple[Any, bool]] = [(module, True)]
         seen: set[tuple[int, bool]] = set()
@@ -69,7 +72,7 @@ class _Cloning:
                 items = [*current.__dict__.values(), *(slot.__get__(current) for slot in _filled_slots(current))]
                 owned = True
             else:
-                owned = owned and type(current) in _CONTAINERS  # a configuration stays one for both, with what it holds
+                owned = owned and type(current) in _CONTAINERS  # False in a dataclass: a configuration stays shared
                 items = _items(current)
                 if owned:
                     self.owned.add(id(current))
@@ -77,6 +80,7 @@ class _Cloning:
         return list(found.values())
 
     def _fill(self, original: nn.Module) -> None:
+        """Give the clone of `original` all attributes, except a compiled call, which would run the original."""
         clone = self.of(original)
         for key, value in original.__dict__.items():
             if key != "_compiled_call_impl":
@@ -85,7 +89,7 @@ class _Cloning:
             slot.__set__(clone, self._carried(slot.__get__(original)))
 
     def _carried(self, value: Any) -> Any:
-        """`value` with every module of the tree replaced by its clone; containers are copied, anything else is shared."""
+        """Return `value` with every module of the tree replaced by its clone. Containers are copied, all other values are shared."""
         if id(value) in self.made:
             return self.made[id(value)]
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
@@ -104,7 +108,7 @@ class _Cloning:
         return value
 
     def _copied(self, value: Any) -> Any:
-        """A copy of a container, which is known before its items are copied where one of them may hold it."""
+        """Return a copy of a container. A mutable copy is in `made` before its items are copied, because an item may refer to it."""
         if isinstance(value, tuple | frozenset):
             return self._rebuilt(value)
         kind: Any = type(value)
@@ -125,7 +129,7 @@ class _Cloning:
         return made
 
     def _rebuilt(self, value: Any) -> Any:
-        """A tuple or frozen set around what its items became: the same one if these are."""
+        """Return a tuple or frozenset of the copied items: `value` itself if every item stayed the same object."""
         carried = [self._carried(item) for item in value]
         if all(new is old for new, old in zip(carried, value, strict=True)):
             made = value
@@ -135,7 +139,7 @@ class _Cloning:
         return made
 
     def _holds(self, value: Any) -> bool:
-        """Whether a module of the tree, or a container that one holds, is reached from a container through others."""
+        """True if a container holds a module of the tree or a container in `owned`, directly or through other containers."""
         if id(value) not in self.holding:
             stack, seen, found = [value], set[int](), False
             while stack and not found:
@@ -149,12 +153,12 @@ class _Cloning:
 
 
 def _leads_on(value: Any) -> bool:
-    """Whether a value is a module, or may hold some. Compiled C++ cannot be taken apart: it is shared."""
+    """True if a value is a module or may hold modules. A TorchScript module is compiled C++ that cannot be cloned: it is shared."""
     return _is_container(value) or (isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule))
 
 
 def _is_container(value: Any) -> bool:
-    """Whether a value is a plain container, or a record of fields. A subclass of a container may do more, and is shared."""
+    """True if a value is a plain container, namedtuple, dataclass or namespace. Other subclasses of containers are not copied."""
     if type(value) in _CONTAINERS or isinstance(value, types.SimpleNamespace):
         return True
     named = isinstance(value, tuple) and hasattr(value, "_make")
@@ -162,18 +166,18 @@ def _is_container(value: Any) -> bool:
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """The members of a dataclass or namespace, by name. Its own code that reads attributes is not asked: it may refuse some."""
+    """Return the members of a dataclass or namespace by name, without its own `__getattribute__`, which may raise for some."""
     if isinstance(value, types.SimpleNamespace):
         return vars(value)
     fields = {field.name for field in dataclasses.fields(value)}
     held = {slot.__name__: slot.__get__(value) for slot in _filled_slots(value) if slot.__name__ in fields}
-    with contextlib.suppress(AttributeError):  # a class may have slots alone
+    with contextlib.suppress(AttributeError):  # a class with slots may have no __dict__
         held |= object.__getattribute__(value, "__dict__")
     return held
 
 
 def _items(value: Any) -> list[Any]:
-    """All that a container holds, keys as well."""
+    """Return all items of a container, including the keys of a dict."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if type(value) in _CONTAINERS or isinstance(value, tuple):
@@ -182,7 +186,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _filled_slots(value: Any) -> Iterator[Any]:
-    """The descriptors of attributes that the value's classes keep in `__slots__`, if they hold something here."""
+    """Yield the descriptors of the attributes in `__slots__` of the value's classes that have a value in this object."""
     for cls in type(value).__mro__:
         for found in vars(cls).values():
             if isinstance(found, types.MemberDescriptorType):

@@ -1,8 +1,8 @@
-"""How a module looked before it was rewritten in place, so that it can be put back exactly.
+"""Record a module before it is rewritten in place, so that it can be restored exactly.
 
-1. A rewrite changes the class of the root, and of each module the few attributes in TOUCHED. They are noted before the first change.
-2. Attributes that others have set since then stay: a forward that is none of ours, and a `compile()` of the root.
-3. Everything else, parameters, buffers and hooks among it, is the user's own throughout.
+1. A rewrite changes the class of the root, and in each module only the attributes in TOUCHED. They are recorded before the first change.
+2. A `forward` that the user set after the rewrite stays when the module is restored, and so does a later `compile()` of the root.
+3. All other attributes, such as parameters, buffers and hooks, are never changed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from amprewrite.runtime.model.replicas import REPLICATE
 SESSION, FORWARD, BEFORE = "_amprewrite_session", "_amprewrite_forward", "_amprewrite_before"
 _COMPILED = "_compiled_call_impl"
 TOUCHED = (SESSION, FORWARD, BEFORE, REPLICATE, "forward", _COMPILED)
+"""Names of the instance attributes that a rewrite sets."""
 _ABSENT = object()
 
 
 class Before:
-    """The former class and touched attributes of every module of a model."""
+    """The former state of a model that is rewritten in place: the class and the attributes in TOUCHED of each module."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [(weakref.ref(each), type(each), _touched(each)) for each in root.modules()]
 
     def set_aside(self) -> None:
-        """Take away what others compiled: the rewrite of the whole compiles it afresh."""
+        """Remove what `module.compile()` set on the modules, because the rewrite compiles the model itself."""
         for ref, _, _ in self._modules:
             module = ref()
             if module is not None:
                 module.__dict__.pop(_COMPILED, None)
 
     def put_back(self, root: nn.Module) -> None:
-        """Put every module back. Modules that came into `root` since then lose the attributes of the rewrite."""
+        """Restore every recorded module. Modules that were added to `root` after the rewrite lose the attributes of the rewrite."""
         was = {id(module): (cls, values) for ref, cls, values in self._modules if (module := ref()) is not None}
         found = {id(each): each for each in [*root.modules(), *(ref() for ref, _, _ in self._modules)] if each is not None}
         for number, module in found.items():
@@ -46,10 +47,12 @@ class Before:
 
 
 def _touched(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes in TOUCHED that the module has, with their values."""
     return {name: module.__dict__[name] for name in TOUCHED if name in module.__dict__}
 
 
 def _put_back(module: nn.Module, values: dict[str, Any], is_root: bool) -> None:
+    """Set the attributes in TOUCHED of a module to `values`, and delete the rest, except attributes that the user set meanwhile."""
     now = module.__dict__.get("forward", _ABSENT)
     others = {"forward"} if now is not _ABSENT and not isinstance(now, PartForward) else set()
     if is_root and module.__dict__.get(_COMPILED) is not None:

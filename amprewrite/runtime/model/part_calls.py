@@ -1,4 +1,4 @@
-"""Calls of a part of a rewritten model by itself, and its capture by itself."""
+"""Run direct calls of a submodule of a rewritten model, such as `amp.encoder(x)`, and the parts that are captured separately."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from amprewrite.runtime.session import Entry, Session, enter
 
 
 def call_as_part(session: Session, path: str, module: nn.Module) -> None:
+    """Make calls of `module`, which is at `path` in a rewritten model, run through `session`."""
     module._compiled_call_impl = part_call(session, path, module)
     module.__dict__[REPLICATE] = PartReplicas(session, module)
 
 
 class PartForward:
-    """The forward of a part that is captured by itself: hooks on the part, such as FSDP2's, run around it."""
+    """The forward of a part that is captured separately. Hooks on the part, such as FSDP2's hooks, run outside of its graph."""
 
     def __init__(self, session: Session, path: str) -> None:
         self.session, self.path = session, path
@@ -32,7 +33,7 @@ class PartForward:
 
 
 class PartReplicas:
-    """The method of a part that torch.nn.DataParallel calls for a replica. Copies of the part are free."""
+    """The method of a part that torch.nn.DataParallel calls to get a replica. In a deep copy of the part it makes plain replicas."""
 
     def __init__(self, session: Session | None, part: nn.Module) -> None:
         self.session, self.part = session, part
@@ -47,10 +48,12 @@ class PartReplicas:
 
 
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
-    """The function that `amp.encoder(x)` runs. Inside a call of the whole model the part just runs; by itself it is an entry of its own.
+    """Return the function that a call of the submodule at `path`, such as `amp.encoder(x)`, runs.
 
-    Dynamo reads through it where it captures the whole model, and finds in it a frame to capture where it cannot. Where
-    Dynamo is kept out, as by a checkpoint around code that cannot be captured, the part is an entry of its own again.
+    1. Inside a captured call of the whole model the function calls the module. Dynamo inlines the function into the graph of the model.
+       If Dynamo runs the code of the caller as written, it captures the function's own frame instead.
+    2. In a direct call the module is an entry of its own, with its own graphs. The same holds inside a call of the model that Dynamo does
+       not capture, as inside a checkpoint around code that cannot be captured.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]
@@ -72,7 +75,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     def call_alone(*args: Any, **kwargs: Any) -> Any:
         entry = session.entries.get(path)
-        if entry is None or entry.function is not call_part:  # another module may have stood there before
+        if entry is None or entry.function is not call_part:  # the entry at this path may belong to a module that `module` replaced
             session.entries[path] = Entry(session, path, call_part)
         return enter(session, path, args, kwargs)
 

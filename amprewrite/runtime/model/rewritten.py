@@ -1,4 +1,4 @@
-"""The module that `rewrite` returns: of the same class as the original, around the same parameters."""
+"""Make the module that `rewrite` returns: it has the same class and the same parameter objects as the original."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
 class RewrittenBase(nn.Module):
-    """How a rewritten model follows its parameters, is copied, and keeps its class. A face derived from it is what users see."""
+    """Base of the classes of rewritten models: keeps low copies in step with the parameters, and makes copies and pickles of the model.
 
-    # -- what must stay in step with the parameters --------------------------------
+    `face` in this file is a class derived from it that has the public methods, such as `plan`.
+    """
+
+    # -- changes of the parameters, after which low copies are dropped --------------
     def train(self, mode: bool = True) -> Any:
         if is_rewritten(self) and any(module.training != mode for module in self.modules()):
             session_of(self).cache.clear()
@@ -47,7 +50,7 @@ class RewrittenBase(nn.Module):
             session_of(self).schedule.due = True
             state = args[0] if args else kwargs.get("state_dict")
             if isinstance(state, Mapping) and brings_fp32(self, state):
-                session_of(self).thaw()  # what the state dict has is loaded over it
+                session_of(self).thaw()  # the rounded values that this leaves are overwritten by the state dict below
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,13 +93,13 @@ class RewrittenBase(nn.Module):
 
     # -- its class ----------------------------------------------------------------------
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """The subclass made for a rewrite enters no register of classes; a class that a user derives from it does."""
+        """Call the original class's `__init_subclass__`, which may keep a register of classes, only for classes that a user derives."""
         if original_of(cls) is None:
             super().__init_subclass__(**kwargs)
 
     @staticmethod
     def members_for(cls: type[nn.Module]) -> dict[str, Any]:
-        """The members that the subclass made from `cls` adds: a forward with the signature of the original's."""
+        """Return the members that the rewritten subclass of `cls` adds: `forward`, and `generate` if `cls` has one. Signatures stay."""
 
         @functools.wraps(cls.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +118,10 @@ class RewrittenBase(nn.Module):
 
 
 def module_of(model: Any) -> nn.Module:
-    """The module to rewrite; PolicyError or CaptureError for what is none."""
+    """Return the module to rewrite: `model` itself, or the module of an ExportedProgram.
+
+    Raises PolicyError if `model` is neither; CaptureError if the module went through torch.compile, FSDP or DeepSpeed, or is lazy.
+    """
     if isinstance(model, torch.export.ExportedProgram):
         module = model.module()
         assert isinstance(module, nn.Module)
@@ -131,14 +137,14 @@ def module_of(model: Any) -> nn.Module:
 
 
 def _refuse_lazy(model: nn.Module) -> None:
-    """Raise CaptureError if a parameter or buffer has no shape before the first call: that call changes the class of its module."""
+    """Raise CaptureError if a parameter or buffer is lazy: it has no shape yet, and the first call changes the class of its module."""
     path = next((name for name, tensor in (*named_parameters_in(model), *named_buffers_in(model)) if is_lazy(tensor)), None)
     if path is not None:
         raise CaptureError(f"{path} belongs to a lazy module and has no shape yet; call the model once on an input, then rewrite it")
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    """Raise CaptureError if FSDP has taken the model over: its state stays with the module that it was given."""
+    """Raise CaptureError if FSDP or DeepSpeed manages the model, because their state belongs to the original module, not to a clone."""
     for path, module in model.named_modules():
         names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.distributed.")}
         place = path or "the model"
@@ -170,12 +176,12 @@ _FOREIGN_SESSION = (
 
 
 def is_rewritten(model: nn.Module) -> bool:
-    """Whether the module itself came out of a rewrite. One whose class merely derives from such a module's class did not."""
+    """True if the module itself was rewritten. False for a module whose class a user derived from the class of a rewritten module."""
     return SESSION in model.__dict__
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session of a rewritten model; PlanError if the module was never rewritten."""
+    """Return the session of a rewritten model. Raises PlanError if the module was never rewritten."""
     found: Session | None = model.__dict__.get(SESSION)
     if found is None:
         raise PlanError(f"this {type(model).__name__} was not rewritten, so it has no plan; call amprewrite.rewrite(model) first")
@@ -183,13 +189,13 @@ def session_of(model: nn.Module) -> Session:
 
 
 def face_of(model: nn.Module) -> type[RewrittenBase]:
-    """The class whose methods a rewritten model has beyond those of its own class."""
-    order = type(model).__mro__  # FSDP2 puts a class of its own in front
+    """Return the subclass of RewrittenBase whose methods a rewritten model has in addition to the methods of its original class."""
+    order = type(model).__mro__  # searched, because after `fully_shard` FSDP2's class comes first
     return next(cls for cls in order if issubclass(cls, RewrittenBase) and original_of(cls) is None)
 
 
 def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy as copy.deepcopy does without a `__deepcopy__`, or by the original class's own."""
+    """Return a deep copy of a model that is not rewritten: by the original class's `__deepcopy__`, or by its state if there is none."""
     own = getattr(super(RewrittenBase, model), "__deepcopy__", None)
     if own is not None:
         found: nn.Module = own(memo)
@@ -200,19 +206,20 @@ def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _options_with_scale(model: nn.Module) -> Options:
-    """The options of a model with its loss scale as it stands, for a copy to go on from."""
+    """Return the options of a model with its current loss scale, from which a copy continues."""
     session = session_of(model)
     return replace(session.options, loss_scale=session.loss_scale)
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
-    order = type(model).__mro__  # FSDP2 puts a class of its own in front
+    """Return the class that a model had before it was rewritten; the class of `model` if it is not rewritten."""
+    order = type(model).__mro__  # searched, because after `fully_shard` FSDP2's class comes first
     found: type[nn.Module] = order[order.index(RewrittenBase) + 1] if is_rewritten(model) else type(model)
     return found
 
 
 def plain_of(model: nn.Module) -> nn.Module:
-    """A clone of the model before the rewrite, around the same parameters. The clone of a frozen model has fp32 copies of its own."""
+    """Return a clone of the model without the rewrite, with the same parameter objects. A frozen model's clone gets new fp32 parameters."""
     plain = _twin_before(model)
     if session_of(model).options.frozen is not None:
         unfreeze_weights(plain, (), None)
@@ -221,14 +228,14 @@ def plain_of(model: nn.Module) -> nn.Module:
 
 
 def _twin_before(model: nn.Module) -> nn.Module:
-    """A clone of the model before the rewrite, around the same parameters, frozen or not."""
+    """Return a clone of the model without the rewrite, with the same parameter objects, frozen weights included."""
     plain = clone_of(model)
     _unwrap(plain)
     return plain
 
 
 def _unwrap(clone: nn.Module) -> None:
-    """Turn a fresh clone of a rewritten module into what that was before, in place."""
+    """Turn a clone of a rewritten module into a plain module, in place: give it the original class and the original forwards."""
     clone.__class__ = original_class(clone)
     clone.__dict__.pop(SESSION)
     clone.__dict__.pop(BEFORE, None)
@@ -242,7 +249,10 @@ def _unwrap(clone: nn.Module) -> None:
 
 
 def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` of a model's class, whose many calls cast each weight once and are captured with sizes that change."""
+    """Return `generate` of a model's class, wrapped so that all its steps share one low copy of each weight.
+
+    The steps are captured with sizes that may grow.
+    """
 
     @functools.wraps(generate)
     def generate_with_kept_copies(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -256,10 +266,10 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 
 
 def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = RewrittenBase, kind: type[Session] = Session) -> Any:
-    """A rewritten clone of a plain model, with the methods of `face`; nothing is captured yet.
+    """Return a rewritten clone of a plain model, with the methods of `face`. Nothing is captured yet.
 
-    Parts that were rewritten before are taken over. PolicyError if the model's class derives from that of a rewritten module,
-    CaptureError for a TorchScript module.
+    Parts that were rewritten separately before belong to the new model's session. Raises PolicyError if the model's class derives from the
+    class of a rewritten module, CaptureError for a TorchScript module.
     """
     _refuse_class(model)
     amp = clone_of(model, subclass_of(face, type(model)))
@@ -269,7 +279,7 @@ def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = Rewritt
 
 @contextmanager
 def put_back_on_error(model: nn.Module) -> Iterator[None]:
-    """Around a rewrite in place. If it raises, `model` is what it was; if not, an earlier rewrite guards no optimizer any more."""
+    """Context manager for a rewrite in place: restore `model` on an error; on success end the session of an earlier rewrite of `model`."""
     before, old = Before(model), model.__dict__.get(SESSION)
     try:
         yield
@@ -282,13 +292,16 @@ def put_back_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _retire(session: Session | None, model: nn.Module) -> None:
-    """Guard no optimizer for a session that is no longer that of `model`."""
+    """Make `session` stop guarding optimizers if it is no longer the session of `model`."""
     if session is not None and model.__dict__.get(SESSION) is not session:
         session.gate.retire()
 
 
 def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase]) -> Any:
-    """Turn `model` itself into a rewritten one; raises as `wrap` does. A model that was rewritten before starts from its plain self."""
+    """Rewrite `model` itself, and return it. A model that is already rewritten is first turned back into a plain model.
+
+    Raises as `wrap` does, and PolicyError if the model is frozen.
+    """
     refuse_frozen(model, "rewriting it")
     if is_rewritten(model):
         _make_plain(model)
@@ -303,7 +316,10 @@ def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase])
 
 
 def unwrap_in_place(model: nn.Module) -> None:
-    """Turn a rewritten model into what it was before; PlanError if it was never rewritten, CaptureError if FSDP2 has it."""
+    """Turn a rewritten model back into the model before the rewrite, in place.
+
+    Raises PlanError if it was never rewritten, PolicyError if it is frozen, CaptureError if it went through `fully_shard` since.
+    """
     session = session_of(model)
     refuse_frozen(model, "restoring it")
     _make_plain(model)
@@ -311,6 +327,7 @@ def unwrap_in_place(model: nn.Module) -> None:
 
 
 def _make_plain(model: nn.Module) -> None:
+    """Remove the rewrite from `model`, in place. Raises CaptureError if it went through `fully_shard` since."""
     session = session_of(model)
     if original_of(type(model)) is None:
         raise CaptureError(
@@ -323,11 +340,12 @@ def _make_plain(model: nn.Module) -> None:
         before.put_back(model)
         return
     for module in model.modules():
-        module.__dict__.pop("_compiled_call_impl", None)  # a clone has none but ours
+        module.__dict__.pop("_compiled_call_impl", None)  # in a clone only the rewrite has set this
     _unwrap(model)
 
 
 def _refuse_class(model: nn.Module) -> None:
+    """Raise PolicyError if a user derived the class of `model` from a rewritten class; CaptureError for a TorchScript module."""
     cls = type(model)
     if issubclass(cls, RewrittenBase):
         raise PolicyError(
@@ -339,7 +357,7 @@ def _refuse_class(model: nn.Module) -> None:
 
 
 def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
-    """Lead every call of `amp`, whose class was `cls`, and of its parts through `session`."""
+    """Make every call of `amp` and of its submodules run through `session`. `cls` is the class of `amp` before the rewrite."""
     amp.__dict__[SESSION] = session
     parts = part_paths(amp, session.options.granularity)
     session.entries[""] = _entry(session, "", amp, cls, captured=not parts)
@@ -357,7 +375,10 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
 
 
 def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, session: Session) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `amp` whose ids are not `known` yet, each once, and from now on they are; TorchScript is listed as unreadable."""
+    """Yield the paths and modules of `amp` that are not in `known`, each once, and add them to `known`.
+
+    TorchScript modules are not yielded: the session lists them as unreadable.
+    """
     scripted = ""
     for path, module in amp.named_modules():
         if known.get(id(module)) is module:
@@ -371,10 +392,13 @@ def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, 
 
 
 def _take_in(session: Session, parts: tuple[str, ...], known: WeakValueDictionary[int, nn.Module]) -> None:
-    """Rewrite the calls of modules that were put into the model after the rewrite, such as a new head."""
+    """Rewrite the calls of modules that were added to the model after the rewrite, such as a new head.
+
+    `parts` are the paths of the parts. A new module with parameters outside of them is listed as unreadable.
+    """
     for path, module in _modules_not_in(known, session.root, session):
         if module._compiled_call_impl is not None or is_rewritten(module):
-            continue  # compiled or rewritten by itself
+            continue  # the user compiled or rewrote this module separately
         if not parts or _is_inside(path, parts):
             call_as_part(session, path, module)
         elif next(nn.Module.named_parameters(module, recurse=False), None) is not None:
@@ -386,7 +410,10 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
 
 
 def _entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> Entry:
-    """The entry for the forward of `module`. A forward that was set on the instance, by hooks of accelerate and the like, is put aside."""
+    """Return an entry for the forward of `module`, whose class before the rewrite is `cls`.
+
+    A forward that was set on the instance, for instance by accelerate, is the function of the entry, and is stored under FORWARD.
+    """
     own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
     if own_forward is None:
         return Entry(session, path, cls.forward.__get__(module), captured, home=cls)
@@ -395,6 +422,6 @@ def _entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module],
 
 
 def capture_now(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Call a rewritten model once, so that it captures; buffers, gradients and the random state stay the same."""
+    """Call a rewritten model once, so that its graphs are captured. Buffers and random states are restored afterwards."""
     with state_kept(amp):
         amp(*args, **kwargs)

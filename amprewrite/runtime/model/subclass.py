@@ -1,14 +1,14 @@
-"""The subclass of a user's class that its rewritten modules get.
+"""Make the class of a rewritten module: a subclass of the module's original class with methods of a mixin.
 
-1. It bears the name of the original class, for libraries that look classes up by name.
-2. Calling it makes a plain module of the original class. So `type(amp)(config)`, `amp.from_pretrained(path)` and
-   `load_from_checkpoint` work as they do on the original class.
-3. It is pickled as "the rewritten subclass of the original class", because its own name finds the original.
-4. Making it runs no code of the user: no `__init_subclass__` and no metaclass that keeps a register of classes.
-5. Its first base is the original class, so that Python lets an object of one become an object of the other. It looks methods up in
-   the mixin first: Python compares layouts by the chain of first bases, and calls methods by `__mro__`.
+1. The subclass has the name of the original class, for libraries that look up classes by name.
+2. Calling the subclass makes a plain module of the original class. So `type(amp)(config)`, `amp.from_pretrained(path)` and
+   `load_from_checkpoint` work as on the original class.
+3. pickle stores the subclass as "the rewritten subclass of the original class", because its name would lead to the original class.
+4. Creating the subclass runs no code of the user: no `__init_subclass__`, and no metaclass that keeps a register of classes.
+5. The first base of the subclass is the original class. So `__class__` of an object may change from one to the other: Python allows this
+   if the memory layouts match, and compares them by the chain of first bases. A custom `mro()` still looks up methods in the mixin first.
 
-A class that a user derives from it is an ordinary class.
+A class that a user derives from the subclass is an ordinary class.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _LOCK = threading.Lock()
 
 
 def original_of(cls: type) -> type | None:
-    """The class that `cls` was made from; None if `subclass_of` did not make it."""
+    """Return the original class from which `subclass_of` made `cls`; None if `subclass_of` did not make `cls`."""
     found: type | None = cls.__dict__.get(_ORIGINAL)
     return found
 
 
 def subclass_of(mixin: type, cls: type) -> type:
-    """The subclass of `cls` whose methods are those of `mixin` first. There is one as long as anyone holds it; `cls` remembers it.
+    """Return the subclass of `cls` in which the methods of `mixin` precede the methods of `cls`.
 
-    `mixin.members_for(cls)` gives further members of it.
+    Repeated calls return the same class, as long as something refers to it. `mixin.members_for(cls)` returns further members of the class.
     """
     with _LOCK:
         made: type
@@ -50,10 +50,13 @@ def subclass_of(mixin: type, cls: type) -> type:
 
 
 class _CallsOriginal(type):
-    """Metaclass of the made subclasses, mixed with that of the original class."""
+    """Metaclass of the subclasses that `subclass_of` makes, combined with the metaclass of the original class."""
 
     def mro(cls) -> list[type]:
-        """The mixin's own classes before those of the original class; a class that a user derives has Python's order."""
+        """Return the method resolution order: the classes of the mixin, then the classes of the original class.
+
+        A class that a user derives gets Python's order.
+        """
         original = original_of(cls)
         if original is None:
             return super().mro()
@@ -66,7 +69,7 @@ class _CallsOriginal(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The signature of a call of the class. Python would give the signature of the metaclass's own `__call__`."""
+        """Signature of a call of the class, for `inspect.signature`, which would otherwise show the metaclass's `__call__`."""
         original = original_of(cls)
         if original is not None:
             return inspect.signature(original)
@@ -75,7 +78,7 @@ class _CallsOriginal(type):
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """The metaclass of subclasses of classes that `meta` makes; pickle asks copyreg about classes with a metaclass."""
+    """Return the metaclass for subclasses of classes with the metaclass `meta`, and register with copyreg how its classes are pickled."""
     if issubclass(meta, _CallsOriginal):
         return meta
     made = _CallsOriginal if meta is type else type(meta.__name__, (_CallsOriginal, meta), {})
@@ -84,6 +87,7 @@ def _metaclass(meta: type) -> type:
 
 
 def _reduce_class(cls: type) -> Any:
+    """Return how to pickle a class: as a call of `subclass_of`, or by its name if a user derived the class."""
     original = original_of(cls)
     if original is None:
         return cls.__qualname__

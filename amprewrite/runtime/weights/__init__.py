@@ -1,1 +1,1 @@
-"""Weights of a rewritten model that are not plain fp32: half from the start, frozen, or gathered low; how graphs read weights."""
+"""Handle weights that are not plain fp32 (half before the rewrite, frozen, or gathered low), and find out how graphs read weights."""

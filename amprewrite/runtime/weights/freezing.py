@@ -1,9 +1,9 @@
-"""Freeze a rewritten model: its weights are stored as its graphs read them, for inference alone.
+"""Freeze a rewritten model for inference: store each weight in the format in which the graphs read it.
 
-1. A weight that every graph reads low is replaced by its low copy; the fp32 values are dropped. A weight that is read in fp32 too keeps
-   both, so that no call casts it. A weight that is read in fp32 alone, or not at all, stays fp32.
-2. No parameter of a frozen model takes gradients. Parameters are new objects: those of the original model are not touched.
-3. Graphs are captured anew. They compute the same numbers, for a low copy holds what the cast gave.
+1. A weight that every graph reads low is replaced by its low copy, and its fp32 values are dropped. A weight that is read both low and in
+   fp32 keeps both, so that no call casts it. A weight that is read only in fp32, or not at all, stays fp32.
+2. No parameter of a frozen model takes gradients. All parameters are new objects, so that the original model does not change.
+3. All graphs are captured anew. They compute the same numbers as before, because a low copy holds the result of the former cast.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 from amprewrite.torch_internals.trees import tree_leaves
 
 Reads = Mapping[str, frozenset[Copy | None]]
-"""The copies that a graph makes of each weight, by path, and None if it reads the weight in fp32."""
+"""For each weight, by path, the low copies that a graph makes of it. The set contains None if the graph reads the weight in fp32."""
 
 
 def frozen_in(model: nn.Module) -> dict[str, FrozenWeight]:
-    """The frozen weights of a model by name; a tied weight has several names."""
+    """Return the frozen weights of a model by name. A tied weight appears under each of its names."""
     return {name: each for name, each in named_parameters_in(model, remove_duplicate=False) if isinstance(each, FrozenWeight)}
 
 
 def refuse_frozen(model: nn.Module, what: str) -> None:
-    """Raise PolicyError if the model is frozen: `what` needs the fp32 values."""
+    """Raise PolicyError if the model is frozen. `what` names the action that needs the fp32 values, such as "restoring it"."""
     if frozen_in(model):
         raise PolicyError(
             f"this {type(model).__name__} is frozen, and {what} needs its fp32 weights; call amp.unfreeze(state_dict) with them first, "
@@ -46,7 +46,7 @@ def refuse_frozen(model: nn.Module, what: str) -> None:
 
 
 def check_freezable(model: nn.Module) -> None:
-    """Raise PolicyError if the model is in training, frozen already, or sharded."""
+    """Raise PolicyError if the model is in training mode, is frozen already, is sharded, or has parameters of a tensor class."""
     if frozen_in(model):
         raise PolicyError(f"this {type(model).__name__} is frozen already; amp.unfreeze(state_dict) takes the fp32 weights back")
     if model.training:
@@ -59,7 +59,10 @@ def check_freezable(model: nn.Module) -> None:
 
 
 def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
-    """Replace the parameters of `model` by the copies that its graphs read. Returns the names of fp32 parameters that took gradients."""
+    """Replace the parameters of `model` by the copies that its graphs read, in place, given the `reads` of each graph.
+
+    Returns the names of the parameters that stay fp32 and took gradients before.
+    """
     weights = dict(named_parameters_in(model, remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
     for region in reads:
@@ -80,7 +83,10 @@ def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
 
 
 def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
-    """The low copy to store of a weight; None if there is no single one."""
+    """Return the low copy to store in place of a weight, given the copies that all graphs want.
+
+    None if they want no low copy or several different ones, or if the weight is not a dense fp32 tensor with values.
+    """
     low = [copy for copy in wanted if copy is not None and copy[0] != weight.dtype]
     dense = weight.layout is torch.strided and torch.empty_like(weight, device="meta").stride() == weight.stride()
     if len(low) != 1 or weight.dtype != torch.float32 or not dense or not weight.numel() or weight.device.type == "meta":
@@ -89,7 +95,7 @@ def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
 
 
 def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[int, Copy]:
-    """`copies`, without copies of weights that share memory with a weight that stays: letting them go would free nothing."""
+    """Return `copies` without the weights that share their storage with another weight: dropping their fp32 values would free nothing."""
     by_storage: dict[int, list[Tensor]] = {}
     for weight in {id(each): each for each in weights}.values():
         by_storage.setdefault(weight.untyped_storage()._cdata, []).append(weight)
@@ -98,6 +104,7 @@ def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[
 
 
 def _frozen(weight: Tensor, copy: Copy, high: bool) -> FrozenWeight:
+    """Return a frozen weight that stores the low `copy` of `weight`, and its fp32 values if `high`."""
     with torch.no_grad(), torch.inference_mode(False):
         stored = pad_cast(weight.detach(), *copy).requires_grad_(weight.requires_grad)
         kept = weight.detach() if high else None
@@ -105,29 +112,32 @@ def _frozen(weight: Tensor, copy: Copy, high: bool) -> FrozenWeight:
 
 
 def _constant(weight: Tensor) -> Tensor:
-    """Another parameter over the same memory, which takes no gradient."""
+    """Return a new parameter that shares the memory and attributes of `weight` and takes no gradient."""
     made = nn.Parameter(weight.detach(), requires_grad=False)
     made.__dict__.update(weight.__dict__)
     return made
 
 
 def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Put `new` wherever a module of `model` has `old` for a parameter."""
+    """Replace the parameter `old` by `new` in all modules of `model`."""
     for module, name in list(_places(model, old)):
-        setattr(module, name, new)  # not only in _parameters: an LSTM keeps a list of its weights
-        if isinstance(module, nn.RNNBase):  # and weak references, which setattr leaves alone
+        setattr(module, name, new)  # not in _parameters directly: setattr also updates the list of weights that an LSTM keeps
+        if isinstance(module, nn.RNNBase):  # setattr does not update the weak references that an LSTM keeps
             module._flat_weight_refs = [None if each is None else weakref.ref(each) for each in module._flat_weights]
 
 
 def _places(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]:
+    """Yield each module that has `weight` as a parameter, with the name of the parameter."""
     for module in model.modules():
         yield from ((module, name) for name, each in module._parameters.items() if each is weight)
 
 
 def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[str, Any] | None) -> list[str]:
-    """Make the parameters of a frozen model fp32 again, from `values` if they have them. Returns the names of weights that stay rounded.
+    """Make the parameters of a frozen model fp32 again, in place, and return the names of the weights whose values stay rounded.
 
-    PlanError if `values` lack a weight, or have it in other sizes; nothing is changed then.
+    `values` is a state dict with the fp32 values; None: the low values are cast up where no fp32 values are kept. `took` are names of fp32
+    parameters that shall take gradients again. Raises PlanError, before any change, if `values` lack a frozen weight or have it in another
+    shape.
     """
     frozen = frozen_in(model)
     names: dict[int, list[str]] = {}
@@ -149,11 +159,15 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
 
 
 def _loses(weight: FrozenWeight, source: Tensor | None) -> bool:
+    """True if unfreezing `weight` from `source` gives rounded values; None for `source` means the values that the weight stores."""
     return not weight.exact if source is None else source.dtype == weight.stored.dtype
 
 
 def _source(names: list[str], weight: FrozenWeight, values: Mapping[str, Any] | None) -> Tensor | None:
-    """The values of a weight among `values`, under any of its names."""
+    """Return the tensor in `values` under one of the `names` of a weight; None if `values` is None.
+
+    Raises PlanError if `values` have no such tensor, or a tensor of another shape.
+    """
     if values is None:
         return None
     found = next((values[name] for name in names if name in values), None)
@@ -166,7 +180,7 @@ def _source(names: list[str], weight: FrozenWeight, values: Mapping[str, Any] | 
 
 # -- calls ----------------------------------------------------------------------------------
 def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise PolicyError if a frozen model is called to be trained, and nothing in it or given to it takes a gradient."""
+    """Raise PolicyError if a frozen model is called in training mode with grad mode on, and no parameter or argument takes a gradient."""
     if not (model.training and torch.is_grad_enabled()):
         return
     given = (*parameters_in(model), *tree_leaves((args, dict(kwargs))))
@@ -178,7 +192,10 @@ def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
-    """The warning that a graph of the code at `place` reads fp32 values that freezing let go; "" if it reads none."""
+    """Return the warning that a graph of the code at `place` reads fp32 values that freezing has dropped; "" if it reads none.
+
+    `reads`: how the graph reads the weights.
+    """
     frozen = {name for name, each in frozen_in(model).items() if not each.exact}
     lost = [name for name, copies in reads.items() if name in frozen and None in copies]
     if not lost:
@@ -192,7 +209,10 @@ def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
 
 @contextmanager
 def without_frozen_weights(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Around what changes all tensors of a model, such as `to(device)`: frozen weights are changed here, each once."""
+    """Context manager around code that changes all tensors of a model, such as `to(device)`: it hides the frozen weights from that code.
+
+    Afterwards it applies `change` to each frozen weight, once, and puts the result in its place.
+    """
     frozen = {id(each): each for each in frozen_in(model).values()}
     held = [(*place, each) for each in frozen.values() for place in _places(model, each)]
     for module, name, _ in held:
@@ -210,7 +230,7 @@ def without_frozen_weights(model: nn.Module, change: Callable[[Tensor], Tensor])
 
 
 def warn_of_optimizers(model: nn.Module) -> None:
-    """Warn of optimizers that step the parameters that are about to be let go."""
+    """Warn for each optimizer that has parameters of `model`, because `freeze()` is about to replace them."""
     own = {id(each) for each in parameters_in(model)}
     for optimizer in existing_optimizers():
         if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
@@ -222,11 +242,11 @@ def warn_of_optimizers(model: nn.Module) -> None:
 
 
 FROZEN = "frozen: "
-"""How the note of a frozen model begins."""
+"""Beginning of the plan's note on a frozen model, by which the note is found again."""
 
 
 def frozen_weights_note(model: nn.Module) -> str:
-    """The plan's note on a frozen model: how many of its weights are stored low, and how many bytes they hold."""
+    """Return the plan's note on a frozen model: how many of its weights are stored low, and how many bytes all weights hold."""
     every = {id(each): each for each in parameters_in(model)}.values()
     frozen = [each for each in every if isinstance(each, FrozenWeight)]
     both = sum(each.exact for each in frozen)
@@ -237,20 +257,23 @@ def frozen_weights_note(model: nn.Module) -> str:
 
 # -- state dicts ----------------------------------------------------------------------------
 def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether a state dict has other than the stored format for a frozen weight."""
+    """True if the state dict `state` has a frozen weight of `model` in another dtype than the model's own state dict has."""
     frozen = frozen_in(model)
     return any(name in state and getattr(state[name], "dtype", None) != each.low_dtype for name, each in frozen.items())
 
 
 def give_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put plain tensors into the state dict of a frozen model, low weights in their stored dtype (a hook of `state_dict`)."""
+    """A `state_dict` hook of a module with frozen weights: replace each frozen weight in `state` by a plain tensor of its stored values.
+
+    The tensor is fp32 if the fp32 values are kept, otherwise low.
+    """
     for name, weight in module._parameters.items():
         if isinstance(weight, FrozenWeight) and isinstance(state.get(prefix + name), FrozenWeight):
             state[prefix + name] = weight.low() if weight.high is None else weight.high
 
 
 def hook_states(model: nn.Module, frozen: bool) -> None:
-    """Have the state dicts of a frozen model, and of its parts, hold what is stored; undo it if it is not frozen any more."""
+    """Register `give_stored` on each module with frozen weights if `frozen`; otherwise remove it from all modules of `model`."""
     for module in model.modules():
         held = any(isinstance(each, FrozenWeight) for each in module._parameters.values())
         known = [key for key, hook in module._state_dict_hooks.items() if hook is give_stored]

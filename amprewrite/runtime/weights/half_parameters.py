@@ -1,9 +1,10 @@
-"""Parameters that are in half precision already: what is allowed, and what users are told.
+"""Handle parameters that are in half precision before the rewrite: frozen parameters are accepted, trainable parameters are refused.
 
-1. Frozen ones are read in their own dtype: an op that computes in half precision in the original does so in the rewrite, too. LoRA
-   over a half-precision base works so.
-2. Trainable ones would be their own master weights, in which small updates are lost. They are refused, whichever way the model comes in,
-   or made fp32 in place if the user asks for it (`upcast=True`). A model that is only evaluated is told the same: nothing shows that it is.
+1. A frozen half parameter is read in its own dtype: an op that computes in half precision in the original does so in the rewrite, too.
+   So LoRA over a half-precision base works.
+2. A trainable half parameter would be its own master weight, and small updates of it would be lost. So every way to rewrite a model
+   refuses it, or makes it fp32 in place if the user asks for that (`upcast=True`). A model for evaluation is refused, too, as long as its
+   parameters require gradients, because nothing shows that it will not be trained.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from amprewrite.tables.formats import LOW_DTYPES, dtype_name
 
 
 def _trainable(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the names and parameters that are in half precision and take gradients."""
     return [(name, each) for name, each in named if each.requires_grad and each.dtype in LOW_DTYPES]
 
 
@@ -37,10 +39,10 @@ def refuse_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def upcast(model: nn.Module) -> str:
-    """Make fp32 master weights of the half parameters that take gradients, in place, and say how many; "" if there are none.
+    """Convert the half parameters that take gradients to fp32, in place, and return a note of their number; "" if there are none.
 
-    The Parameter objects stay. Half buffers become fp32 with them, as those of batch norm must, but not beside half parameters that are
-    frozen: what computes with these reads such buffers.
+    The Parameter objects stay. Half buffers become fp32, too, as the statistics of a batch norm must. If the model also has frozen half
+    parameters, only the buffers of modules with a converted parameter do, because ops on the frozen parameters read the other buffers.
     """
     chosen = [each for _, each in _trainable(named_parameters_in(model))]
     if not chosen:
@@ -61,7 +63,7 @@ def upcast(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def half_put_back(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Around an `upcast`: parameters and buffers are half again if this raises, or `always`."""
+    """Context manager around an `upcast`: if the block raises, or if `always`, parameters and buffers are half again afterwards."""
     held = itertools.chain(parameters_in(model), buffers_in(model))
     before = [(each, each.data, each.grad) for each in held if each.dtype in LOW_DTYPES]
     done = False
@@ -75,7 +77,7 @@ def half_put_back(model: nn.Module, always: bool = False) -> Iterator[None]:
 
 
 def frozen_note(model: nn.Module) -> str:
-    """The plan's note on frozen parameters in half precision; "" if there are none."""
+    """Return the plan's note on parameters in half precision; "" if there are none."""
     every = list(parameters_in(model))
     half = [each for each in every if each.dtype in LOW_DTYPES]
     if not half:
@@ -87,7 +89,7 @@ def frozen_note(model: nn.Module) -> str:
 
 
 def lost_masters(model: nn.Module) -> str:
-    """The warning for a rewritten model whose trainable parameters were converted to half precision; "" if they were not."""
+    """Return the warning for a rewritten model whose trainable parameters were converted to half precision; "" if none was."""
     found = _trainable(named_parameters_in(model))
     if not found:
         return ""

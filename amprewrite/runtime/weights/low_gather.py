@@ -1,13 +1,14 @@
-"""FSDP2 gathers weights as the plan reads them: a weight that every graph reads low travels in the low format.
+"""Make FSDP2's all-gather send a weight in the low format if every graph reads the weight in the low format only.
 
-A graph casts such a weight to the low format before it does anything else. So each rank may round its shard before it sends it,
-and the gathered fp32 weight, which then holds rounded values, casts to the same bits. Gradients are made and reduced in fp32 as
-ever; the shards that optimizers and checkpoints see stay fp32.
+A graph casts such a weight to the low format before any other op. So each rank may round its shard before sending it: the gathered
+fp32 weight then holds rounded values, and the cast gives the same bits. Gradients are still computed and reduced in fp32, and the
+shards that optimizers and checkpoints see stay fp32.
 
-1. `LowGather` takes the place of FSDP's all-gather for one sharded module, through `FSDPModule.set_custom_all_gather`.
-2. It sends low only what FSDP gathers for a forward or a backward and frees after it. `unshard()` of the user's gathers fp32.
-3. Ranks must send alike, so nothing is decided while they run: they agree once, in `agree`.
-4. `GatheredLow` stands guard: a call that reads rounded weights in any other way is an error, before its result is seen.
+1. `LowGather` replaces FSDP's all-gather for one sharded module, through `FSDPModule.set_custom_all_gather`.
+2. `LowGather` sends low only in gathers that FSDP makes for a forward or a backward and frees afterwards. If the user calls `unshard()`,
+   weights are gathered in fp32.
+3. All ranks must send the same format. So the ranks agree once, in `agree`, and decide nothing later.
+4. `GatheredLow` checks each call: a call that reads rounded weights in another way raises an error before its result is returned.
 """
 
 from __future__ import annotations
@@ -27,31 +28,32 @@ from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
 from amprewrite.torch_internals.kernels import copy_tensors
 
 _SENT_LOW = ("FORWARD", "PRE_BACKWARD")
-"""FSDP's names of its training states in which it gathers weights for the graphs, which it frees again."""
+"""FSDP's names of the training states in which it gathers weights for a forward or a backward."""
 AGAIN = "call amprewrite.gather_low(amp) on all ranks and repeat the call: the ranks agree anew, and what is read in fp32 travels so"
+"""Advice for messages: how to correct the agreement of the ranks."""
 
 
 class RoundedRead(CaptureError):
-    """A call would read rounded weights in fp32. Its graphs are still good."""
+    """Raised if a call would read rounded weights in fp32. The graphs stay valid: they need no new capture."""
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A module that went through `fully_shard` by itself, and FSDP's group of its weights."""
+    """A module that went through `fully_shard` separately, with FSDP's group of its weights."""
 
     path: str
     module: Any
     group: Any
     names: tuple[tuple[str, ...], ...]
-    """The paths of each weight, in the order in which FSDP gathers them."""
+    """The paths of each weight, with the weights in the order in which FSDP gathers them."""
 
     @property
     def numels(self) -> tuple[int, ...]:
-        """Elements of each weight that this rank sends."""
+        """The number of elements that this rank sends of each weight."""
         return tuple(each.padded_sharded_param_size.numel() for each in self.group.fsdp_params)
 
     def cannot(self) -> str:
-        """Why no weight of this module can travel low, or ""."""
+        """Return the reason why no weight of this module can be sent low; "" if there is none."""
         group = self.group
         if not hasattr(self.module, "set_custom_all_gather"):
             return "this version of torch lets nobody choose how FSDP gathers"
@@ -65,19 +67,22 @@ class Sharded:
 
 
 def frees_after_forward(group: Any) -> bool:
-    """Whether FSDP takes gathered weights back to shards after each forward and each backward."""
+    """True if FSDP frees the gathered weights of `group` after each forward and each backward."""
     return bool(group._reshard_after_forward and not group._use_post_forward_mesh and group.reshard_after_backward)
 
 
 def own_hooks(module: Any) -> bool:
-    """Whether forward hooks beside FSDP's see the gathered weights."""
+    """True if the module has forward hooks other than FSDP's hooks: they see the gathered weights."""
     state = module._get_fsdp_state()
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(getattr(hook, "__self__", None) is not state for hook in hooks)
 
 
 def sharded_modules(root: nn.Module) -> Iterator[Sharded | str]:
-    """Each module under `root` that went through `fully_shard`; the path of a module that is not alone with one group of weights."""
+    """Yield a `Sharded` for each module under `root` that went through `fully_shard`.
+
+    Yield only the path if the module has several groups of weights, or shares a group with other modules.
+    """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -91,14 +96,17 @@ def sharded_modules(root: nn.Module) -> Iterator[Sharded | str]:
 
 
 def _names(parameter: Any, paths: Mapping[nn.Module, list[str]]) -> tuple[str, ...]:
-    """Every path of one of FSDP's parameters."""
+    """Return all paths of one of FSDP's parameters, which may be tied. `paths` has the paths of each module."""
     info = parameter._module_info
     owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
     return tuple(f"{path}.{name}".lstrip(".") for module, name in owners for path in paths.get(module, ()))
 
 
 def agree(group: Any, low: list[bool], fmt: Format) -> list[bool]:
-    """Which weights every rank may send low. A collective call: ranks that plan for different formats send none."""
+    """Return for each weight of `group` whether all ranks may send it low. All ranks must make this call together.
+
+    `low`: whether this rank may send each weight in the format `fmt`. If ranks have different formats, the answer is False for all weights.
+    """
     import torch.distributed
 
     kind = LOW_FORMATS.index(fmt)
@@ -109,28 +117,34 @@ def agree(group: Any, low: list[bool], fmt: Format) -> list[bool]:
 
 
 class LowGather:
-    """FSDP's all-gather for the weights of one module, some of which travel in the low format."""
+    """An all-gather for FSDP that sends some weights of one module in the low format.
+
+    `low`: for each weight, whether it is sent in the format `fmt`; the others are sent in fp32.
+    """
 
     def __init__(self, sharded: Sharded, low: Iterable[bool], fmt: Format) -> None:
         self.sharded, self.fmt = sharded, fmt
         self.inner: Any = full_gather(sharded.group)
-        """The gather in fp32: FSDP's own, or the user's."""
+        """The all-gather that sends the bytes: FSDP's own, or the user's."""
         self.low = tuple(low)
         self.names = frozenset(name for names, is_low in zip(sharded.names, self.low, strict=True) if is_low for name in names)
         self.rounded = False
-        """Whether the weights that are gathered now hold rounded values."""
+        """True if the gathered weights now hold rounded values."""
 
     def concerns_this_call(self) -> bool:
-        """True if readers of the weights in a call meet rounded values: now, or when they are gathered for its backward."""
+        """True if code of a call may read rounded values of these weights: now, or after the gather for the call's backward."""
         return self.rounded or torch.is_grad_enabled()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for FSDP to gather into."""
+        """Return memory of `size` elements for FSDP to gather into."""
         found: Tensor = self.inner.allocate(size, dtype=dtype, device=device)
         return found
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """Gather `input_tensor` of all ranks into `output_tensor`, both flat."""
+        """Gather `input_tensor` of all ranks into `output_tensor`. Both tensors are flat, in the dtype in which FSDP gathers.
+
+        Returns None after a low gather, otherwise the result of the inner all-gather.
+        """
         self.rounded = not async_op and self._for_graphs(input_tensor)
         if not self.rounded:
             return self.inner(output_tensor, input_tensor, group, async_op)
@@ -147,13 +161,13 @@ class LowGather:
         return None
 
     def _for_graphs(self, sent: Tensor) -> bool:
-        """Whether this gather serves the graphs of a forward or a backward, and is freed after it."""
+        """True if FSDP gathers these fp32 weights for a forward or a backward, and frees them afterwards."""
         group = self.sharded.group
         known = sent.dtype == FP32.dtype and sent.numel() == sum(self.sharded.numels)
         return known and group._training_state.name in _SENT_LOW and frees_after_forward(group)
 
     def _spans(self) -> Iterator[tuple[bool, int, int]]:
-        """Runs of weights that travel alike: whether low, the first element, how many."""
+        """Yield (is low, first element, number of elements) for each run of consecutive weights that are sent in the same format."""
         start = 0
         for low, run in groupby(zip(self.low, self.sharded.numels, strict=True), key=lambda each: each[0]):
             length = sum(numel for _, numel in run)
@@ -162,13 +176,16 @@ class LowGather:
 
 
 def full_gather(group: Any) -> Any:
-    """The all-gather of an FSDP group's weights in fp32."""
+    """Return the all-gather of an FSDP group that sends all weights in fp32: FSDP's own, or the user's."""
     found = group._all_gather_comm
     return found.inner if isinstance(found, LowGather) else found
 
 
 def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The parts of the wire, and of the fp32 elements that they stand for. fp32 travels as its bits, `words` low words an element."""
+    """Return two lists of views that belong together: parts of `wire`, the sent buffer, and parts of `flat`, the fp32 elements.
+
+    Weights that are not low are sent as the bits of their fp32 values: an element takes the space of `words` low elements.
+    """
     on_wire, elements, at = [], [], 0
     for is_low, start, length in spans:
         count = length if is_low else length * words
@@ -181,23 +198,26 @@ def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], w
 
 @dataclass
 class GatheredLow:
-    """The modules of one rewritten model whose weights travel low, and the guard over who reads them."""
+    """The modules of one rewritten model whose weights are sent low, and checks that no code reads the rounded weights in fp32."""
 
     gathers: dict[str, LowGather] = field(default_factory=dict)
-    """By the path of the module."""
+    """The gather of each such module, by the module's path."""
 
     def __post_init__(self) -> None:
         self._of = {name: gather for gather in self.gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:
-        """Raise CaptureError if a graph of the code at `place` that is about to run reads rounded weights in fp32."""
+        """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names its code, for the message."""
         for name in reads.full if self._of else ():
             gather = self._of.get(name)
             if gather is not None and gather.concerns_this_call():
                 raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
     def check_call(self, path: str, place: str, whole: bool) -> None:
-        """Raise CaptureError if anything but a graph of the `whole` module at `path` may have read its rounded weights."""
+        """Raise RoundedRead if other code than the module's graph may have read rounded weights of the module at `path`.
+
+        `whole`: one graph ran in the call, and it is all of the module's forward. `place` names the module, for the message.
+        """
         gather = self.gathers.get(path)
         if gather is None or not gather.concerns_this_call():
             return

@@ -1,4 +1,4 @@
-"""How a rewritten graph reads the weights of its model: which are rounded anyway, and which low copies may be stored for them."""
+"""Find out how a rewritten graph reads each weight of its model: cast to the low format, in fp32, or both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from amprewrite.tables.boundary.members import named_parameters_in
 
 @dataclass(frozen=True)
 class WeightReads:
-    """The weights of one graph by path: those it casts to the low format and nothing else, and those it reads in fp32."""
+    """The paths of the weights that one graph reads.
+
+    `low`: weights that it casts to the low format and reads in no other way. `full`: all its other weights.
+    """
 
     low: frozenset[str] = frozenset()
     full: frozenset[str] = frozenset()
     copies: Mapping[str, frozenset[Copy | None]] = field(default_factory=dict)
-    """The low copies that the graph makes of a weight, and None if it reads the weight in fp32. A tied weight stands under one name."""
+    """The low copies that the graph makes of each weight. A set contains None if the graph reads the weight in fp32.
+
+    A tied weight is listed under one name.
+    """
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:
-    """How a graph reads the weights of `root` among its `inputs`."""
+    """Return how an emitted graph reads the weights of `root` that are among its `inputs`."""
     names: dict[int, list[str]] = {}
     for name, weight in named_parameters_in(root, remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)

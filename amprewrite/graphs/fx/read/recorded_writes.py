@@ -1,4 +1,4 @@
-"""Find the inputs to which a graph writes values with gradients. Autograd records such a write, which cannot be undone."""
+"""Find the inputs of a graph to which it writes values with gradients, so that autograd records the write on the input."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _STATISTICS = ops_with(Trait.RUNNING_STATISTICS)
 
 
 def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
-    """Return the positions of the inputs that the graph writes in place so that autograd records the write.
+    """Return the positions of the inputs to which autograd records a write.
 
-    Norms write their running statistics without gradients, so these writes do not count.
+    Norms write their running statistics without gradients, so writes to these do not count.
     """
     trained = trained_nodes(graph)
     quiet = without_grad(graph, grad=True)
@@ -35,7 +35,7 @@ def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
 def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
     """True if the graph writes to an input named in `hooked`, and autograd records the write.
 
-    A hook that was set before the write belongs to the old value. It must not be treated as a hook on the new value.
+    A hook that the model set before the write belongs to the old value, but Dynamo would set it on the new value, after the graph.
     """
     if not hooked:
         return False

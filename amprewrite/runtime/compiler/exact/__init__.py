@@ -1,1 +1,1 @@
-"""Inductor with the numbers of the plan: what it may fuse without changing a bit, and the backend that has it fuse no more."""
+"""The backend "inductor-exact": inductor fuses only calls whose results stay equal to eager code's results, bit for bit."""

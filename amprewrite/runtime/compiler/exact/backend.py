@@ -1,15 +1,15 @@
-"""backend="inductor-exact": inductor, held to the rounding of the plan.
+"""backend="inductor-exact": compile with inductor, but round every value where the plan rounds it.
 
-Inductor keeps fp32 inside its kernels, sums in an order of its own and has exponentials of its own. Here it gets one graph with
-settings for that graph alone:
+By default inductor keeps fp32 values inside its kernels, adds up sums in another order than eager code, and uses other implementations of
+the exponential. Here inductor compiles each graph with settings that apply to that graph only:
 
-1. Nothing that computes is decomposed: a graph holds the calls of kernels that eager code makes, forward and backward.
-2. Calls that inductor computes bit for bit as those kernels do are fused (`fusible.py`, `spelling.py`). All others stay calls of the
-   kernels, on operands that lie in memory as they do in eager code.
-3. A cast rounds, and so does every fused call in a low format.
-4. Passes that replace calls by others with other results are off, and random numbers are PyTorch's.
-5. No call is made to write into its operand: inductor takes the result of a kernel's call for memory of its own, and gives that of the
-   operand to the next value while the result is still read.
+1. Ops that compute are not decomposed: a graph calls the same kernels as eager code, forward and backward.
+2. Inductor fuses calls that it computes bit for bit as eager code's kernels do (`fusible.py`, `spelling.py`). All other calls stay calls
+   of these kernels, on operands with the same memory layout as in eager code.
+3. Casts round, and so does every fused call in a low format.
+4. Passes of inductor that replace a call by a call with another result are off. Random numbers are PyTorch's.
+5. No call is changed to write into its operand. Inductor would treat the result of such a call of a kernel as separate memory, and reuse
+   the memory of the operand while the result is still read.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SETTINGS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "off",
     "cpp.enable_unsafe_math_opt_flag": False,
 }
-"""Inductor's settings for a graph; the process keeps its own."""
+"""Inductor's settings for a graph. The settings of the process do not change."""
 
 
 def compile_exactly(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a graph with inductor so that it gives eager code's numbers."""
+    """Compile a graph with inductor, and return a function that gives the same numbers as eager code. `inputs` are example inputs."""
     patches = {**SETTINGS, "post_grad_custom_post_pass": ChooseFused()}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=patches, decompositions=decompositions()))
 
@@ -62,7 +62,7 @@ def check_inductor() -> None:
 
 
 class ChooseFused(CustomGraphPass):
-    """Inductor's hook on each graph before it lowers it: mark what it may fuse."""
+    """A pass that inductor runs on each graph before lowering: it respells calls, and marks the calls that inductor may fuse."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         spell(graph)
@@ -74,10 +74,10 @@ class ChooseFused(CustomGraphPass):
                 node.meta["low_precision_pointwise_barrier"] = True
                 continue
             for source in node.all_input_nodes:
-                source.meta["inductor_realize_to_strides"] = True  # a kernel may sum in an order that depends on its operand's strides
+                source.meta["inductor_realize_to_strides"] = True  # eager code's strides: the order of a kernel's sum may depend on them
 
     def uuid(self) -> bytes:
-        """The key, beside inductor's own, under which compiled graphs are kept."""
+        """Return a key of this pass for inductor's cache of compiled graphs: a hash of the source files in this folder."""
         return get_hash_for_files(tuple(str(Path(__file__).with_name(name)) for name in ("backend.py", "fusible.py", "spelling.py")))
 
 

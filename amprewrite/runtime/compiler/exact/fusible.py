@@ -1,13 +1,13 @@
-"""Which calls of an ATen graph inductor computes bit for bit as PyTorch's own kernels do, if casts are kept.
+"""Decide which calls of an ATen graph inductor computes bit for bit as PyTorch's own kernels do, if it keeps the casts.
 
-1. Ops that move or make values and compute none: views, copies, gathers, fills. Casts too: each rounds once, to the nearest.
-2. Arithmetic that rounds each result once, as IEEE 754 says: sums, products, quotients, comparisons, choices. Kernels for low
+1. Ops that only move or make values: views, copies, gathers, fills. Casts, too: each rounds once, to the nearest value.
+2. Arithmetic that rounds each result once, as IEEE 754 requires: sums, products, quotients, comparisons, choices. Kernels for low
    formats compute in fp32 and round once, and so does inductor if it keeps the cast.
-3. Nothing else. Sums over a dim depend on their order, exponentials and square roots on the library: those stay calls of PyTorch's
-   kernels.
+3. No other ops. The result of a sum over a dim depends on its order, and exponentials and square roots depend on the library. They stay
+   calls of PyTorch's kernels.
 
-A number that a kernel reads in fp32 and inductor in the low format, or the other way round, must be the same in both: see
-`_same_numbers`. A call that is doubtful is no fusible call: it is slower, and right.
+A Python number among the arguments may be read in fp32 by a kernel and in the low format by inductor, or the other way round. It must be
+exact in both formats: see `_same_numbers`. If in doubt, a call is not fused, which is slower but correct.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ MOVES = frozenset({
     aten.full.default, aten.scalar_tensor.default, aten.lift_fresh_copy.default, aten.repeat.default, aten.diagonal.default,
     prims.convert_element_type.default, prims.iota.default, prims.rev.default,
 })  # fmt: skip
-"""Calls that compute nothing, whatever their operands."""
+"""Calls that only move or make values, for operands of every dtype."""
 ARITHMETIC = frozenset({
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default, aten.abs.default, aten.relu.default, aten.square.default,
     aten.logical_not.default, aten.logical_and.default, aten.logical_or.default, aten.bitwise_not.default, aten.bitwise_and.Tensor,
     aten.bitwise_or.Tensor,
 })  # fmt: skip
-"""Calls whose numbers a kernel reads in fp32 even if its tensors are low."""
+"""Calls for which a kernel reads number arguments in fp32, even if the tensors are low."""
 CHOICES = frozenset({
     aten.where.self, aten.maximum.default, aten.minimum.default, aten.clamp_min.default, aten.clamp_max.default,
     aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar,
     aten.gt.Scalar, aten.ge.Scalar, aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
 })  # fmt: skip
-"""Calls that pick or compare values in the format of their tensors."""
+"""Calls that select or compare values. Their number arguments are read in the format of the tensors."""
 ON_CPU = frozenset({aten.div.Tensor, aten.reciprocal.default})
-"""Arithmetic that other devices approximate in one of the two."""
+"""Arithmetic that is only exact on a CPU: on other devices the kernel or inductor approximates it."""
 SPELLINGS = {
     aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor, aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
 }  # fmt: skip
-"""The same call with a number in place of a tensor."""
+"""For each call with a number in place of a tensor, the same call with a tensor."""
 
 
 def is_fusible(node: torch.fx.Node) -> bool:
-    """Whether inductor's code for this call gives the bits that PyTorch's kernel gives."""
+    """True if inductor's code for this call gives the same bits as PyTorch's kernel, or if inductor must lower the call itself."""
     if not isinstance(node.target, OpOverload):
         return True  # higher-order ops and Python arithmetic of sizes, which inductor must lower itself
     result = node.meta.get("val")
@@ -67,7 +67,7 @@ def is_fusible(node: torch.fx.Node) -> bool:
         return False
     target = SPELLINGS.get(node.target, node.target)
     if node.target not in lowerings:
-        return False  # inductor would make it a call of a kernel for the whole process
+        return False  # inductor would register a fallback to the kernel, which would hold for the whole process
     if target in MOVES:
         return True
     if not isinstance(result, Tensor):
@@ -79,9 +79,9 @@ def is_fusible(node: torch.fx.Node) -> bool:
 
 
 def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
-    """Whether all operands widen exactly to one format, in which the call computes.
+    """True if the call computes in one format, and all operands have this format or are widened to it exactly.
 
-    A 0-dim tensor does not widen a call: kernels read it as a number of their own.
+    A low 0-dim tensor among fp32 operands gives False, because kernels read it as a number, not as a tensor.
     """
     operands = [each for each in _operands(node) if each.dtype != torch.bool]
     if not operands:
@@ -93,9 +93,10 @@ def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
 
 
 def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
-    """Whether the numbers among the arguments are the same in fp32 and in the format of the tensors.
+    """True if each number among the arguments is the same in fp32 and in the format of the tensors.
 
-    The scale of a sum must be 1: inductor rounds the product, a kernel does not.
+    It must be exact in the low formats of the tensors. If no tensor is low and the call is in CHOICES (`chooses`), it must be exact in the
+    formats of the tensors. False if a sum has a scale (`alpha`) other than 1, because inductor rounds the product and a kernel does not.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False
@@ -107,19 +108,19 @@ def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
 
 
 def numbers_of(node: torch.fx.Node) -> list[float]:
-    """The numbers among the arguments of a call."""
+    """Return the Python numbers among the arguments of a call."""
     return [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, int | float)]
 
 
 def survives(number: float, dtype: torch.dtype) -> bool:
-    """True if `dtype` holds the number exactly."""
+    """True if `dtype` represents `number` exactly, or `number` is infinite or NaN."""
     if not math.isfinite(number):
         return True
     return torch.tensor(number, dtype=dtype, device="cpu").item() == number
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a result."""
+    """Return the tensors in a result: a tensor, a tuple or list, or a value without tensors."""
     return [each for each in (value if isinstance(value, tuple | list) else (value,)) if isinstance(each, Tensor)]
 
 

@@ -1,12 +1,13 @@
-"""Spell calls of an ATen graph in the words that inductor fuses, without changing a bit of a result.
+"""Replace calls of an ATen graph by equivalent calls that inductor can fuse, without changing a bit of a result.
 
-1. Calls that only move or make values are taken apart as inductor takes them apart (`DECOMPOSED`).
-2. A square is a product, a first power a copy. On a CPU a cube in fp32 is two products; those in fp16 are rounded once.
-3. A product or quotient in a low format with a number that the format does not hold: a kernel computes it in fp32 and rounds once,
-   inductor would round the number first. So it is written as a cast to fp32, the call in fp32, and a cast back.
-4. A sum or difference with such a number: on a CPU the kernel rounds the number first, so it is written rounded.
-5. Dropout on a CPU is one product with a mask whose ones are 1 / (1 - p) in the format of the input, forward and backward, as eager
-   code computes it. A traced graph has another call, which multiplies by the mask and by the number, and rounds twice.
+1. Calls that only move or make values are decomposed by inductor's own decompositions (`DECOMPOSED`).
+2. A square becomes a product, and a first power becomes a copy. On a CPU a cube in fp32 becomes two products. A cube in another format is
+   not replaced: in fp16 its kernel rounds once, and two products would round twice.
+3. A product or quotient in a low format with a number that the format does not represent exactly becomes a cast to fp32, the call in
+   fp32, and a cast back. The kernel computes it so and rounds once, but inductor would round the number first.
+4. In a sum or difference with such a number the number is replaced by its rounded value on a CPU, because the kernel rounds it first.
+5. Dropout on a CPU becomes one product with a mask whose ones are 1 / (1 - p) in the format of the input, forward and backward, as eager
+   code computes it. The traced graph has another call, which multiplies by the mask and by the number, and rounds twice.
 
     before   mul(x_bf16, 0.1)                                    add(x_bf16, 0.1)
     after    convert(mul(convert(x_bf16, fp32), 0.1), bf16)      add(x_bf16, 0.10009765625)
@@ -32,13 +33,13 @@ DECOMPOSED = (
     aten.unsafe_split.Tensor, aten.index_select.default, aten.flip.default, aten.roll.default, aten.tril.default, aten.triu.default,
     aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.threshold_backward.default, aten.clamp.default, aten.rsub.Scalar,
 )  # fmt: skip
-"""Calls whose decompositions compute nothing, or what `fusible.py` judges."""
+"""Calls whose decompositions only move or make values, or consist of calls that `is_fusible` judges."""
 _WIDE = (aten.mul.Tensor, aten.div.Tensor)
 _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's own decompositions of DECOMPOSED, as far as it has them."""
+    """Return inductor's decompositions of the calls in DECOMPOSED that it has, and our own for slices and dropout."""
     table = select_decomp_table()
     own: dict[Any, Callable[..., Any]] = {
         aten.slice_backward.default: _slice_backward,
@@ -49,7 +50,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Dropout on a CPU as eager code computes it; elsewhere eager code calls the kernel that was traced."""
+    """Decompose dropout on a CPU as eager code computes it. NotImplemented on other devices, where eager code calls the traced kernel."""
     if not x.is_cpu or train is False or not 0 < p < 1:
         return NotImplemented  # type: ignore[no-any-return]
     mask = aten.bernoulli.p(torch.empty_like(x), 1 - p)
@@ -57,13 +58,17 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
 
 
 def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Decompose the backward of dropout on a CPU as eager code computes it; NotImplemented on other devices."""
     if not gradient.is_cpu or not scale:
         return NotImplemented  # type: ignore[no-any-return]
     return gradient * (mask.to(gradient.dtype) / (1 / scale))
 
 
 def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> Tensor:
-    """A gradient with zeros around it, as one call that inductor fuses; a slice with gaps stays a call of the kernel."""
+    """Decompose the backward of a slice: pad the gradient with zeros, by one call that inductor fuses.
+
+    NotImplemented for a slice with a step other than 1 and for symbolic sizes: they stay calls of the kernel.
+    """
     dim %= len(sizes)
     size, length = sizes[dim], gradient.shape[dim]
     if step != 1 or not all(type(each) is int for each in (size, length, start)):
@@ -74,7 +79,7 @@ def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any
 
 
 def spell(graph: torch.fx.Graph) -> None:
-    """Rewrite the calls of a graph that inductor fuses in other words."""
+    """Replace calls of `graph`, in place, by equivalent calls that inductor can fuse: steps 2 to 4 of this file's list."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -97,7 +102,7 @@ def spell(graph: torch.fx.Graph) -> None:
 
 
 def _in_dtype(number: float, dtype: torch.dtype) -> Any:
-    """The number that the dtype holds in its place."""
+    """Return `number` rounded to `dtype`, as a Python number."""
     return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 
@@ -107,7 +112,10 @@ def _is_fp32_on_cpu(node: torch.fx.Node) -> bool:
 
 
 def _has_inexact_number(node: torch.fx.Node) -> bool:
-    """Whether a call on tensors of one low format takes a number that the format does not hold, and no other scale."""
+    """True if a call of one or two operands, all tensors in one low format, has a number argument that the format cannot represent.
+
+    False if the call has keyword arguments or further arguments, such as the scale of a sum.
+    """
     result = node.meta.get("val")
     operands = [source.meta.get("val") for source in node.all_input_nodes]
     if not isinstance(result, Tensor) or result.dtype not in LOW_DTYPES or node.kwargs or len(node.args) > 2:
@@ -117,7 +125,7 @@ def _has_inexact_number(node: torch.fx.Node) -> bool:
 
 
 def _compute_in_fp32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Have a call compute in fp32 and round its result once."""
+    """Make a call compute in fp32: cast its operands to fp32, and its result back, in place."""
     value = node.meta["val"]
     for source in node.all_input_nodes:
         with graph.inserting_before(node):
