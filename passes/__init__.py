@@ -1,4 +1,4 @@
-"""The passes, in the order in which they run. Deciding passes make the plan, applying passes edit the fx graph as it says."""
+"""The passes, in the order in which they run. Deciding passes make the plan. Applying passes edit the fx graph by the plan."""
 
 from typing import Any
 
@@ -69,31 +69,31 @@ CLEAN_EXPORTED: tuple[Normalising, ...] = (
     OpenGradRegions(),  # inline no_grad sub-graphs
 )
 NORMALISE: tuple[Normalising, ...] = (
-    FreeBackwards(),  # give backward code of the user the grad mode of its caller, so that it can be differentiated
+    FreeBackwards(),  # let the backward of a user's autograd Function run in the grad mode of its caller, so that it can be differentiated
     RestoreHooks(),  # turn hooks on tensors into calls that run on fake tensors, too
-    FollowWrites(),  # rename values after a write in place to the result of that write
+    FollowWrites(),  # let readers after an in-place op read the result of that op, not the value that was written
     FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each
-    MarkLeaving(),  # give each value that leaves the graph itself one place for its cast
+    MarkLeaving(),  # insert one place for a cast after each value that the graph returns itself, not as a copy
 )
 EVIDENCE: tuple[Deciding, ...] = (
-    RepaintByRange(),  # fp16: keep high the values its range cannot hold, by calibration and by weights
-    RepaintByError(),  # keep high the ops that a search for an accuracy found
+    RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, by calibration, weights and constants
+    RepaintByError(),  # keep in fp32 the ops that a search for an accuracy found too inexact
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # one cast wherever two colours meet, and several copies of values with many readers in training
+    PlanCasts(),  # one cast wherever two colours meet; in training, several copies of a value with many readers
     PlanConstants(),  # store constants of an ONNX file in the format in which they are read
     PlanPads(),  # round dims up for Tensor Cores, and place the pads and slices that remain
-    PlanProducts(),  # choose the low products that read fp8 copies of their operands, in each direction
-    PlanClamps(),  # clamp constants beyond the low range
+    PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands
+    PlanClamps(),  # clamp constants of low ops to the range of the low format
     PlanKernelNeeds(),  # on a CPU: fp32 statistics for norms without weights, separate pads for convolutions
     PlanGradientBlocks(),  # group weights that share an autograd node in training
-    PlanMasks(),  # drop masks that are causal or allow all positions, which models skip themselves when they are not captured
+    PlanMasks(),  # drop attention masks that are causal or allow all positions; without capture, models skip these by themselves
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
-"""Passes that keep in fp32 values that torch.autocast would not round, whatever their price."""
+"""Passes that keep values in fp32 at any price. Most of these values torch.autocast does not round either."""
 BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
-"""The passes that choose colours by prices."""
+"""The passes that choose colours by prices, and all passes before them."""
 PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "cost": (*BY_COST, *PLAN),
     "tf": (PaintLists(), PaintAgreed(), PaintAfterDeny(past_bounded=True), PaintTies(), *EVIDENCE, PaintTF(), *PLAN),
@@ -101,36 +101,36 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintShares(), PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
-"""The deciding passes by the rule of the op lists; "given" follows an existing plan."""
+"""The deciding passes for each `rule` of the op lists. The pipeline "given" is for a problem with a plan to follow."""
 WEIGH: tuple[Deciding, ...] = (
-    WeighPlans(BY_COST),  # once a plan has passed its checks: price it against plans by painting rules
+    WeighPlans(BY_COST),  # after the edited graph has passed its checks: compare the price of the plan with plans by other rules
 )
 APPLY: tuple[Applying, ...] = (
-    InsertCasts(),  # edit the graph as the plan says
-    InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
+    InsertCasts(),  # insert casts, and set dtype arguments to the planned formats
+    InsertPads(),  # pad where a padded region begins, slice where it ends; weights are padded by their casts
     SpreadCopies(),  # give a value with many readers several low copies, padded or not
-    PadApart(),  # a separate pad for the convolutions that the plan names
-    InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
-    ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
+    PadApart(),  # pad the convolutions that the plan names by a separate op
+    InsertNormWeights(),  # give fp32 weights of one to the norms that the plan names
+    ScaleLoss(),  # with a loss scale: gradients that enter the graph are multiplied by the scale, gradients that leave it are divided
     FoldMasks(),  # remove the masks from the attention calls that the plan names
-    InsertProducts(),  # products that the plan names read fp8 copies, one for all readers of a value
-    KeepViews(),  # a result that is a view in fp32 is returned as one
+    InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share one
+    KeepViews(),  # return a result as a view if the fp32 graph returns a view
 )
 TIDY: tuple[Applying, ...] = (
-    Tidy(),  # erase conversions that the casts made idle; it needs the facts of the dry run
+    Tidy(),  # erase conversions that became no-ops; needs the example values that the dry run computed
 )
 LOWER: tuple[Lowering, ...] = (
-    RestoreCheckpoints(),  # without a compiler, activation checkpoints free memory by torch.utils.checkpoint
-    HoistWeightCasts(),  # with a weight cache, one launch casts many weights
-    ReadFrozenWeights(),  # frozen weights enter in the format in which they are stored
-    SuitCompiler(),  # for a compiler: sources of inputs, and low values that are kept and returned low
+    RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
+    HoistWeightCasts(),  # with a weight cache, cast many weights in one launch
+    ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored
+    SuitCompiler(),  # for a compiler: record the sources of inputs; save and return low values, not their fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts
-    KeepConstants(),  # without a compiler, compute integers and booleans that depend on no input once
+    KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
 )
 
 
 def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
-    """All passes by stage, in the order in which they run; each once, even if it is in several pipelines."""
+    """Return the passes of each stage, in the order in which they run. A pass of several pipelines is listed once."""
     deciding = dict.fromkeys(each for passes in PIPELINES.values() for each in passes)
     by_name: dict[str, Deciding] = {}
     for each in deciding:
@@ -142,12 +142,12 @@ def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
 
 
 def pipeline(problem: Problem) -> tuple[Deciding, ...]:
-    """The passes that decide this problem."""
+    """Return the deciding passes for `problem`: the pipeline "given" if it has a plan to follow, otherwise by the rule of its op lists."""
     return PIPELINES["given" if problem.given is not None else problem.lists.rule]
 
 
 def decide(problem: Problem) -> Decisions:
-    """Decide one graph: colours, casts, pads. Edits nothing.
+    """Run the deciding passes on `problem` and return their decisions: colours, casts, pads and other edits. No graph is edited.
 
     Raises PlanError if a given plan does not fit, PolicyError if overrides contradict each other, PassError if a pass fails.
     """
@@ -159,7 +159,7 @@ def decide(problem: Problem) -> Decisions:
 
 
 def plan_region(problem: Problem) -> RegionPlan:
-    """The plan of one graph, as `decide` makes it."""
+    """Return the plan of one graph: the decisions of `decide`, frozen. Raises the errors of `decide`."""
     return decide(problem).freeze(problem)
 
 

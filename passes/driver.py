@@ -1,10 +1,12 @@
-"""One captured graph, from capture to edited graph: read → decide → apply → check.
+"""Read, plan, edit and check one captured graph: these functions run the passes in order.
 
-One file because graphs inside a graph are read and rewritten by the same steps, and exchange how exact their values are.
+`rewrite`, `export_program`, `verify`, calibration and the search for an accuracy all call `read_problem`, so that they decide alike.
 
-`rewrite`, `export_program`, `verify`, calibration and the search for an accuracy all read through `read_problem`, so they decide alike.
+A *body* is a subgraph: the graph inside an activation checkpoint, a loop, a condition or an autograd Function.
 
-By name it knows `getitem`, which picks one result of a graph inside.
+One file because bodies are read and rewritten by the same steps as the graph around them, and both exchange facts about precision.
+
+By name it knows `getitem`, which picks one result of a body.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ T = TypeVar("T")
 CapturedGraph = torch.fx.GraphModule
 """A graph that Dynamo or torch.export captured."""
 MOST_REFUSALS = 200
-"""Number of ops that may refuse low inputs one after another before the graph itself must be wrong."""
+"""Most attempts to rewrite one graph. Another attempt follows whenever the edited graph fails its check."""
 
 
 def read_problem(
@@ -79,12 +81,12 @@ def read_problem(
     agreed: Agreed = NOTHING_AGREED,
     given: ModelPlan | None = None,
 ) -> Captured:
-    """The problem of a captured graph, with nothing decided yet.
+    """Return the problem of a captured graph: its op graph and all facts that the deciding passes read. Nothing is decided yet.
 
-    `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the model's
-    positional parameters. `given` is the plan to follow. The other arguments are fields of `Problem`.
+    `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the names of the
+    model's positional parameters. `given` is the plan to follow. The other arguments are fields of `Problem`.
 
-    With parity a graph without gradients is read as if it had some: it gets the same marks and pins as the graph for training.
+    With `policy.parity` a graph without gradients is read as if it recorded gradients, so that it gets the marks and pins of training.
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
@@ -128,19 +130,22 @@ def read_problem(
 
 
 def _asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if a product may read fp8 copies, or be wide. A given plan decides it by itself."""
+    """True if a product may read fp8 copies, or be wide (bf16 operands, fp32 result). A given plan decides before the policy."""
     if given is None:
         return policy.products is not None or any(override.word == WIDE for override in policy.overrides)
     return any(region.quantised or region.edited(Edit.WIDE_PRODUCT) for region in given.regions)
 
 
 def clean_exported(module: torch.fx.GraphModule) -> None:
-    """Prepare a graph of torch.export, in place, for `read_problem`."""
+    """Prepare a graph of torch.export for `read_problem`, in place: remove its checks, and inline its `no_grad` subgraphs."""
     run_passes(CLEAN_EXPORTED, Reading(op_lists("default", FP32, "cpu"), FP32, False), EditedGraph(module, {}), "an exported graph")
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """Facts about attention calls, by name: the edits that their masks allow, and the ops that repeat heads for them."""
+    """Return facts about attention calls, as fields of `Problem`: the edits that masks allow, and the ops that repeat heads.
+
+    {} if `fold_masks` is off. `around` maps inputs of a body to the nodes outside that the body is called with.
+    """
     if not captured.problem.fold_masks:
         return {}
     names, graph = captured.names, captured.module.graph
@@ -151,10 +156,10 @@ def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.
 
 
 def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Decide, edit a copy of the graph, and check it on fake tensors.
+    """Return an edited copy of the captured graph, which has passed a check on fake tensors, and its plan.
 
-    An op that refuses its planned low inputs is kept high and the plan made anew: unsure means high precision. The captured graph itself is
-    never edited.
+    An op that refuses its planned low inputs stays fp32, and the graph is planned again. The captured graph itself is never edited. Raises
+    PassError if the edited graph fails for another reason, PlanError if a given plan cannot run, and the errors of `decide`.
     """
     closed = _rewrite_inner_graphs(captured)
     bodies = _rewrite_bodies(captured)
@@ -184,9 +189,9 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
 
 
 def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
-    """Rewrite the bodies of activation checkpoints, by the name of their attribute.
+    """Rewrite the bodies of activation checkpoints. Returns, by the name of its attribute, each edited body and its plan.
 
-    A body takes fp32 and returns its results in any colour. The graph around it reads them in that colour.
+    A body takes fp32 and returns its results in any colour. In the graph around it, results that are returned low are pinned low.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     pinned: dict[str, OpNode] = {}
@@ -207,9 +212,9 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
 
 
 def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
-    """Rewrite the bodies of loops, conditions and autograd Functions, by the name of their attribute, with fp32 at their border.
+    """Rewrite the bodies of loops, conditions and autograd Functions. Returns, by the name of its attribute, each body and its plan.
 
-    A body that is not rewritten has a plan all the same, in which all nodes are high.
+    The inputs and results of such a body stay fp32. A body with FLOPs that is left as captured has a plan in which all its nodes are high.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     for node, name in inner_graphs(captured.module):
@@ -236,7 +241,10 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Record how exact the results of a loop, a condition or a Function are. The body in turn must return all of them in fp32."""
+    """Exchange facts about precision between `captured` and the body `part` of `node`, a loop, a condition or an autograd Function.
+
+    The body must not round any of its results. Outside, each result counts as being as exact as the most exact result of the body.
+    """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
     _hear_of_inputs(captured, part)
@@ -248,7 +256,10 @@ def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured
 
 
 def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
-    """The plan of a graph that is not rewritten. A reason seen in a call binds other graphs; they see a reason in the graph themselves."""
+    """Return the plan of a graph that is left in fp32, with `reason` and the text `why` for all its fp32 nodes.
+
+    Other graphs of the model take over a reason that only a call has shown. Any other reason they find in the graph themselves.
+    """
     decisions = Decisions()
     for node in problem.graph:
         colour = Colour.HIGH if node.carries_fp32 and node.role != "output" else Colour.PLAIN
@@ -258,7 +269,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """Do not rewrite the graphs inside an op that failed with them rewritten. True if there are such graphs."""
+    """After an op failed, mark its rewritten bodies to be left in fp32. True if there are such bodies."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -267,7 +278,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
 
 
 def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy: Policy) -> Captured:
-    """The problem of a copy of the graph at attribute `name`, which `node` runs."""
+    """Return the problem of a copy of the body at attribute `name`, which `node` runs, with all facts known about its inputs outside."""
     body, _ = copy_graph(getattr(captured.module, name))
     given = operands(node, body)
     for inner, outer in given:
@@ -298,12 +309,12 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Facts about the operands of an inner graph, by its own vertices. `pairs` are (vertex inside, vertex around)."""
+    """Return the `facts` about the inputs of a body, keyed by the vertices of the body. `pairs` are (vertex inside, vertex outside)."""
     return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
-    """Keep all ops of a body high, for a reason that lies in the op `what` around it."""
+    """Pin all ops of a body to fp32. The reason lies in the op `what` that runs the body."""
     part.know(kept_high=(reason, what))
     pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
@@ -313,7 +324,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Keep these ops of a graph high, and the ops that share memory with them."""
+    """Pin the ops `names` of a graph to fp32, and the ops that share memory with them. Existing pins stand."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -322,10 +333,10 @@ def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None
 
 
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
-    """The problem of a copy of the checkpoint body that `node` runs, decided as freely as the graph around it.
+    """Return the problem of a copy of the checkpoint body that `node` runs. It is decided as freely as the graph around it.
 
-    If gradients are scaled and the checkpoint counts as outside of that, its body is scaled by itself and returns fp32: a cast outside
-    would bring small gradients to a low format before they are scaled.
+    If gradients are scaled and the checkpoint counts as outside the scaled part, its body is scaled separately and returns fp32: a cast
+    outside would convert small gradients to a low format before they are scaled.
     """
     assert isinstance(node.args[0], torch.fx.Node)
     part = _read_inner_graph(captured, node, str(node.args[0].target), captured.problem.policy)
@@ -342,20 +353,20 @@ def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
 
 
 def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
-    """The vertices that stand for the results of the body that `node` runs."""
+    """Return the vertices outside that stand for the results of the body that `node` runs."""
     names = captured.names
     return [captured.problem.graph[names[user]] for user in node.users if user in names]
 
 
 def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> dict[str, str]:
-    """The vertices of the fp32 results of the body that `node` runs, each with the vertex inside the body that makes it."""
+    """Map the vertex outside of each fp32 result of the body that `node` runs to the vertex inside that computes the result."""
     names = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
     places: dict[str, Any] = {name: captured.nodes[name].args[1] for name in names}
     return {name: part.results[place] for name, place in places.items() if place in part.results}
 
 
 def _tell_parts(captured: Captured) -> None:
-    """Tell each checkpoint body which of its results need all bits outside, and the graph which of its values need them inside."""
+    """Tell each checkpoint body which of its results must not be rounded, and the graph which inputs of bodies must not be rounded."""
     for node, part in reversed(captured.parts.items()):
         around = Roundings(captured.problem).magnifies
         part.know(needs_bits=frozenset(inner for outer, inner in _results_inside(captured, node, part).items() if outer in around))
@@ -364,27 +375,30 @@ def _tell_parts(captured: Captured) -> None:
 
 
 def _hear_of_inputs(captured: Captured, part: Captured) -> None:
-    """Record the values that the graph `part` inside this one reads with all their bits."""
+    """Record in `captured` the inputs of the body `part` whose rounding an op in the body would magnify."""
     inside = Roundings(part.problem).magnifies
     needed = (outer for inner, outer in part.given.items() if inner in inside)
     captured.know(needs_bits=captured.problem.needs_bits.union(needed))
 
 
 def _written_outside(captured: Captured, results: list[OpNode]) -> bool:
-    """True if the graph around a body writes to its results in place. The body then returns them in fp32, as these writes expect."""
+    """True if the graph around a body writes to the body's results in place. The body then returns fp32, as these writes expect."""
     names, ties = {vertex.name for vertex in results}, {vertex.precision_group for vertex in results if vertex.precision_group}
     return any(other.precision_group in ties and other.name not in names for other in captured.problem.graph)
 
 
 def read_parts(captured: Captured) -> None:
-    """Read the checkpoint bodies of a graph into `captured.parts` now, because names come from facts that Dynamo keeps only for a while."""
+    """Read all checkpoint bodies of a graph into `captured.parts`, at any depth.
+
+    This is done at capture, because names are derived from facts that Dynamo keeps only for a while.
+    """
     for node in captured.module.graph.nodes:
         if is_checkpoint(node):
             read_parts(_part_of(captured, node))
 
 
 def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
-    """The problem of a checkpoint body, read once."""
+    """Return the problem of the checkpoint body that `node` runs. The first call reads it."""
     part = captured.parts.get(node)
     if part is None:
         part = captured.parts[node] = read_body(captured, node)
@@ -400,7 +414,7 @@ def _free_outputs(part: Captured) -> None:
 
 
 def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
-    """Positions of the results that a body returns low."""
+    """Return the positions of the results that a body returns low; empty if the body must return fp32."""
     if not any(o.demand is Demand.ANY for node in part.problem.graph if node.role == "output" for o in node.operands):
         return set()
     low = {node.name for node in plan.nodes if node.colour is Colour.LOW}
@@ -408,7 +422,7 @@ def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
 
 
 def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule, decisions: Decisions) -> None:
-    """Raise Refused if a result of the edited graph has changed its shape: padding must stay inside."""
+    """Raise Refused if the edited graph returns a result of another shape: padding must not be visible outside."""
     if not decisions.pads:
         return
     before, after = (next(n for n in each.graph.nodes if n.op == "output") for each in (original, edited))
@@ -418,7 +432,10 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """Blame pads for a failure: stop padding through this op, or stop all padding if that was tried. False if nothing is padded."""
+    """Respond to a failure by less padding; False if nothing is padded, or if a given plan fixes the pads.
+
+    The op that failed is no longer padded. If that was tried before, or if the op is unknown, nothing is padded.
+    """
     problem = captured.problem
     if not decisions.pads or problem.given is not None:
         return False
@@ -432,7 +449,10 @@ def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph,
 
 
 def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
-    """Keep ops high that refused low operands in a call, with their error texts; PlanError if a given plan says low."""
+    """Keep in fp32 the ops that refused low operands in a call. `refused` maps the name of an op to the text of its error.
+
+    Raises PlanError if the graph of such an op follows a given plan.
+    """
     for each in captured.with_parts():
         found = {node.name: refused[node.op] for node in each.problem.graph if node.op in refused}
         if found and each.problem.given is not None:
@@ -442,7 +462,10 @@ def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
 
 
 def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> None:
-    """Remember that a node must run high whatever the lists say. PassError if it ran high already, PlanError if a given plan says low."""
+    """Record that the op that failed must run in fp32, whatever the lists say.
+
+    Raises PassError if the op runs in fp32 already, PlanError if the graph follows a given plan.
+    """
     problem, names = captured.problem, edited.names
     name = names.get(refusal.node)
     if problem.given is not None:
@@ -454,7 +477,7 @@ def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, re
 
 
 def _expected(problem: Problem, decisions: Decisions, edited: EditedGraph) -> dict[torch.fx.Node, torch.dtype]:
-    """The dtype that each painted node must return, for the ops that run low or high."""
+    """Return the dtype that each op must return by its colour. Ops without fp32 values are left out."""
     low = problem.policy.low.dtype
     return {
         edited.nodes[name]: low if painted.colour is Colour.LOW else FP32.dtype
@@ -464,6 +487,6 @@ def _expected(problem: Problem, decisions: Decisions, edited: EditedGraph) -> di
 
 
 def graph_device(module: torch.fx.GraphModule) -> str:
-    """Device of the graph: the first accelerator among its values, otherwise the CPU."""
+    """Return the device type of the graph: an accelerator if any value is on one, otherwise "cpu"."""
     kinds = {t.device.type for node in module.graph.nodes for t in tensors(example_value(node))}
     return next(iter(sorted(kinds - {"cpu", "meta"})), "cpu")

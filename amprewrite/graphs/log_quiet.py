@@ -1,6 +1,7 @@
-"""Silence torch's logging, for this thread and for a while. Levels, handlers and records of other threads are not changed.
+"""Silence torch's logging in one thread for a while. Levels, handlers and records of other threads are not changed.
 
-An op that is only tried may refuse, and the caller reports it where it matters. torch logs each refusal with its traceback.
+When the library only tries an op, a failure is expected, and the caller reports it where it matters. torch would log each failure with its
+traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Quiet(logging.Filter):
-    """A filter that drops the records of this thread from some loggers while it is entered."""
+    """A context manager that drops the log records of the thread that made it, by default from the logger of fake tensors."""
 
     def __init__(self, *loggers: logging.Logger) -> None:
         super().__init__()
@@ -21,7 +22,7 @@ class Quiet(logging.Filter):
 
     def __enter__(self) -> Self:
         for logger in self.loggers:
-            logger.filters.insert(0, self)  # innermost first: a nested call hears its own
+            logger.filters.insert(0, self)  # first, so that a nested filter gets records before an outer one drops them
         return self
 
     def __exit__(self, *_: object) -> None:

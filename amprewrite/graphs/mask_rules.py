@@ -1,6 +1,7 @@
-"""Numbers beyond the low format's range in a graph of any kind: the values that hold them, and whether ±max may replace them.
+"""Find out whether ±max may replace numbers beyond the low format's range, in a graph of any kind.
 
-A kind of graph implements the readers of a value (`Read` in `ir/evidence/range_rules.py`), and the operands that make a value.
+Each kind of graph (fx, ONNX) has a subclass of `MaskRules`. It gives the readers of a value (`Read` in `ir/evidence/range_rules.py`), and
+the operands of the op that makes a value.
 
 By name it knows the `softmax` that a mask is made for.
 """
@@ -22,7 +23,7 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 class MaskRules(ABC, Generic[Value]):
-    """The masks of one graph and one format. A subclass reads its ops."""
+    """Judges masks and other numbers beyond the range, for one graph and one low format. A subclass reads the ops of the graph."""
 
     def __init__(self, low: Format) -> None:
         self.low = low
@@ -30,21 +31,21 @@ class MaskRules(ABC, Generic[Value]):
 
     @abstractmethod
     def reads(self, value: Value) -> Iterable[Read[Value]]:
-        """The reads of a value."""
+        """Return the reads of a value."""
 
     @abstractmethod
     def made_of(self, value: Value) -> tuple[str, Iterable[Value]] | None:
-        """The op that makes a value, and its floating operands without constants; None if the value is from outside."""
+        """Return the op that makes a value, and its floating operands without constants; None if the value is from outside the graph."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
         """True if every reader of `value` uses its numbers beyond the range, on `sides` of zero, only to block positions.
 
-        In a format with fp32's range ±max differs from such numbers by a rounding at most.
+        True for any value if the low format has fp32's range, because there ±max differs from such numbers by a rounding at most.
         """
         return not self.low.narrow or only_blocks(value, sides, self.reads, self.low, self._blocking)
 
     def reaches_softmax(self, value: Value) -> bool:
-        """True if a softmax reads scores made of a value, or attention adds it to its scores."""
+        """True if a softmax reads scores that are computed from `value`, or if attention takes `value` or such scores as its mask."""
         seen, waiting = {value}, [value]
         while waiting:
             for read in self.reads(waiting.pop()):
@@ -73,11 +74,13 @@ class MaskRules(ABC, Generic[Value]):
         return True
 
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
-        """True if a low copy may clamp the numbers beyond the range in a value to ±max: numbers of a mask, or of values made of one.
+        """True if a low copy of `value` may clamp numbers beyond the range to ±max, because they are from a mask or computed from one.
 
-        `far`: the op that makes it reads a number beyond the range. `masks`: such a number blocks. `beside`: an operand holds such numbers.
+        `op`, of kind `kind`, makes the value. `far`: the op reads a number beyond the range. `masks`: such a number only blocks positions.
+        `beside`: an operand of the op holds such numbers already.
+
         Data added to a mask, for example scores with blocked positions, may be clamped if it is only moved or if a softmax reads it. Data
-        that enters arithmetic may not: ±max would be wrong, and finite.
+        that enters other arithmetic may not, because ±max would be wrong, and finite.
         """
         if kind not in (OpKind.CLEAR, OpKind.INFER) or not (masks or beside):
             return False

@@ -1,8 +1,8 @@
-"""Sums that change one value in many small steps, `x = x + 0.1 * f(x)`, again and again: the part common to all kinds of graphs.
+"""Find sums that change one value in many small steps, such as `x = x + 0.1 * f(x)` again and again: the part for all kinds of graphs.
 
-A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The reader expands a sum as a linear form
-through sums, scalings and copies until it finds such an x. A kind of graph says which ops are linear and what factors are: numbers or
-*schedules*, whose numbers are known only in a call. The body of a loop takes its steps as often as it runs.
+A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The search expands a sum as a linear form
+through sums, scalings and copies until it finds such an x. A subclass for each kind of graph tells which ops are linear, and their factors.
+A factor is a number or a *schedule*, a value that is known only in a call. A step in the body of a loop counts as many steps.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Generic, TypeVar
 SMALL, MANY = 0.25, 8
 """A step is small if numbers scale f down to this ratio to x. This many steps in a row are many.
 
-The sums of eight steps, each rounded, are off by three times one rounding. A step scaled to a quarter is off by a quarter of that.
-torch.autocast keeps such sums in fp32, as their first value is.
+Eight sums, each rounded, are off by about three roundings. If f is scaled down to a quarter, its rounding errors give a quarter of that.
+torch.autocast keeps such sums in fp32, because their first value is fp32.
 """
 FEW = 16
-"""Number of ops to search for a step.
+"""Most ops to expand in the search for one step.
 
 One step of DDIM has eight: two scalings of the network's result, two of the state, two sums, and one or two scalings in the network.
 """
@@ -29,7 +29,7 @@ Node = TypeVar("Node", bound=Hashable)
 
 @dataclass(frozen=True)
 class Factor:
-    """A number times schedules, each with its use: multiplied, divided by, or taken from one."""
+    """The factor of a summand: a number times schedules. Each schedule has its use: multiplied, divided by, or taken from one."""
 
     number: float = 1.0
     schedules: frozenset[tuple[Hashable, str]] = frozenset()
@@ -57,30 +57,30 @@ class SmallSteps(ABC, Generic[Node]):
     """
 
     order: Mapping[Node, int]
-    """The position of each value."""
+    """The position of each value in the order of the graph."""
     heavy: set[Node]
     """Results of products."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Iterable[Node]:
-        """All operands of an op."""
+        """Return all operands of an op."""
 
     @abstractmethod
     def terms(self, node: Node) -> dict[Node, Factor]:
-        """The summands of an op, each with its factor, without plain numbers; {} if the op is not linear, or if that is unknown."""
+        """Return the summands of an op, each with its factor, without plain numbers; {} if the op is not linear, or if that is unknown."""
 
     @abstractmethod
     def only(self, node: Node) -> Node | None:
-        """The only tensor that an op reads apart from schedules; None if there are several, or if it is a product."""
+        """Return the only tensor that an op reads, schedules aside; None if there are several, or if the op is a product."""
 
     @abstractmethod
     def shape(self, node: Node) -> tuple[object, ...] | None:
-        """The sizes of a value; None if it is no tensor."""
+        """Return the sizes of a value; None if it is no tensor."""
 
     def found(self, is_sum: Callable[[Node], bool], in_turns: Callable[[Node], bool] = lambda _: False) -> set[Node]:
-        """The sums that are steps, and the ops that pass their value on.
+        """Return the sums that are steps in a chain of many small steps, and the ops that pass the value on between these sums.
 
-        `in_turns` is True for a value that a loop passes to its next iteration.
+        `is_sum` is True for ops that may be steps. `in_turns` is True for a value that a loop passes to its next iteration.
         """
         before: dict[Node, Node | None] = {}
         between: dict[Node, list[Node]] = {}
@@ -103,7 +103,7 @@ class SmallSteps(ABC, Generic[Node]):
         return {each for node, steps in whole.items() if steps >= MANY for each in (node, *between[node])}
 
     def _step(self, node: Node) -> tuple[Node, list[Node]] | None:
-        """The value that a sum takes a small step from, and the ops that pass it on until then; None if the sum is no small step."""
+        """Return the value to which a sum adds a small step, and the ops between the two; None if the sum is no small step."""
         read: dict[Node, dict[Node, Factor]] = {}
         terms: dict[Node, Factor] = {node: Factor()}
         for _ in range(FEW):
@@ -115,7 +115,7 @@ class SmallSteps(ABC, Generic[Node]):
             factor = terms.pop(latest)
             for part, times in made[latest].items():
                 terms[part] = terms[part] + factor * times if part in terms else factor * times
-            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # x itself before `schedule * cos(x)`
+            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # x before `schedule * cos(x)`
             value = next((each for each in plainest if self.shape(each) == self.shape(node) and self._goes_on(each, terms)), None)
             if value is not None:
                 passed = {value}
@@ -126,7 +126,7 @@ class SmallSteps(ABC, Generic[Node]):
         return None
 
     def _goes_on(self, value: Node, terms: dict[Node, Factor]) -> bool:
-        """True if products of a value are added to it with small factors, and none with a large one."""
+        """True if products of `value` are added to it with small factors, and none with a large factor. `terms` are all summands."""
         others = {each: factor.is_small(terms[value]) for each, factor in terms.items() if each is not value}
         if not any(others.values()):
             return False
@@ -135,7 +135,7 @@ class SmallSteps(ABC, Generic[Node]):
         return small and not any(self._leads_through(each, step) for step, is_small in others.items() if not is_small for each in alike)
 
     def _alike(self, value: Node) -> Iterator[Node]:
-        """A value, and the values from which it is made one by one: copies, views, activations, scalings by numbers or schedules."""
+        """Yield a value, then the values from which it is made one by one: copies, views, activations, scalings by numbers or schedules."""
         yield value
         while (only := self.only(value)) is not None:
             value = only

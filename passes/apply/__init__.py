@@ -1,1 +1,1 @@
-"""Applying passes: they edit the fx graph as the plan says."""
+"""Applying passes: they edit the fx graph by the plan."""

@@ -1,8 +1,8 @@
-"""Remove masks and repeated heads from attention calls as the plan says: kernels without them are faster and save less.
+"""Remove masks and repeated heads from attention calls by the plan: kernels without them are faster and save less memory for backward.
 
 1. Drop a mask: `attn_mask` becomes None, with `is_causal` if the mask was causal.
-2. Look up a mask: keep the ops that build it as a function of its sizes, called once for each set of sizes.
-3. Look at a mask: read a boolean mask on a CPU once a call. There reading waits for no device.
+2. Look up a mask: the ops that build the mask become a function of its sizes, which runs once for each set of sizes.
+3. Look at a mask: read the elements of a boolean mask on a CPU in every call. On a CPU, reading them waits for no device.
 4. Repeated heads: the call reads the original heads, with `enable_gqa`.
 
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
@@ -58,7 +58,7 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 
 
 def group_heads(call: torch.fx.Node) -> None:
-    """Let an attention call read the original heads, and erase the ops that repeat them."""
+    """Let an attention call read the original heads, and erase the ops that repeat them. PassError if no such ops are found."""
     ways = read_repeated_heads(call.graph).get(call)
     if ways is None:
         raise PassError(f"{call.name} is to read groups of heads, but its heads are not repeated by ops that it alone reads")
@@ -72,9 +72,9 @@ def group_heads(call: torch.fx.Node) -> None:
 
 
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
-    """Edit the calls that read `mask` as asked, and erase the ops that build it if they have no other reader.
+    """Make the edits of `calls`, which read `mask`. Erase the ops that build the mask if nothing reads it any more.
 
-    `name` is a free attribute name.
+    `name` is a free attribute name of `module`, for a mask that is looked up.
     """
     graph = module.graph
     sources = sources_of(mask)
@@ -96,7 +96,7 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Insert a `question(*about, query, key)` node for each pair of lengths, and use its results as mask and is_causal of `calls`."""
+    """Insert a node `question(*about, query, key)` for each pair of query and key lengths: it gives mask and is_causal of `calls`."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = queries_and_keys(call)

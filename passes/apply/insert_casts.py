@@ -1,9 +1,9 @@
 """Insert the planned casts into the fx graph, and set dtype arguments to the colour of their node.
 
-1. For each planned cast: one copy before the first of its users, which all read it from then on. A result that was made with gradients is
+1. Each planned cast becomes one copy before the first of its users. All its users read this copy. A result that was made with gradients is
    copied before the model switches gradients off. A value that a torch.func transform reads from outside is copied outside.
-2. In low nodes: fp32 dtype arguments become low. Where the plan says so, constants beyond the range become ±max.
-3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) get it as an argument.
+2. In low nodes, fp32 dtype arguments become low. Where the plan says so, constants beyond the range become ±max.
+3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) get the dtype as an argument.
 
 By name it knows how the conversions `to`, `type_as` and `float` say their dtype.
 """
@@ -65,7 +65,11 @@ def insert_cast(
     graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool,
     place: torch.fx.Node,
 ) -> torch.fx.Node:  # fmt: skip
-    """Insert a copy of `value` in format `to` before `place`, and let `users` read it instead of `value`."""
+    """Insert a copy of `value` in format `to` before `place`, let `users` read it instead of `value`, and return it.
+
+    With `saturate`, finite numbers beyond the range become ±max. `weight` marks a copy of a parameter. PlanError if a user does not read
+    `value`.
+    """
     with graph.inserting_before(place):
         source = value
         if saturate:
@@ -86,7 +90,11 @@ def insert_cast(
 
 
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
-    """The node before which to copy `value` for `user`: `user`, or if it is the output, the end of the grad mode that made `value`."""
+    """Return the node before which to insert a copy of `value` for `user`, so that the copy records gradients if `value` does.
+
+    This is `user` itself, except for the output of the graph: then it is the first call after `value` that changes the grad mode, unless
+    the call switches gradients on.
+    """
     if user.op != "output":
         return user
     place, node = user, user.prev
@@ -99,7 +107,7 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
-    """Make a node that takes its dtype from an argument or from another tensor return `fmt`. With `clamps`, clamp its constants to ±max."""
+    """Make a node return `fmt` if its dtype comes from an argument or from another tensor. With `clamps`, clamp its constants to ±max."""
     op = op_name(node.target)
     if op in CONVERSIONS:
         _aim_conversion(node, op, fmt)
@@ -120,6 +128,7 @@ def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
 
 
 def _aim_conversion(node: torch.fx.Node, op: str, fmt: Format) -> None:
+    """Turn a conversion that takes its dtype from its name or from another tensor into `to` with the dtype of `fmt`."""
     others = [a for a in (*node.args[1:], *node.kwargs.values()) if isinstance(a, torch.fx.Node)]
     if op == "float" or (op == "type_as" and others):
         node.op, node.target, node.args, node.kwargs = "call_method", "to", (node.args[0], fmt.dtype), {}

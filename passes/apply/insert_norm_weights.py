@@ -3,7 +3,7 @@
     before   batch_norm(x, None, None)
     after    batch_norm(x, None, None, x.new_ones(x.size(1), dtype=torch.float32))
 
-`plan-kernel-needs` says which norms need them, and why.
+`plan-kernel-needs` decides which norms need weights.
 """
 
 from __future__ import annotations

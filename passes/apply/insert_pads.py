@@ -1,7 +1,7 @@
-"""Insert the planned changes of size into the fx graph, and set size arguments to physical sizes.
+"""Insert the planned pads and slices into the fx graph, and set size arguments to physical (padded) sizes.
 
-1. Ops that name sizes in their arguments (view, expand, split, slices, depthwise groups) name physical ones. Attention gets the scale of
-   its logical head size. Batch norm in training pads its running statistics itself.
+1. Ops that name sizes in their arguments (view, expand, split, slices, depthwise groups) name physical sizes. Attention gets the scale of
+   its logical (unpadded) head size. Batch norm in training pads its running statistics itself.
 2. A weight's cast becomes a cast that pads. Every other planned change of size is one node before the first of its users.
 """
 
@@ -31,7 +31,7 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 PAD = "amprewrite_pad"
 """Key in a node's meta that marks nodes that this pass inserted or gave physical sizes."""
 FRESH = ops_with(Trait.FRESH) | {"cast"}
-"""Ops that read any strides and return new memory, as our casts do: their operand may stay a view of a padded tensor."""
+"""Ops that accept any strides and return new memory. A slice that they alone read may be a view of the padded tensor, without a copy."""
 
 
 class InsertPads(Pass[RegionPlan, EditedGraph]):
@@ -45,6 +45,7 @@ class InsertPads(Pass[RegionPlan, EditedGraph]):
 
 
 class _Insertion:
+    """Inserts the padding of one plan into the edited graph."""
     def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         self.plan, self.graph = plan.pads, edited.module.graph
         self.calls = calls_with_casts(edited.calls, plan.casts)
@@ -65,14 +66,15 @@ class _Insertion:
             self.insert(copy, order, openings)
 
     def layout(self, call: Call, i: int = 0) -> Layout:
-        """The padded layout of result `i` of a call; () if it is not padded."""
+        """Return the padded layout of result `i` of a call; () if it is not padded."""
         return self.have.get(f"{call.name}#{i}" if call.several else call.name, ())
 
     def use(self, value: str, reader: str) -> Layout:
-        """The padded layout in which `reader` takes `value`; () if it is not padded."""
+        """Return the padded layout in which `reader` takes `value`; () if it is not padded there."""
         return self.uses.get((value, reader), self.have.get(value, ()))
 
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
+        """Insert one planned change of size, and let its users read the result."""
         value = self.nodes[copy.value]
         readers = [_reader_of(self.nodes[user], value, user) for user in copy.users]
         plain = []
@@ -101,7 +103,7 @@ class _Insertion:
 
 
 def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Node]:
-    """The fx node of every planned cast copy, by the name that the pad plan uses for it."""
+    """Return the fx node of every planned cast, keyed by the name of the copy in the pad plan."""
     found = {}
     for cast in plan.casts:
         value = edited.nodes[cast.value]
@@ -112,13 +114,13 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The inputs of the clamp that a saturating cast reads."""
+    """Return the inputs of the clamp that a saturating cast reads."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 
 
 def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx.Node:
-    """The node that reads `value` for `node`: itself, or the clamp before a saturating cast."""
+    """Return the node that reads `value` for `node`: `node` itself, or the clamp before a saturating cast. PlanError if none does."""
     if value in node.all_input_nodes:
         return node
     clamp = node.args[0] if node.args else None
@@ -129,7 +131,7 @@ def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx
 
 # -- 1. sizes in arguments ---------------------------------------------------------------------
 def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
-    """Set one argument, positional or by keyword."""
+    """Set one argument of a node, by position if `place` is among its positional arguments, otherwise by keyword."""
     if place < len(node.args):
         node.args = (*node.args[:place], value, *node.args[place + 1 :])
     else:
@@ -141,7 +143,7 @@ def _sizes(run: _Insertion, call: Call, node: torch.fx.Node, first: int, name: s
     """Replace the size arguments of an op by the padded sizes.
 
     The sizes are either all arguments from `first` on, or one tuple at `first` or with keyword `name`. A dim without padding keeps its
-    argument, -1 included.
+    argument, even if that is -1.
     """
     grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
     if not grown:
@@ -189,7 +191,7 @@ def _split(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _getitem(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Let a slice that takes one of several equal pieces take the same piece of the physical dim."""
+    """Let a slice that takes one of several equal pieces of a dim take the same piece of the padded dim."""
     layout = run.layout(call)
     source = call.args[0]
     if not layout or call.item is not None:

@@ -4,8 +4,8 @@
     after    x8 = quantise(x, ...); w8 = quantise(w, ...); y = quantised_product(None, None, bias, x8, w8, ...)
              v8 = quantise(v, ...); z = quantised_product(None, None, None, x8, v8, ...)
 
-A value is quantised once, before the first product that reads its copies. The GEMMs of its readers decide which copies are made. A product
-gets the value as well if one of its GEMMs reads it unquantised. Gradients are quantised in the backward of the product, once for both
+A value is quantised once, before the first product that reads its copies. The GEMMs of its readers decide which copies are made. If a GEMM
+of a product reads the unquantised value, the product gets both. Gradients are quantised in the backward of the product, once for both
 GEMMs.
 
     before   y = linear(x.to(fp32), w, bias)
@@ -33,6 +33,7 @@ from amprewrite.tables.recipes import GEMMS, READS, G, W, X
 from amprewrite.tables.vocabulary import Edit
 
 KEPT = ("nn_module_stack", "stack_trace")
+"""Keys in a node's meta that its copies take over."""
 
 
 class InsertProducts(Pass[RegionPlan, EditedGraph]):
@@ -53,12 +54,13 @@ def _widen(node: torch.fx.Node) -> None:
 
 
 def _before_cast(value: torch.fx.Node) -> torch.fx.Node:
-    """The bf16 value of which `value` is an fp32 copy, which it is rounded to again; otherwise `value`."""
+    """Return the bf16 value of which `value` is an fp32 copy, as a wide product rounds its operands to bf16 anyway; otherwise `value`."""
     source = value.args[0] if value.meta.get(CAST) == FP32.name else None
     return source if isinstance(source, torch.fx.Node) else value
 
 
 class _ProductInsertion:
+    """Inserts the fp8 copies and products of one plan into the edited graph."""
     def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         self.plan, self.graph, self.nodes = plan.quantised, edited.module.graph, edited.nodes
         self.order = {node: place for place, node in enumerate(self.graph.nodes)}
@@ -95,7 +97,7 @@ class _ProductInsertion:
         return copy
 
     def _exchange(self, node: torch.fx.Node, product: ProductPlan, x8: torch.fx.Node | None, w8: torch.fx.Node | None) -> None:
-        """Turn `node` into a product that reads copies."""
+        """Turn `node` into a product that reads the copies `x8` and `w8`. A copy is None if no GEMM of the product reads it."""
         wide = {role for each in product.gemms if not each.fp8 for role, _ in READS[each.gemm]}
         x = self._operand(node, X) if x8 is None or X in wide else None
         w = self._operand(node, W) if w8 is None or W in wide else None

@@ -1,4 +1,4 @@
-"""Return a result as a view if it is a view in fp32, as the result of `linear` with more than two dims is.
+"""Return a result as a view if the fp32 graph returns a view, such as the result of `linear` on an input with more than two dims.
 
     before   to = linear.to(float32); return to
     after    to = linear.to(float32); view_as = to.view_as(to); return view_as
@@ -43,7 +43,7 @@ def _is_copy(node: torch.fx.Node) -> bool:
 
 
 def _copied(node: torch.fx.Node) -> torch.fx.Node:
-    """The value of which a result is a copy."""
+    """Return the value of which a result is a copy, behind all copies that the rewrite made."""
     value = node
     while _is_copy(value):
         given = value.args[0]

@@ -3,7 +3,7 @@
     before   conv2d(x, weight, bias, 2, 1)
     after    conv2d(pad(x, (1, 1, 1, 1)), weight, bias, 2, 0)
 
-`plan-kernel-needs` says which convolutions need it, and why.
+`plan-kernel-needs` decides which convolutions need a separate op.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class PadApart(Pass[RegionPlan, EditedGraph]):
 
 
 def _pad_apart(node: torch.fx.Node) -> None:
+    """Move the padding of one convolution into an op before it."""
     given = named_arguments(node)
     padding = per_dim(given["padding"], example_value(given["weight"]).dim() - 2)
     with node.graph.inserting_before(node):

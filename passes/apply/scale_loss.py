@@ -1,16 +1,18 @@
 """Build loss scaling into a training graph: gradients are scaled inside it, and unscaled wherever the user can see them.
 
 1. The graph gets two more inputs, the scale of this forward and its inverse: 0-dim fp32 tensors, on an accelerator if the graph uses one.
-2. Some nodes of the graph count as outside: inputs, writes to their memory, hooks on them (also on the result of an op that returns its
-   input itself), values that are returned as the tensors that they are (`graphs/fx/read/leaving.py`), ops with a backward in user code, and
-   fp32 ops that only lead from such values to results.
-3. A value that passes from inside to outside gets a `scale_gradient`: its gradient enters times the scale.
-4. A value that passes from outside to inside gets a `cast_in`, if it is cast, or an `unscale_gradient`: its gradient leaves in fp32, times
-   the inverse. If its memory is written, each reader gets its own, after the writes that it sees. Any other value gets one.
-5. A hook on a tensor inside gets its gradient unscaled.
-6. A checkpoint may count as outside. Its body is then scaled as a separate graph, with fp32 at its border, and is given the scale.
+2. Some nodes of the graph count as outside, so that their gradients are not scaled: inputs, writes to their memory, hooks on them (also on
+   the result of an op that returns its input itself), values that the graph returns themselves, not as copies
+   (`graphs/fx/read/leaving.py`), ops with a backward in user code, and fp32 ops that only lead from such values to results.
+3. Where a value from inside is read outside, a `scale_gradient` is inserted. In the backward it multiplies the gradient by the scale.
+4. Where a value from outside is read inside, its cast becomes a `cast_in`, or an `unscale_gradient` is inserted. Both return the gradient
+   in fp32, times the inverse. If the memory of the value is written, readers before and after a write have separate nodes. Otherwise one
+   node serves all readers.
+5. A hook on a tensor inside is called with the unscaled gradient.
+6. A checkpoint may count as outside. Its body is then scaled as a separate graph, with fp32 inputs and results, and is given the scale.
 
-Regions compose, since each multiplies and divides by its own scale. So graph breaks, other models and penalties stay right.
+Each graph multiplies and divides by its own scale, so that gradients between graphs are unscaled. Therefore graph breaks, other models and
+gradient penalties give right results.
 """
 
 from __future__ import annotations
@@ -66,16 +68,16 @@ class ScaleLoss(Pass[RegionPlan, EditedGraph]):
 
 
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bool:
-    """Scale the gradients inside `graph`. `weights` are its parameters, `high` the nodes that do not run low.
+    """Scale the gradients inside `graph`, in place. `weights` are its parameters, `high` the nodes that do not run low.
 
-    False if nothing is differentiable. The graph gets the two inputs even then.
+    False if no input or result is differentiable. The graph gets the two inputs for the scale even then.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output")
     results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
     sources = [node for node in inputs if differentiable(example_value(node))]
     values = [t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))]
-    # Gradients on a CPU may wait for an accelerator's scale. An accelerator must not wait for the host.
+    # Put the scale on an accelerator if values are on one: the CPU may wait for it, but it must not wait for the CPU.
     like = next((t for t in values if t.device.type != "cpu"), values[0] if values else torch.empty((), device="cpu"))
     scale, inverse = _scale_inputs(graph, inputs, like)
     outside = nodes_outside(graph, high)
@@ -96,9 +98,9 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
     return bool(results or sources)
 
 
-# -- what stands outside ------------------------------------------------------------------------
+# -- nodes that are outside ----------------------------------------------------------------------
 def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
-    """Nodes whose gradients are not scaled."""
+    """Return the nodes whose gradients are not scaled. `high` are the nodes that do not run low."""
     found: set[Node] = set()
     returned = set(next(node for node in graph.nodes if node.op == "output").all_input_nodes)
     given_back = _given_back_with_hooks(graph)
@@ -114,7 +116,7 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Ops with hooks on their result that return the very tensor they were given: op → that tensor, which has the hooks too."""
+    """Map each op that returns the very tensor it was given, and has hooks on its result, to that tensor, which has the hooks, too."""
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]
@@ -125,13 +127,13 @@ def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def scales_itself(node: Node) -> bool:
-    """True if the node is a checkpoint that counts as outside, with a body that is scaled as a separate graph."""
+    """True if `node` is a checkpoint that counts as outside, with a body that is scaled as a separate graph."""
     inputs = [each.target for body in bodies(node) for each in body.graph.find_nodes(op="placeholder")] if is_checkpoint(node) else []
     return SCALE in inputs
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if a checkpoint's results are returned and its body also reads some of them: no border fits between the two."""
+    """True if the graph returns results of a checkpoint and the body also reads some of them: no border fits between the two."""
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
     return leaves and is_checkpoint(node) and _reads_results(node)
 
@@ -146,7 +148,7 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """fp32 ops that lead from values outside to results and to nothing else, for example a loss of returned logits."""
+    """Return the fp32 ops that lead from values outside to results and to nothing more, for example a loss of returned logits."""
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}
     found: set[Node] = set()
@@ -164,17 +166,18 @@ def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Nod
 
 
 def _ends_outside(node: Node, outside: set[Node]) -> bool:
+    """True if all inputs that get gradients from `node` are outside, and all readers that send gradients to it, too."""
     readers = all(user in outside or user.op == "output" or not _crosses(user) for user in node.users)
     return readers and all(feeder in outside for feeder in _fed(node))
 
 
 def _fed(node: Node) -> list[Node]:
-    """Inputs of `node` that get gradients from it."""
+    """Return the inputs of `node` that get gradients from it."""
     return [feeder for feeder in node.all_input_nodes if any(differentiable(t) for t in tensors(example_value(feeder)))]
 
 
 def _crosses(reader: Node) -> bool:
-    """True if a gradient may flow back through `reader`: not through indices, comparisons or sizes, nor through an unscaling cast."""
+    """True if a gradient may flow back through `reader`: not through indices, comparisons or sizes, nor through a cast that unscales it."""
     if reader.target in (cast_in, pad_cast):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))
@@ -183,6 +186,7 @@ def _crosses(reader: Node) -> bool:
 
 # -- from inside to outside ---------------------------------------------------------------------
 def _enter(graph: torch.fx.Graph, outside: set[Node], scale: Node) -> None:
+    """Insert a `scale_gradient` wherever a node outside, or the output, reads a differentiable value from inside."""
     for node in list(graph.nodes):
         if node.op == "placeholder" or not (node in outside or node.op == "output"):
             continue
@@ -219,6 +223,7 @@ def _facts(node: Node) -> dict[str, Any]:
 
 
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -> None:
+    """Let the casts of values outside unscale the gradients that they return."""
     known = set(sources)
     for cast in list(graph.nodes):
         if cast.target is pad_cast and cast.args[0] in known:
@@ -228,7 +233,7 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
-    """Insert one crossing for each input that nothing writes, at the beginning of the graph."""
+    """Insert one `unscale_gradient` at the beginning of the graph for each of these inputs, which nothing writes, for all its readers."""
     with graph.inserting_after(inverse):
         for source in reversed([source for source in readers if readers[source]]):
             unscaled = graph.call_function(unscale_gradient, (source, inverse))
@@ -241,7 +246,7 @@ def _written_memory(graph: torch.fx.Graph) -> set[int]:
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
-    """Insert a crossing before the first reader of each value, and another after every write and every switch of the grad mode."""
+    """Insert an `unscale_gradient` before the first reader of each value, and another after every write and change of the grad mode."""
     moments = dict(_moments(graph, outside))
     for source, users in readers.items():
         made: dict[tuple[int, int], Node] = {}
@@ -254,7 +259,10 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """For each node: the node to insert its crossing before, outside of torch.func transforms, and (writes, switches) so far."""
+    """Yield each node with the node before which to insert its `unscale_gradient`, and the (writes, grad-mode calls) so far.
+
+    The place for the insertion is outside of torch.func transforms.
+    """
     apart = transformed_nodes(graph)
     writes = switches = 0
     place = None

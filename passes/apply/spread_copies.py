@@ -3,7 +3,8 @@
     before   to = x.to(bfloat16); a(to); b(to); c(to); d(to); ...
     after    to = x.to(bfloat16); a(to); b(to); to_1 = x.to(bfloat16); c(to_1); d(to_1); ...
 
-Gradients of the readers of one copy are added up low, gradients of the copies in fp32. `plan-casts` says which values need it, and why.
+Autograd adds the gradients of the readers of one copy in the low format, and the gradients of the copies in fp32. `plan-casts` decides
+which values need several copies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Edit
 
 READERS = 2
-"""Readers of one copy: the sum of their gradients is rounded once, as each gradient is."""
+"""Number of readers of one copy. The sum of two gradients is rounded only once."""
 
 
 class SpreadCopies(Pass[RegionPlan, EditedGraph]):
@@ -35,11 +36,12 @@ class SpreadCopies(Pass[RegionPlan, EditedGraph]):
 
 
 def _is_low(copy: torch.fx.Node) -> bool:
+    """True if a node is a cast to a low format that the rewrite inserted."""
     return copy.meta.get(CAST, FP32.name) != FP32.name
 
 
 def spread(copy: torch.fx.Node) -> None:
-    """Keep the first READERS readers of a copy, and give every READERS further ones a copy of their own."""
+    """Keep the first READERS readers of a copy, and give every READERS further readers a new copy."""
     order = {node: place for place, node in enumerate(copy.graph.nodes)}
     readers = sorted(copy.users, key=order.__getitem__)
     for start in range(READERS, len(readers), READERS):
@@ -49,7 +51,7 @@ def spread(copy: torch.fx.Node) -> None:
 
 
 def _another(copy: torch.fx.Node) -> torch.fx.Node:
-    """Insert a second node that makes the same copy. If the copy is padded, its unpadded source is copied too."""
+    """Insert a second node that makes the same copy, and return it. If the copy is padded, its unpadded source is copied, too."""
     source = copy.args[0]
     again = {source: _another(source)} if copy.target is resize and isinstance(source, torch.fx.Node) else {}
     with copy.graph.inserting_after(copy):

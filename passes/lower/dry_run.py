@@ -1,4 +1,4 @@
-"""Run an edited fx graph on fake tensors: recompute the facts of every node, and find the first op that refuses its dtypes."""
+"""Run an edited fx graph on fake tensors, to recompute the facts of every node and to find the first op that refuses its dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
 class Refused(Exception):
-    """An op failed on its inputs, or returned another dtype than planned."""
+    """Raised when an op fails on its inputs, or returns another dtype than planned. `node` is the op, `why` the error as a text."""
 
     def __init__(self, node: torch.fx.Node, why: str) -> None:
         super().__init__(f"{node.name}: {why}")
@@ -39,7 +39,7 @@ class _DryRun(torch.fx.Interpreter):
         self.repeated = RepeatedCalls(module.graph)
         self.touched: set[torch.fx.Node] = set()
         self.unknown: set[torch.fx.Node] = set()
-        """Inputs without an example value. torch 2.11 leaves sizes without one if a backward in user code reads them."""
+        """Inputs without an example value. torch 2.11 gives none to sizes that a backward in user code reads."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):
@@ -51,7 +51,7 @@ class _DryRun(torch.fx.Interpreter):
             return value
         if n.op == "output":
             return super().run_node(n)
-        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # no result has a gradient here
+        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # they need gradients
             return example_value(n)
         want = self.expected.get(n)
         changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
@@ -78,9 +78,9 @@ class _DryRun(torch.fx.Interpreter):
 
 
 def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dtype]) -> None:
-    """Propagate fake tensors through `module`.
+    """Run `module` on fake tensors, and store the results as new example values of its nodes.
 
-    Raises Refused at the first node that fails or does not return its `expected` dtype, PassError if the graph cannot be walked.
+    Raises Refused at the first node that fails or does not return its `expected` dtype, PassError if the graph cannot be run at all.
 
     Only nodes that read something changed are run. Grad mode and autocast are restored.
     """
@@ -90,11 +90,11 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
     placeholders = [example_value(node) for node in module.graph.nodes if node.op == "placeholder"]
     grad = torch.is_grad_enabled()
     try:
-        with torch.no_grad(), Quiet():  # the plan records a refusal
+        with torch.no_grad(), Quiet():  # quiet, because the plan records a refusal
             if fake_mode is None:
                 run.run(*placeholders, enable_io_processing=False)
             else:
-                with fake_mode, enable_python_dispatcher():  # as in Dynamo: some kernels, oneDNN's LSTM, do not take symbolic sizes
+                with fake_mode, enable_python_dispatcher():  # as in Dynamo: oneDNN's LSTM does not take symbolic sizes
                     run.run(*placeholders, enable_io_processing=False)
     except Refused:
         raise
@@ -112,6 +112,7 @@ def _always_run(node: torch.fx.Node) -> bool:
 
 
 def _short(error: BaseException) -> str:
+    """Return the type and the first 160 characters of the original cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Emission: an edited fx graph becomes the callable that Dynamo runs in place of the captured one.
+"""Turn an edited fx graph into the callable that Dynamo runs in place of the captured graph.
 
 With a weight cache one launch casts many weights (see `hoist_weight_casts`).
 """
@@ -42,15 +42,15 @@ CompiledFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Emitted:
-    """The callable for Dynamo, and how it reads each captured input, by position."""
+    """The callable for Dynamo, and facts on how it reads each captured input, by position."""
 
     run: CompiledFn
     copies: Mapping[int, frozenset[Copy | None]]
-    """The low copies that are read of an input, and None if it is read without a cast."""
+    """The low copies (dtype, layout) that the graph reads of each input, and None if it also reads the input without a cast."""
     low_alone: frozenset[int]
-    """Inputs that are cast to the low format and read in no other way."""
+    """Positions of the inputs that are cast to the low format and read in no other way."""
     refused: Refusals
-    """Ops that have refused low operands. The first run fills it."""
+    """Errors of ops that refused low operands, by op. The first run fills it."""
 
 
 def emit(
@@ -63,11 +63,12 @@ def emit(
     blocks: Sequence[Sequence[str]] = (),
     outside: bool = True,
 ) -> Emitted:
-    """Make an edited graph callable: by its own generated code, or by `backend`.
+    """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
-    `example_inputs` are the inputs of the captured graph and the inputs that passes added. Copies from `cache` replace the weight casts: in
-    every call if `outside`, otherwise only in calls that keep copies. `low` is the format of these casts, None if there are none.
-    `training` says that the graph was captured with gradients; `blocks` lists the weights that share an autograd node then.
+    `example_inputs` are the inputs of the captured graph and the inputs that passes added. Copies from `cache` replace the weight casts:
+    in every call if `outside`, otherwise only in a block that keeps copies. `low` is the format of these casts, None if there are none.
+
+    `training` says that the graph was captured with gradients; `blocks` then lists, by name, the weights that share an autograd node.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
     refused: Refusals = {}
@@ -85,13 +86,13 @@ def _lower(
     outside: bool,
     refused: Refusals,
 ) -> CompiledFn:
-    """Run the lowering passes on `module`, in place, and wrap the result so that it takes the captured inputs."""
+    """Run the lowering passes on `module`, in place. Returns a callable that takes the captured inputs."""
     edited = EditedGraph(module, {})
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
     target = Target(backend is None, training, cache if outside else None, blocks, frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
-    force_recompile(module)  # now, not in a call: before that, forward is a detour, and backends may keep it
+    force_recompile(module)  # now, not in the first call: until then `forward` is a wrapper, and backends may store it
 
     def careful(module: torch.fx.GraphModule) -> CompiledFn:
         return runs_op_by_op(module, module.forward, refused)
@@ -122,7 +123,7 @@ def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
 
 def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:
-    """Give copies of weights static sizes in AOTAutograd: dynamic ones would need a source to be guarded by."""
+    """Give copies of weights static sizes in AOTAutograd, because dynamic sizes would need a source for guards, which the copies lack."""
     tracing = tracing_context()
     for place, copy in enumerate(copies if tracing is not None else ()):
         tracing.tensor_to_context[copy] = StatefulSymbolicContext(  # type: ignore[union-attr]

@@ -1,11 +1,12 @@
-"""Make many weight casts at once, by the weight cache.
+"""Make the casts of many weights at once, through the weight cache.
 
-1. A graph without gradients takes its copies as further inputs. On a CPU that holds for calls in a block that keeps copies. In any other
-   call the graph casts each weight where it is read.
-2. A graph with gradients makes and links the copies itself, a block of weights by one autograd node (`graphs/fx/weights/linked_copies.py`):
-   gradients are returned in fp32 and unscaled, in a few launches. So are gradients of weights that a graph with a loss scale reads in fp32.
+1. A graph without gradients takes low copies of its weights as further inputs. On a CPU it does so only in calls in a block that keeps
+   copies. In any other call it casts each weight where it reads the weight.
+2. A graph with gradients makes the copies itself and links them to the weights by one autograd node for each block of weights
+   (`graphs/fx/weights/linked_copies.py`). So gradients are returned in fp32 and unscaled, in a few launches. With a loss scale, the same
+   nodes unscale the gradients of weights that the graph reads in fp32.
 
-Copies are made before the first of them is read. So the casts of a parameter that the graph itself writes, through any alias, are not
+Copies are made before the first of them is read. For that reason the casts of a parameter that the graph writes, through any alias, are not
 moved.
 """
 
@@ -68,14 +69,14 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
             return place not in target.frozen
 
         if target.training:
-            edited.module, _ = copy_graph(edited.module)  # the original keeps its casts, because users can inspect it
+            edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
             return cast_in_blocks(edited.module, cache, target.blocks, chosen)
         edited.hoisted = hoist_weight_casts(edited.module, chosen=chosen)
         return bool(edited.hoisted)
 
 
 def mark_copies(module: torch.fx.GraphModule) -> bool:
-    """Mark copies of weights read by products that choose their kernel by whether the weight requires gradients (see `marked`)."""
+    """Insert `marked` after copies of weights that are read by products whose kernel depends on the weight's requires_grad. True if any."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, training=False)
@@ -91,7 +92,7 @@ def mark_copies(module: torch.fx.GraphModule) -> bool:
 
 
 def _folds_perhaps(operand: Any) -> bool:
-    """True if a product may fold the first dims of this operand into one, or may not, depending on its other operand."""
+    """True if it depends on the other operand whether a product folds the leading dims of this operand into one."""
     value = example_value(operand) if isinstance(operand, torch.fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dim() > 2 and not value.is_contiguous()
 
@@ -99,9 +100,9 @@ def _folds_perhaps(operand: Any) -> bool:
 def weight_casts(
     module: torch.fx.GraphModule, training: bool, chosen: Callable[[int], bool] = lambda _: True
 ) -> Iterator[tuple[torch.fx.Node, Hoisted]]:
-    """Casts of weights that may be made elsewhere, each with its copy. In training, nodes that unscale a weight's gradient count too.
+    """Yield the casts of weights that may be made elsewhere, each with its copy: (position of the input, dtype, layout).
 
-    `chosen` is False for the positions of inputs to leave out.
+    In training, nodes that unscale a weight's gradient count as casts, too. `chosen` is False for the positions of inputs to leave out.
     """
     inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     changing = written_storages(module)
@@ -114,7 +115,10 @@ def weight_casts(
 def hoist_weight_casts(
     module: torch.fx.GraphModule, training: bool = False, chosen: Callable[[int], bool] = lambda _: True
 ) -> list[Hoisted]:
-    """Turn casts of parameters into trailing inputs. In training, nodes that unscale the gradient of one are replaced too."""
+    """Replace casts of parameters by new trailing inputs, in place. Returns the copy that each new input takes.
+
+    In training, nodes that unscale the gradient of a parameter are replaced, too.
+    """
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
     last = inputs[-1] if inputs else None
@@ -139,10 +143,10 @@ def hoist_weight_casts(
 def cast_in_blocks(
     module: torch.fx.GraphModule, cache: WeightCache, blocks: Sequence[Sequence[str]], chosen: Callable[[int], bool] = lambda _: True
 ) -> bool:
-    """Let one node cast a block of weights, before the first op that reads one of them and outside any torch.func transform around that op.
+    """Let one node cast each block of weights, before the first op that reads one of the copies. True if a cast was replaced.
 
-    `blocks` are the weights that share a node, by their names in the plan. Any other weight has a node of its own. Weights on different
-    devices never share one: autograd runs a node on one device.
+    The node is outside any torch.func transform around that op. `blocks` are the weights that share a node, by their names in the plan. Any
+    other weight has a node of its own. Weights on different devices never share one, because autograd runs a node on one device.
     """
     graph, openings = module.graph, transform_openings(module.graph)
     inputs = graph.find_nodes(op="placeholder")
@@ -174,16 +178,16 @@ def cast_in_blocks(
 
 
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
-    """The dtype and the padded layout that `node` gives the weight `source`."""
+    """Return the dtype and the padded layout that `node` gives the weight `source`."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
     layout: Any = node.args[2] if node.target is pad_cast else ()
     return dtype, layout
 
 
 def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
-    """Positions of the inputs that an edited graph casts to `low` and reads in no other way.
+    """Return the positions of the inputs that an edited graph casts to `low` and reads in no other way.
 
-    The bodies of checkpoints count as parts of the graph. A view, another op or a function of an input counts as another way.
+    The bodies (subgraphs) of checkpoints count as parts of the graph. A view, another op or a function of an input counts as another way.
     """
     return frozenset(place for place, source in enumerate(module.graph.find_nodes(op="placeholder")) if _reads_low(source, low.dtype))
 
@@ -194,6 +198,7 @@ def _reads_low(source: torch.fx.Node, low: torch.dtype) -> bool:
 
 
 def _casts(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
+    """True if `user` is a cast of `source` to `low` that the rewrite inserted."""
     return CAST in user.meta and user.target in ("to", pad_cast, cast_in) and user.args[0] is source and user.args[1] == low
 
 
@@ -207,7 +212,10 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 
 
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
-    """For each input: the copies of it that an edited graph reads, and None if it also reads the input without a cast."""
+    """Return, for each position of an input, the copies of the input that an edited graph reads.
+
+    None is among the copies if the graph also reads the input without a cast.
+    """
     changing = written_storages(module)
     found: dict[int, frozenset[Copy | None]] = {}
     source: torch.fx.Node
@@ -218,7 +226,7 @@ def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, froze
 
 
 def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
-    """The parameter that `node` casts, if the cast can be hoisted; otherwise None."""
+    """Return the parameter that `node` casts, if the cast can be hoisted; otherwise None."""
     crosses = training and node.target is unscale_gradient
     copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target is cast_in))
     if not node.meta.get("weight") or not (crosses or copies):
@@ -228,7 +236,7 @@ def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
 
 
 def written_storages(module: torch.fx.GraphModule) -> set[int]:
-    """The storages that a graph writes in place, including writes in the bodies of its higher-order ops."""
+    """Return the storages that a graph writes in place, including writes in the subgraphs of its higher-order ops."""
     found: set[int] = set()
     for node in module.graph.nodes:
         for target in (*written(node), *written_unsaid(node)):
@@ -240,7 +248,7 @@ def written_storages(module: torch.fx.GraphModule) -> set[int]:
 
 
 def _writes(body: torch.fx.GraphModule) -> bool:
-    """True if a body writes anything in place, or calls one with such writes."""
+    """True if a subgraph writes anything in place, or calls a subgraph that does."""
     return any(written(node) or any(map(_writes, bodies(node))) for node in body.graph.nodes)
 
 
@@ -250,7 +258,7 @@ def _goes_elsewhere(source: torch.fx.Node) -> bool:
 
 
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
-    """`run` with cached copies after its inputs, for calls without gradients."""
+    """Return a callable that calls `run` with cached copies after its inputs, for calls without gradients."""
     places, dtypes, layouts = zip(*hoisted, strict=True)
 
     def call(*inputs: Any) -> Any:
@@ -264,7 +272,7 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
 def with_kept_weights(
     module: torch.fx.GraphModule, cache: WeightCache, callable_of: Callable[[torch.fx.GraphModule], CompiledFn]
 ) -> CompiledFn:
-    """A callable that casts weights where it reads them, and in a block that keeps copies takes these instead."""
+    """Return a callable that casts weights where it reads them. In a block that keeps copies, it takes the kept copies instead."""
     cast_where_read = callable_of(module)
     takes_kept: list[CompiledFn] = []
 

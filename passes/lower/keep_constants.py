@@ -1,11 +1,12 @@
-"""Without a compiler, compute integers and booleans that depend on no input once and keep them: positions, lengths, parts of masks.
+"""Without a compiler, compute only once the integers and booleans that depend on no input: positions, lengths, parts of masks.
 
-1. A constant is the result of pure ops on fixed sizes, on a device that they name.
-2. Of each run of such ops only the values that other ops read are kept.
-3. A value is not kept if it, or a view of it, may leave the graph, if a user's function reads it, or above MOST_BYTES. A graph that writes
-   an integer in place keeps none. Floats are not kept: casts move them to new memory, so that writes to them cannot be tracked.
+1. A constant is the result of pure ops on fixed sizes, on a device that the ops name.
+2. Of a chain of such ops, only the values that other ops read are kept.
+3. A value is not kept if the value or a view of it may leave the graph, if a user's function reads it, or if it has more than MOST_BYTES. A
+   graph that writes an integer in place keeps none. Floats are not kept: casts move them to new memory, so that writes to them cannot be
+   tracked.
 
-Outside of capture, code computes them at every call, each with a launch.
+Without this pass every call computes these values, each with a launch.
 
     before   positions = arange(128)          after   taken = take_constants(kept)
              later = positions + 1                    later = taken[0]
@@ -30,8 +31,9 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 READS_BITS = ops_with(Trait.READS_BITS)
 MOST_BYTES = 1 << 16
-"""Largest size of one value: more memory is not worth a launch."""
+"""Largest size of a value that is kept: more memory is not worth the saved launch."""
 NAME = "amprewrite_constants"
+"""Attribute of the graph that holds its kept constants."""
 
 
 class KeepConstants(Pass[Target, EditedGraph]):
@@ -40,13 +42,13 @@ class KeepConstants(Pass[Target, EditedGraph]):
     def call(self, target: Target, edited: EditedGraph) -> bool:
         if not target.eager or not _results(edited.module):
             return False
-        edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its ops
+        edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its ops
         keep_constants(edited.module)
         return True
 
 
 def keep_constants(module: torch.fx.GraphModule) -> None:
-    """Replace the constants of a graph by a node that computes them once."""
+    """Replace the constants of a graph, in place, by one node that computes all of them in its first call."""
     graph, results = module.graph, _results(module)
     needed = set(results)
     for node in reversed(graph.nodes):
@@ -68,7 +70,7 @@ def keep_constants(module: torch.fx.GraphModule) -> None:
 
 
 def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Constants that other nodes read and that can be kept, in order; none if the graph writes an integer in place."""
+    """Return the constants that other nodes read and that can be kept, in order; [] if the graph writes an integer in place."""
     if any(_is_whole(target) for node in module.graph.nodes for target in written(node)):
         return []
     constant = _constants(module.graph)
@@ -76,7 +78,7 @@ def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def _constants(graph: torch.fx.Graph) -> dict[torch.fx.Node, None]:
-    """Integers and booleans that depend on no input, in order."""
+    """Return the nodes that make integers and booleans and depend on no input, in order."""
     apart, found = transformed_nodes(graph), dict[torch.fx.Node, None]()
     for node in graph.nodes:
         pure = node.op in ("call_function", "call_method") and op_name(node.target) in PURE and not is_inplace(node.target)
@@ -102,6 +104,7 @@ def _names_device(node: torch.fx.Node) -> bool:
 
 
 def _can_be_kept(node: torch.fx.Node) -> bool:
+    """True if a constant has a fixed size of at most MOST_BYTES, and only ops of this graph read it."""
     value = example_value(node)
     fixed = all(type(size) is int for size in value.shape) and value.layout is torch.strided
     return fixed and value.nbytes <= MOST_BYTES and _stays_inside(node)

@@ -1,8 +1,9 @@
-"""Frozen weights enter a graph in the format in which they are stored.
+"""Pass frozen weights to a graph in the format in which they are stored.
 
-1. A low copy of a frozen weight becomes a trailing input, whatever the weight cache does: the stored tensor is passed there.
-2. A frozen weight that is read in fp32 enters with its fp32 values, if they are kept. Otherwise its low values are cast up.
-3. A graph that writes a frozen weight is refused: the write would be lost.
+1. A low copy of a frozen weight becomes a trailing input, to which the stored tensor is passed. The weight cache plays no part in this.
+2. For a frozen weight that is read in fp32, the graph takes its fp32 values if they are kept. Otherwise it takes the low values and casts
+   them up.
+3. A graph that writes a frozen weight is refused, because the write would be lost.
 4. In an exported graph, which holds its weights, weights that are only read low are stored low.
 """
 
@@ -38,7 +39,7 @@ class ReadFrozenWeights(Pass[Target, EditedGraph]):
             return False
         _refuse_writes(edited.module, target.frozen)
         if target.training and target.weight_cache is None:
-            edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its casts
+            edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
         edited.stored = hoist_weight_casts(edited.module, target.training, target.frozen.__contains__)
         edited.cast_up = cast_up(edited.module, target.frozen)
         edited.module.recompile()
@@ -46,6 +47,7 @@ class ReadFrozenWeights(Pass[Target, EditedGraph]):
 
 
 def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> None:
+    """Raise CaptureError if the graph writes a frozen weight. `frozen` maps positions of inputs to weights."""
     changing = written_storages(module)
     for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
         if place in frozen and not changing.isdisjoint(memory_of(node)):
@@ -70,7 +72,10 @@ def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) ->
 
 
 def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight], edited: EditedGraph) -> list[Any]:
-    """`inputs` in the form that a compiled graph takes, without FrozenWeight objects."""
+    """Return `inputs` in the form that a compiled graph takes, with tensors in place of FrozenWeight objects.
+
+    The graph's example values of weights without fp32 values become low.
+    """
     given = _given(inputs, frozen, edited, compiled=True)
     for place, node in enumerate(edited.module.graph.find_nodes(op="placeholder")):
         if place in frozen and not frozen[place].exact:
@@ -79,9 +84,9 @@ def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight],
 
 
 def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
-    """The inputs of a graph with fp32 or low values in place of the frozen weights that it reads directly.
+    """Return the inputs of a graph with fp32 or low values in place of the frozen weights that it reads directly.
 
-    A compiler gets no FrozenWeight.
+    With `compiled`, no FrozenWeight is left among the inputs.
     """
     given = list(inputs)
     for place in frozen:
@@ -96,7 +101,10 @@ def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, co
 
 
 def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: bool) -> Tensor:
-    """The low copy of a frozen weight that a graph reads, made for the call if another is stored. `grad`: gradients are recorded."""
+    """Return the low copy of a frozen weight that a graph reads: the stored tensor, or a new copy if another format or layout is stored.
+
+    `grad` says that gradients are recorded.
+    """
     if not weight.holds(dtype, layout):
         return pad_cast(weight.low().float(), dtype, layout)
     return weight.detached if grad else weight.stored
@@ -105,10 +113,10 @@ def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: 
 def with_frozen_weights(
     run: CompiledFn, edited: EditedGraph, frozen: Mapping[int, FrozenWeight], compiled: bool, quiet: bool
 ) -> CompiledFn:
-    """`run` with the stored copies of the frozen weights among its inputs.
+    """Return a callable that calls `run` with the stored copies of the frozen weights among its inputs.
 
-    `quiet` says that nothing else in the graph takes a gradient, so that none needs to be recorded. Copies then have the requires_grad flag
-    of their weights, which chooses kernels (see WeightCache).
+    `quiet` says that nothing in the graph takes a gradient, so that none needs to be recorded. Copies then have the requires_grad flag of
+    their weights, which chooses kernels (see WeightCache).
     """
     stored, places = list(edited.stored), list(frozen)
 
@@ -125,7 +133,7 @@ def with_frozen_weights(
 
 
 def store_low(edited: torch.fx.GraphModule) -> None:
-    """Store parameters low that the edited graph reads only by casts to one low format, and erase these casts."""
+    """Store low, in place, the parameters that a graph reads only through casts to one low format, and erase these casts."""
     readers: dict[Tensor, list[torch.fx.Node]] = defaultdict(list)
     for node in edited.graph.find_nodes(op="get_attr"):
         held = held_value(node)

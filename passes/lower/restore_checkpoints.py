@@ -1,7 +1,8 @@
-"""Activation checkpoints that free memory when a graph runs without a compiler.
+"""Make activation checkpoints free memory in a graph that runs without a compiler.
 
-Dynamo turns `torch.utils.checkpoint` into a higher-order op that only compilers honour. Run eagerly it keeps every activation. Tensors that
-the model holds become operands of it. A body may write to them, so they are passed to it as in the model: as closed-over variables.
+Dynamo turns `torch.utils.checkpoint` into a higher-order op that only compilers honour. Run eagerly, that op keeps every activation, so the
+pass calls `torch.utils.checkpoint` instead. Capture makes tensors that the model holds operands of the op. A checkpoint may write to such
+tensors, so they are passed as in the model: as closed-over variables.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class RestoreCheckpoints(Pass[Target, EditedGraph]):
 
 
 def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) -> bool:
-    """Call `torch.utils.checkpoint.checkpoint` for each higher-order checkpoint op in the graph and in bodies. True if there was one.
+    """Call `torch.utils.checkpoint.checkpoint` for each higher-order checkpoint op in the graph and its subgraphs. True if there was one.
 
-    `held` are the positions of inputs that the model holds, for a body in which capture does not mark them all.
+    `held` are the positions of inputs that the model holds, for a subgraph in which capture does not mark them all.
     """
     found = [node for node in module.graph.nodes if node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES]
     if not found:

@@ -1,4 +1,4 @@
-"""Without a compiler, compute the cross entropy of many low logits in parts. That saves the memory of fp32 logits and their gradients.
+"""Without a compiler, compute the cross entropy of many low logits in parts, which saves the memory of fp32 logits and their gradients.
 
 A loss qualifies if it reads an fp32 copy of low logits, one row for each target, through views alone, without class weights and without
 label smoothing. In fp16 a loss of logits that are returned as well stays whole, because the loss scale is applied between the two. Results
@@ -25,7 +25,7 @@ from amprewrite.passes.lower.suit_compiler import widens
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 VIEWS = ops_with(Trait.KEEPS_ORDER)
-"""Ops that may be between the copy and the loss."""
+"""Ops that may be between the fp32 copy of the logits and the loss."""
 _PLAIN: dict[str, Any] = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
 """Arguments of a loss that must have these values or be absent."""
 
@@ -36,20 +36,21 @@ class SplitLosses(Pass[Target, EditedGraph]):
     def call(self, target: Target, edited: EditedGraph) -> bool:
         if not (target.eager and target.training) or not _large(edited.module.graph):
             return False
-        edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its losses
+        edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its losses
         found = [split_loss(edited.module, node) for node in _large(edited.module.graph)]
         edited.module.recompile()
         return any(found)
 
 
 def _large(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Losses of many logits with one row for each target, outside of torch.func transforms."""
+    """Return the losses of many logits with one row for each target, outside of torch.func transforms."""
     losses = graph.find_nodes(op="call_function", target=torch.nn.functional.cross_entropy)
     apart = transformed_nodes(graph) if losses else set()
     return [node for node in losses if node not in apart and _qualifies(named_arguments(node))]
 
 
 def _qualifies(given: dict[str, Any]) -> bool:
+    """True if a loss with these arguments has plain options, integer targets, and logits in rows whose fp32 copy is large."""
     if any(given.get(name) not in (plain, None) for name, plain in _PLAIN.items()):
         return False
     logits, target = (example_value(each) if isinstance(each, torch.fx.Node) else None for each in (given["input"], given["target"]))
@@ -59,7 +60,10 @@ def _qualifies(given: dict[str, Any]) -> bool:
 
 
 def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
-    """Let a loss read the low logits behind its fp32 copy in parts; False if they are written, or if there are none."""
+    """Let a loss read in parts the low logits of which it reads an fp32 copy. False, without an edit, if there is no such copy.
+
+    False, too, if the graph writes to the low logits.
+    """
     given = named_arguments(node)
     chain = [given["input"]]
     while chain[-1].op.startswith("call") and op_name(chain[-1].target) in VIEWS:
@@ -70,7 +74,7 @@ def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     with module.graph.inserting_before(node):
         for view in reversed(chain[:-1]):
             low[view] = module.graph.node_copy(view, lambda each: low.get(each, each))
-            low[view].target = "reshape" if view.target == "view" else view.target  # rows of low values may be padded in memory
+            low[view].target = "reshape" if view.target == "view" else view.target  # low rows may be padded in memory
     own = {node, *chain}
     wide = given["input"] if any(user not in own for each in chain for user in each.users) else None
     chosen = [given["ignore_index"], given["reduction"]]

@@ -1,9 +1,10 @@
 """Make a graph ready for AOTAutograd, the base of compilers.
 
-1. Inputs get the source that Dynamo recorded. A hoisted copy has none.
+1. Inputs get the source that Dynamo recorded. The input for a hoisted copy has none.
 2. In training a result that is a cast of a low value is returned low, and cast after the graph. AOTAutograd keeps results for backward, and
-   makes zeros in their dtype if they get no gradient: logits returned with a loss took eight bytes an element, and now take four.
-3. A cast to fp32 is marked for recomputation: AOTAutograd may save the low value for backward instead of the copy, which is twice as large.
+   makes zeros in their dtype if they get no gradient: logits returned with a loss take four bytes an element instead of eight.
+3. A cast to fp32 is marked for recomputation, so that AOTAutograd may save the low value for backward instead of the copy, which is twice
+   as large.
 
     before   return loss, to(logits, float32)          after   return loss, logits
 """
@@ -39,7 +40,8 @@ class SuitCompiler(Pass[Target, EditedGraph]):
         return True
 
     def _keep_low(self, edited: EditedGraph) -> None:
-        edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its casts
+        """Return low values instead of their fp32 casts, and mark all casts to fp32 for recomputation."""
+        edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
         edited.widened = return_low(edited.module.graph)
         for node in filter(widens, edited.module.graph.nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -47,7 +49,10 @@ class SuitCompiler(Pass[Target, EditedGraph]):
 
 
 def return_low(graph: torch.fx.Graph) -> list[Widened]:
-    """Return low values in place of fp32 casts of them."""
+    """Let the graph return low values in place of fp32 casts of them.
+
+    Returns, for each such result, its position, its fp32 dtype, and the position of the loss scale that its gradient takes, or None.
+    """
     (output,) = graph.find_nodes(op="output")
     inputs = graph.find_nodes(op="placeholder")
     results, found = list(output.args[0]), list[Widened]()
@@ -77,7 +82,7 @@ def widens(node: torch.fx.Node) -> bool:
 
 
 def with_widened_results(run: CompiledFn, widened: list[Widened]) -> CompiledFn:
-    """`run`, with results that it returns low cast afterwards."""
+    """Return a callable that casts the results that `run` returns low."""
 
     def call(*inputs: Any) -> Any:
         results = list(run(*inputs))

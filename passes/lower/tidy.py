@@ -2,8 +2,8 @@
 
 Zeros and ones, such as the initial state of an LSTM, are made in the low format at once if only copies read them.
 
-Only nodes without side effects that capture or we inserted for a dtype are touched. A low copy of a high copy of a low value is folded (it
-has the same bits). A high copy of a low copy of a high value never is.
+Only conversions without side effects are removed: those of the captured graph, and the casts of the rewrite. A conversion that changes the
+dtype stays, even if a later conversion changes it back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tidy(Pass[RegionPlan, EditedGraph]):
 
 
 def remove_idle_conversions(graph: torch.fx.Graph) -> int:
-    """Remove `x.to(dtype)` if x has that dtype already; returns the number of nodes removed. Needs example values."""
+    """Remove each `x.to(dtype)` whose x has that dtype, and casts without readers. Needs example values. Returns the number removed."""
     removed = 0
     for node in list(graph.nodes):
         if node.op == "call_method" and op_name(node.target) in CONVERSIONS and _is_idle(node):
@@ -46,7 +46,7 @@ def remove_idle_conversions(graph: torch.fx.Graph) -> int:
 
 
 def make_in_format(graph: torch.fx.Graph) -> int:
-    """Make zeros and ones in the dtypes of their copies if only these read them, which saves launches; returns the number of tensors."""
+    """Make zeros and ones directly in the dtypes of their casts, if only casts read them: that saves launches. Returns their number."""
     found = [node for node in graph.nodes if node.users and _is_made_of_sizes(node) and all(_copies(user, node) for user in node.users)]
     for node in found:
         for copy in list(node.users):
@@ -67,6 +67,7 @@ def _is_made_of_sizes(node: torch.fx.Node) -> bool:
 
 
 def _copies(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """True if `user` is a cast of `node` that the rewrite inserted."""
     return CAST in user.meta and user.op == "call_method" and user.target == "to" and user.args[:1] == (node,) and len(user.args) == 2
 
 

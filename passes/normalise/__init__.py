@@ -1,1 +1,1 @@
-"""Before anything is decided: replace patterns written out by hand by the one op that they compute."""
+"""Passes that prepare a captured graph before anything is decided, for example by fusing patterns that are written out by hand."""

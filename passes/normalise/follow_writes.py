@@ -1,10 +1,11 @@
-"""Rename a value after an in-place op to the result of that op, which is the same tensor, in all later readers.
+"""Let nodes after an in-place op read the result of the op instead of the value that was written: both are the same tensor.
 
     before   y = x @ w; add_ = y.add_(b); mul = y * 2
     after    y = x @ w; add_ = y.add_(b); mul = add_ * 2
 
-Then nothing reads the old name after the write, and the write may use a copy: the product runs low and the sum in fp32, as in `y = y + b`.
-If the grad mode changes in between, the old name is kept: each has the autograd history of its own mode.
+After that, nothing reads the old name after the write, so the write may work on a copy. Here the product may then run low and the sum in
+fp32, as if the model had written `y = y + b`. If the grad mode changes between the maker of the value and the write, readers keep the old
+name, because the two names then have different autograd histories.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class FollowWrites(Pass[Reading, EditedGraph]):
 
 
 def _follow(graph: torch.fx.Graph) -> int:
-    """Rename the operands of later nodes; returns the number of writes that are followed."""
+    """Let later nodes read the results of in-place ops. Returns the number of in-place ops for which a reader was changed."""
     places: dict[torch.fx.Node, int] = {}
     apart, switch, followed = transformed_nodes(graph), -1, 0
     for place, node in enumerate(graph.nodes):
@@ -44,7 +45,7 @@ def _follow(graph: torch.fx.Graph) -> int:
 
 
 def _gives(node: torch.fx.Node, operand: torch.fx.Node) -> bool:
-    """True if a node writes to an operand and returns the very tensor that it wrote."""
+    """True if a node writes to `operand` in place and returns that same tensor."""
     value = example_value(node)
     if not isinstance(value, torch.Tensor) or value is not example_value(operand) or is_opaque(node):
         return False

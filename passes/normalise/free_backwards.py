@@ -1,14 +1,15 @@
-"""Let the backward of an autograd Function record gradients if its caller differentiates it, as outside of capture.
+"""Let the backward of a user's autograd Function record gradients if its caller differentiates the backward, as it does without capture.
 
-Dynamo captures such a backward without gradients throughout, so that second derivatives silently lack the terms of saved tensors.
+Dynamo captures such a backward with gradients disabled, so that second derivatives silently lack the terms of saved tensors.
 
     before   _set_grad_enabled(False); mul = g * 3; pow = x ** 2; mul_1 = mul * pow; _set_grad_enabled(True)
     after    mul = g * 3; pow = x ** 2; mul_1 = mul * pow
 
-1. Erase the switches that Dynamo put around the body.
-2. Ops that the author runs without gradients, under `no_grad` or `once_differentiable`, still run so. The graph does not say which these
-   are; the source does (`graphs/fx/read/source_text.py`). If all ops are of that kind the body is not changed.
-3. Ops that the author runs with gradients, under `enable_grad`, still run so.
+1. Erase the calls that set the grad mode, which Dynamo put around the graph of the backward.
+2. Ops that the author runs without gradients, under `no_grad` or `once_differentiable`, still run without. The graph does not show which
+   ops these are, so the pass reads the source code (`graphs/fx/read/source_text.py`). If the author fixes the mode of all ops, nothing is
+   changed.
+3. Ops that the author runs with gradients, under `enable_grad`, still run with gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class FreeBackwards(Pass[Reading, EditedGraph]):
 
 
 def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, torch.fx.GraphModule]]:
-    """Calls of autograd Functions in a graph and in its bodies, each with its backward."""
+    """Yield the calls of autograd Functions in a graph and its subgraphs, each with the graph of its backward."""
     for node in module.graph.nodes:
         backward = backward_of(node)
         if backward is not None:
@@ -45,6 +46,7 @@ def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, to
 
 
 def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> bool:
+    """Remove Dynamo's grad-mode calls around the backward graph `body` of `call`. True if the graph was changed."""
     ops = [node for node in body.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     switches = [node for node in ops if op_name(node.target) in SET_GRAD]
     if not switches or switches[0] is not ops[0] or switches[-1] is not ops[-1] or switches[0].args[0] or not switches[-1].args[0]:
@@ -60,7 +62,7 @@ def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> bool:
 
 
 def _modes(ops: list[torch.fx.Node], call: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, bool | None]]:
-    """Grad mode of each op: True or False if the author fixes it, None if it is the caller's."""
+    """Yield each op with its grad mode: True or False if the author's code fixes the mode, None if the mode is the caller's."""
     enabled = False
     for node in ops:
         if op_name(node.target) in SET_GRAD:

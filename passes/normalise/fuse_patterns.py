@@ -1,16 +1,16 @@
 """Fuse norms, softmax and GELU that are written out by hand into one internal op each.
 
-Coloured op by op they round every intermediate result, or pay casts around each value that must not be low. The kernel of the whole reads
-and writes low and computes in fp32 inside. Recognised patterns, with their usual variations:
+Without fusion, the ops of such a pattern round every intermediate result, or need casts around the values that must stay fp32. The kernel
+of the fused op reads and writes the low format and computes in fp32 inside. These patterns are recognised, with their usual variations:
 
 1. GELU's tanh form:  0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))                     gelu(approximate="tanh")
 2. softmax:           exp(x − max) / sum, with or without the maximum                   softmax
 3. layer norm:        (x − mean) / √(mean((x − mean)²) + ε), times weight, plus bias    layer_norm
 4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm (fp32 on a CPU)
 
-A pattern is fused only if nothing outside reads its intermediate values, nothing later writes its operands or its result, which the kernel
-may keep for backward, and its op may run low by the lists. Conversions inside are left to the kernel. A copy of the captured graph is
-edited.
+A pattern is fused only if no node outside it reads its intermediate values, and the lists allow its op to run low. If gradients are
+recorded, no later node may write to its operands or its result, because the kernel may save them for backward. Conversions to fp32 inside
+a pattern are left out, because the kernel makes them. The pass edits a copy of the captured graph.
 
 By name it knows the ops of such patterns: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`, `amax`, `max`,
 `getitem`, `detach`.
@@ -49,7 +49,7 @@ Node = torch.fx.Node
 
 @dataclass
 class Pattern:
-    """One hand-written op: its last node, the nodes inside, and the call that replaces them."""
+    """One pattern in a graph: its last node `end`, its other nodes `inside`, and the call that replaces all of them."""
 
     end: Node
     op: str
@@ -71,7 +71,7 @@ class FusePatterns(Pass[Reading, EditedGraph]):
 
 
 def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.GraphModule:
-    """`module` if it holds no such patterns, otherwise a copy with each of them as one call."""
+    """Return a copy of `module` with each pattern as one call; `module` itself if there is no pattern to fuse."""
     names = {op_name(node.target) for node in module.graph.nodes if node.op in ("call_function", "call_method")}
     if lists.rule != "cost" or any(name.endswith(FUNCTORCH) for name in names):
         return module
@@ -94,7 +94,7 @@ def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.Grap
 
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
-    """Patterns of a graph, none within another. The search starts at the end, so that a bias or weight is included."""
+    """Yield the patterns of a graph, none within another. The search starts at the end, so that it includes a bias or weight."""
     taken = _in_autocast(graph)
     last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
@@ -109,7 +109,7 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
 
 
 def _in_autocast(graph: torch.fx.Graph) -> set[Node]:
-    """Nodes in the model's own autocast regions, which fix the format of their ops."""
+    """Return the nodes in the model's own autocast regions. These regions fix the format of their ops, so nothing in them is fused."""
     found, depth = set[Node](), 0
     for node in graph.nodes:
         depth += {ENTER_AUTOCAST: 1, EXIT_AUTOCAST: -1}.get(op_name(node.target), 0)
@@ -119,7 +119,10 @@ def _in_autocast(graph: torch.fx.Graph) -> set[Node]:
 
 
 def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
-    """True if no node outside reads an intermediate value, no node inside writes in place, and no later node writes operands or result."""
+    """True if a pattern may be replaced: no node outside reads its intermediate values, and no node inside writes in place.
+
+    If gradients are recorded, no later node may write to the memory of its operands or its result.
+    """
     edge = [unit.end, *(leaf for leaf in tree_leaves((unit.args, unit.kwargs)) if isinstance(leaf, Node))]
     kept = example_value(unit.end).requires_grad
     if kept and any(unit.end < last_write[storage] for node in edge for storage in memory_of(node) if storage in last_write):
@@ -151,12 +154,12 @@ def _argument(node: Node, place: int, *names: str) -> Any:
 
 
 def _two(node: Any, op: str) -> tuple[Any, Any] | None:
-    """The operands of a binary op without further arguments; None for any other node."""
+    """Return the two operands of the binary op `op` without further arguments; None for any other node."""
     return (node.args[0], node.args[1]) if _op(node) == op and len(node.args) == 2 and not node.kwargs else None
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """`node` without the conversions to fp32 around it."""
+    """Return the value behind conversions from fp32 to fp32, and add these to `inside`; `node` itself if it is no such conversion."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -164,7 +167,10 @@ def _bare(node: Any, inside: set[Node]) -> Any:
 
 
 def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
-    """The factors of a product: numbers and nodes; x³ is x three times, 1/√v is ("rsqrt", v)."""
+    """Return the factors of a product as numbers and nodes, and add the nodes of the product to `inside`.
+
+    x³ gives x three times. 1/√v gives ("rsqrt", v). A value that is no product is its own only factor.
+    """
     node = _bare(node, inside)
     if not isinstance(node, Node) or (not top and len(node.users) > 1 and _op(node) in ("mul", "div")):
         return [node]
@@ -196,7 +202,7 @@ def _nodes(factors: list[Any]) -> list[Any]:
 
 
 def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
-    """(number, node) of a sum of the two; None for any other node."""
+    """Return (number, node) for a sum of a number and a node, and add the sum to `inside`; None for any other node."""
     pair = _two(_bare(node, inside), "add")
     if pair is None:
         return None
@@ -208,7 +214,7 @@ def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
 
 
 def _over_last(node: Any, op: str, inside: set[Node]) -> Any:
-    """The operand of a mean or sum over the last dim with keepdim; None for any other node."""
+    """Return the operand of a mean or sum (`op`) over the last dim with keepdim, and add the op to `inside`; None for any other node."""
     node = _bare(node, inside)
     if _op(node) != op or node.kwargs.get("dtype") is not None or _argument(node, 2, "keepdim") is not True:
         return None
@@ -224,7 +230,7 @@ def _same(a: Any, b: Any, inside: set[Node]) -> bool:
     return isinstance(a, Node) and _bare(a, inside) is _bare(b, inside)
 
 
-# -- the units ----------------------------------------------------------------------------------
+# -- the patterns -------------------------------------------------------------------------------
 def _gelu(end: Node) -> Pattern | None:
     inside: set[Node] = set()
     factors = _factors(end, inside)
@@ -280,7 +286,7 @@ def _softmax(end: Node) -> Pattern | None:
 
 
 def _largest(node: Any, dim: int) -> list[Node] | None:
-    """The nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0]; the node that reads x is last."""
+    """Return the nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], the node that reads x last; None for any other node."""
     found = []
     while _op(node) == "detach" or (_op(node) == "getitem" and node.args[1] == 0):
         found.append(node)
@@ -293,7 +299,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """(value, v, weight) of a product of a value, a ("rsqrt", v) and perhaps a weight as wide as the last dim."""
+    """Return (value, v, weight) for a product of a value, a ("rsqrt", v) and perhaps a weight as wide as the last dim; otherwise None."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):
@@ -371,6 +377,6 @@ def _is_row(node: Any, width: int) -> bool:
 
 
 def _width(node: Node) -> Any:
-    """Size of the last dim; None if it is no plain number."""
+    """Return the size of the last dim; None if the size is symbolic or there is no dim."""
     shape = example_value(node).shape
     return shape[-1] if len(shape) and isinstance(shape[-1], int) else None

@@ -1,10 +1,10 @@
-"""Insert an idle conversion after each value that is returned as the tensor that its op made, so that one cast serves all its readers.
+"""Insert a no-op conversion after each value that the graph returns itself, not as a copy, so that one cast there serves all its readers.
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-`amprewrite.graphs.fx.read.leaving` says which values these are, and which memory they share. The pass first records the real memory of each
-result, which later passes read too.
+`amprewrite.graphs.fx.read.leaving` defines which values these are, and which memory they share. The pass first records the real memory of
+each result, which later passes read, too.
 """
 
 from __future__ import annotations

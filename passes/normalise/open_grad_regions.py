@@ -25,9 +25,9 @@ class OpenGradRegions(Pass[Reading, EditedGraph]):
 
 
 def open_grad_regions(module: torch.fx.GraphModule) -> int:
-    """Replace `wrap_with_set_grad_enabled` sub-graphs by their nodes between two switches of grad mode; returns their number.
+    """Replace each `wrap_with_set_grad_enabled` subgraph by its nodes between two calls that set the grad mode; returns their number.
 
-    Dynamo captures such regions in this form, and export wraps them again.
+    Dynamo captures such regions in the form that results. torch.export wraps them again when the edited graph is exported.
     """
     opened = 0
     while node := next((n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled), None):
@@ -57,7 +57,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
             else:
                 inner[each] = graph.node_copy(each, inner.__getitem__)  # type: ignore[arg-type]
         graph.call_function(set_grad_enabled, (not enabled,))
-    for user in list(node.users):  # the region returns a tuple; each reader takes one item of it
+    for user in list(node.users):  # the subgraph returns a tuple, and each reader is a getitem of one result
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
@@ -66,7 +66,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 
 def _moved_attribute(module: torch.fx.GraphModule, body: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node:
-    """A node in the outer graph that reads an attribute of a sub-graph: another sub-graph or a constant."""
+    """Insert a node into the outer graph that reads the attribute `node` of the subgraph `body`: another subgraph or a constant."""
     held: Any = body
     for part in str(node.target).split("."):
         held = getattr(held, part)

@@ -1,4 +1,4 @@
-"""Call hooks on tensors by a function of ours instead of Dynamo's higher-order op, which fails on fake tensors.
+"""Call hooks on tensors through our function `hooked` instead of Dynamo's higher-order op, which fails on fake tensors.
 
     before   y = register_hook(x, body)
     after    y = hooked(x, body)

@@ -1,6 +1,6 @@
 """Remove checks of torch.export that hold for fp32 alone: dtype checks after conversions, and guards.
 
-The second export, of the edited graph, makes both anew.
+The edited graph is exported a second time, which records both anew.
 
     before   y = x.to(float32); _assert_tensor_metadata(y, float32); z = relu(y)
     after    y = x.to(float32); z = relu(y)
@@ -15,8 +15,9 @@ from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.ir.pass_base import Pass
 
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
-"""Checks that export records with every conversion. They hold for fp32 alone."""
+"""Checks that torch.export records after every conversion. They would fail on a value that the rewrite makes low."""
 GUARDS = "_guards_fn"
+"""Name of the module with the guards in an exported graph."""
 
 
 class StripChecks(Pass[Reading, EditedGraph]):
@@ -27,7 +28,7 @@ class StripChecks(Pass[Reading, EditedGraph]):
 
 
 def strip_checks(module: torch.fx.GraphModule) -> int:
-    """Remove recorded dtype checks and guards, in sub-graphs too, and repair the users of nodes; returns the number of nodes removed."""
+    """Remove dtype checks and guards, in subgraphs too, and repair `node.users`. Returns the number of nodes removed."""
     removed = 0
     for graph_module in module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
@@ -44,9 +45,9 @@ def strip_checks(module: torch.fx.GraphModule) -> int:
 
 
 def _mend_users(graph: torch.fx.Graph) -> None:
-    """Record every reader of each node as its user.
+    """Record every reader of each node in `node.users`, because torch.export loses some readers.
 
-    torch.export inlines code at a change of the grad mode, and loses the readers in that code of the value that leaves it.
+    Where torch.export inlines a region with another grad mode, the value that the region returns lacks its readers inside the region.
     """
     for node in graph.nodes:
         for source in node.all_input_nodes:

@@ -1,10 +1,10 @@
-"""Let high spread down from denied ops: step 2 of TensorFlow's auto_mixed_precision.cc.
+"""Paint ops that follow a denied op high: step 2 of TensorFlow's auto_mixed_precision.cc.
 
-1. Start at every denied op that runs high. In our own lists, an op that is denied only because of its input and whose result fits low does
-   not spread. By TensorFlow's rules it does.
-2. Go down through infer, internal and clear ops, to the last infer or internal op that is reached. Stop at a cast to a dtype taken from
-   another tensor.
-3. The cause of a node is the nearest denied op, the first in canonical order on a tie.
+1. Start at every denied op that runs high. With our own lists, skip a denied op whose result always fits the low format, because only its
+   input needs fp32. TensorFlow starts at such ops, too.
+2. Go on through readers that are infer or internal ops. Go through clear ops only if they lead, by clear ops alone, to an infer, internal
+   or denied op. Stop at a conversion to the dtype of another tensor.
+3. The recorded cause of a node is the nearest denied op, or the first of several in canonical order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
     name = "paint-after-deny"
 
     def __init__(self, past_bounded: bool = False) -> None:
-        """`past_bounded`: start also from denied ops whose results fit low."""
+        """`past_bounded`: start also at denied ops whose results always fit the low format."""
         self.past_bounded = past_bounded
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
@@ -63,7 +63,7 @@ def _takes_colour(reader: OpNode, value: str) -> bool:
 
 
 def _clear_ops_before_infer(graph: OpGraph) -> set[str]:
-    """Infer and internal ops, and the clear ops from which clear ops alone lead to one of these or to a denied op."""
+    """Return the infer and internal ops, and the clear ops that lead by clear ops alone to an infer, internal or denied op."""
     found = {node.name for node in graph if node.kind in SPREADS_DENY}
     queue = deque(node.name for node in graph if node.kind in (*SPREADS_DENY, OpKind.DENY))
     while queue:

@@ -1,8 +1,9 @@
 """Take over the colours that other graphs of the model have decided.
 
-1. An op that is known from another graph takes its colour there if the lists decide here, or if nothing has decided yet.
-2. High is always taken over. Low is taken over if no fact, override or list keeps the op high here. If one does, high then holds for all
-   graphs, and graphs that run the op low are captured anew.
+1. An op without a colour gets the colour that the same op has in another graph.
+2. An op that the allowlist made low becomes high if it is high in another graph.
+3. All other colours stand. If a fact, an override or a list keeps an op high that another graph runs low, then high will hold for all
+   graphs, and the graphs that run the op low are captured again.
 
     exp gelu matmul, where another graph runs gelu low  →  H L L
 """

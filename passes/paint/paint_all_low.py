@@ -1,4 +1,4 @@
-"""Colour every node low that nothing keeps high: Apex's O2 and O3."""
+"""Paint every node low that has no colour yet, as Apex's O2 and O3 do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Take the colours from an existing plan, which may have been edited.
+"""Paint the nodes in the colours of a given plan, which the user may have edited.
 
 1. Every node takes the colour and the reason that the given plan has for it.
-2. Nodes that the plan does not know carry no fp32 value: they are plain.
+2. A node that the plan does not list carries no fp32 value. It is painted plain.
 3. Tied nodes take one colour, even if an edit gave them two.
 """
 

@@ -1,11 +1,12 @@
-"""Colour op by op as torch.autocast does at run time, with no look-ahead.
+"""Paint op by op, by the rules that torch.autocast applies at run time, without look-ahead.
 
-1. Ops on its lists are painted already.
-2. Any other op takes the widest format of its fp32-or-low operands: high if one is high, low if all are low. 0-dim operands count only
-   among other 0-dim ones, as in PyTorch's type promotion.
-3. An op with no such operand is high.
+1. Ops on the lists of torch.autocast are painted before this pass.
+2. Any other op takes the widest format of its operands: high if one is high, low if all are low. 0-dim operands count only if there are no
+   operands with dims, as in PyTorch's type promotion.
+3. An op without fp32 or low operands is high.
 
-Inputs and parameters are high. In canonical order makers precede readers, so one sweep suffices. Ties are repaired last.
+Inputs and parameters are high. In canonical order every node follows the makers of its operands, so one sweep suffices. At the end tied
+nodes get one colour.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Colour every node that facts, overrides or lists decide.
+"""Paint every node whose colour a fact, an override or an op list decides.
 
-1. Facts first: nodes without fp32 values are plain; inputs, parameters and explicit dtypes stay high.
+1. Facts first: nodes without fp32 values are plain; inputs, parameters and explicit dtypes stay fp32 (high).
 2. Overrides of nodes and modules come next.
 3. Then the lists: allowed ops are low, denied ops are high.
 
-The passes after this one paint the rest. Nothing here depends on the order of the nodes.
+The passes after this one paint the rest. The result does not depend on the order of the nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from amprewrite.tables.recipes import WIDE
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
-"""Facts that an override of a node or a module sets aside: its op runs low, with a less exact result."""
+"""Reasons for high that an override of a node or module may overrule: the op then runs low, with a less exact result."""
 
 
 class PaintLists(Pass[Problem, Decisions]):
@@ -49,7 +49,7 @@ def paint_lists(problem: Problem, decisions: Decisions) -> None:
         if node.role != "op" or not node.carries_fp32 or node.name in problem.refused:
             continue
         asked = problem.policy.asked_for(node.name, node.module)
-        if asked is not None and asked.word == WIDE:  # only the products of a module
+        if asked is not None and asked.word == WIDE:  # of a module, only the products are wide
             asked = asked if node.name in problem.matrix_products else None
         movable = node.name not in decisions.paints or decisions.paints[node.name].reason in YIELDS
         if asked is not None and (asked.word != "low" or movable):

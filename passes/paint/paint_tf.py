@@ -1,10 +1,11 @@
-"""The rest of TensorFlow's auto_mixed_precision.cc, made independent of node order.
+"""Paint the remaining nodes by steps 3 to 6 of TensorFlow's auto_mixed_precision.cc, made independent of the order of nodes.
 
-Step numbers are TensorFlow's; 1 (allowed ops) and 2 (deny spreads forward) are done by `paint-lists` and `paint-after-deny`.
+The numbers of the steps are TensorFlow's. `paint-lists` does step 1 (allowed ops), `paint-after-deny` step 2 (ops after denied ops).
 
-3. A clear or infer op on a path of such ops between two allowed ops is low.
-4. An infer op that directly follows a low op, with no denied op feeding it, is low. TensorFlow's result depends on the order in which it
-   visits nodes; here the step repeats until nothing changes. (New in 2025, PR 84874; a switch.)
+3. A clear, infer or internal op on a path of such ops between two allowed ops is low.
+4. An infer or internal op that directly follows a low op, with no denied op feeding it, is low. TensorFlow's result depends on the order in
+   which it visits nodes; here the step repeats until nothing changes. TensorFlow has this step since 2025 (PR 84874). The op lists may
+   switch it off (`infer_after_allow`).
 5. Clear ops that touch a low node, from either side, are low.
 6. All other nodes are high.
 """

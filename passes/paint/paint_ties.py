@@ -1,6 +1,6 @@
-"""Give tied nodes one colour: nodes that share memory, or are results of one kernel.
+"""Give tied nodes one colour. Nodes are tied if they share memory, or are results of one kernel.
 
-The colour is high if one member is high, low if one is low and none is high. Otherwise the tie is left open.
+The colour is high if one member is high, low if one is low and none is high. A tie without painted members is left open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PaintTies(Pass[Problem, Decisions]):
 
 
 def paint_ties(problem: Problem, decisions: Decisions) -> None:
-    """Give every tie one colour: high if a member is high, otherwise low if a member is low, otherwise none yet."""
+    """Give every tie one colour: high if a member is high, otherwise low if a member is low. A tie without painted members stays open."""
     for members in problem.graph.precision_groups().values():
         painted = [name for name in members if name in decisions.paints]
         high = next((name for name in painted if decisions.paints[name].colour is Colour.HIGH), None)

@@ -1,10 +1,11 @@
 """Plan one cast wherever two colours meet, shared by all readers of the same value in the same format.
 
-1. For each operand, in canonical order, find the format in which it must arrive.
-2. If its maker has another format, the reader joins the one copy of (value, format, write version).
-3. Promoting ops keep mixed operands. In training, and in graphs planned alike, they join a copy that exists anyway: autograd then casts the
-   value's gradient once. Copies are never shared across an in-place write.
-4. In training a value with many readers (`Problem.read_by_many`) has several copies: fp32 then adds up their gradients.
+1. For each operand, in canonical order, find the format in which its reader takes it.
+2. If the value has another format, the reader takes a copy. Readers with the same (value, format, write version) share one copy, so that no
+   copy is shared across an in-place write.
+3. Ops that promote their operands may take mixed formats. In training, and with parity between graphs, they take an fp32 copy if other
+   readers have one: autograd then casts the value's gradient once.
+4. In training a value with many readers (`Problem.read_by_many`) gets several low copies, so that fp32 adds up their gradients.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class PlanCasts(Pass[Problem, Decisions]):
 
 
 def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
+    """Return the casts that the colours require, in canonical order of their first users."""
     colours, low = decisions.colours, problem.policy.low.name
     users: dict[tuple[str, str, int], list[str]] = {}
     for node in problem.graph:
@@ -58,11 +60,12 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
 
 
 def _is_spread(problem: Problem, cast: Cast) -> bool:
+    """True if a cast is a low copy, in training, of a value with many readers, which is to be made several times."""
     return problem.training and cast.to == problem.policy.low.name and cast.value in problem.read_by_many and not cast.saturate
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
-    """Let promoting ops that run high read the high copy of a low operand, if there is one."""
+    """Let ops that promote their operands and run high read the fp32 copy of a low operand, if other readers have such a copy."""
     for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
             readers = users.get((operand.value, FP32.name, operand.write_version))

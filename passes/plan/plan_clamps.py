@@ -1,4 +1,4 @@
-"""Clamp finite constants of low ops to ±max of the low format: beyond it they would become infinities.
+"""Clamp finite constants of low ops to ±max of the low format, because beyond it they would become infinities.
 
 A mask fill of -1e9 becomes -65504 in fp16, which still blocks a position; -inf times zero would be NaN. Infinities that the model wrote are
 not changed.

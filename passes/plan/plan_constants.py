@@ -1,10 +1,10 @@
-"""Store the constants of an ONNX file in the format in which they are read.
+"""Store the constants of an ONNX file in the format in which ops read them.
 
 1. A constant follows the op that reads it: if the op is low, it reads a low copy.
 2. One low copy serves all ops that read the constant low. A constant that no op reads high is thus stored low alone.
 3. Finite values beyond the low format's range become ±max.
 
-A graph that PyTorch captured has no such constants: its weights are inputs.
+A graph that PyTorch captured has no such constants, because its weights are inputs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class PlanConstants(Pass[Problem, Decisions]):
 
 
 def plan_constants(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
+    """Return one cast for each constant that low ops read, with these ops as its users."""
     readers: dict[str, dict[str, None]] = {}
     for read in problem.constants:
         if decisions.paints[read.follows].colour is Colour.LOW:

@@ -1,9 +1,9 @@
-"""Group weights of a training graph by autograd node, so that a few launches return their gradients.
+"""Group the weights of a training graph into blocks that share an autograd node, so that a few kernel launches return all gradients.
 
-1. Candidates are the weights that the graph reads in a low copy, and with a loss scale also the weights that it reads in fp32: their
-   gradients are unscaled on the way.
-2. They are taken in graph order. A block ends at MOST weights, or before it exceeds the number of elements that the problem allows: a
-   gradient waits for the rest of its block.
+1. Candidates are the weights that the graph reads in a low copy. With a loss scale, weights that it reads in fp32 are candidates, too,
+   because their gradients must be unscaled.
+2. Weights are taken in graph order. A block ends at MOST weights, or before it exceeds `Problem.block_size` elements, because each gradient
+   has to wait for the rest of its block.
 3. A weight with that many elements is a block by itself.
 
 A given plan names its blocks. If it names none, they are decided here.
@@ -20,7 +20,7 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 
 MOST = 64
-"""Weights in a block. torch's multi-tensor kernels take up to 64 at a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
+"""Most weights in a block. torch's multi-tensor kernels take up to 64 in one launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
 
 
 class PlanGradientBlocks(Pass[Problem, Decisions]):
@@ -41,7 +41,7 @@ class PlanGradientBlocks(Pass[Problem, Decisions]):
 
 
 def _checked(given: tuple[tuple[str, ...], ...], weights: Set[str]) -> tuple[tuple[str, ...], ...]:
-    """The blocks of a given plan. PlanError if one names something that is no weight of the graph, or if two name the same weight."""
+    """Return the blocks of a given plan. PlanError if a name is no weight of the graph, or occurs twice."""
     counted = Counter(name for block in given for name in block)
     wrong = [name for name, count in counted.items() if count > 1 or name not in weights]
     if wrong:
@@ -51,7 +51,10 @@ def _checked(given: tuple[tuple[str, ...], ...], weights: Set[str]) -> tuple[tup
 
 
 def blocks(numels: Sequence[int], elements: int) -> tuple[tuple[int, ...], ...]:
-    """Groups of weights that share an autograd node: indices into `numels`, the elements of each weight in order of use."""
+    """Return blocks of weights as tuples of indices into `numels`.
+
+    `numels` holds the number of elements of each weight, in order of use. A block of several weights has at most `elements` elements.
+    """
     made: list[tuple[int, ...]] = []
     run: list[int] = []
     size = 0

@@ -1,12 +1,12 @@
-"""Choose the attention calls that do without their mask because it allows all positions or is plainly causal.
+"""Choose the attention calls that run without their mask, because the mask is causal or allows all positions.
 
-1. Masks made of fixed sizes alone are known. A mask that is causal or allows all positions is dropped.
-2. Masks made of sizes that change from call to call are looked up by these sizes, if the graph runs without a compiler.
-3. Other boolean masks on a CPU are looked at in every forward, if the graph runs without a compiler.
-4. A low call without a mask reads each head of keys and values for a group of query heads, if heads were repeated for it, on a GPU with
-   flash attention (sm_80 and later). A CPU's kernel adds the gradients of a group up in the low format, so there heads stay repeated.
+1. A mask that is made of fixed sizes alone is known while planning. It is dropped if it is causal or allows all positions.
+2. A mask that is made of sizes that change from call to call is looked up by these sizes, if the graph runs without a compiler.
+3. Any other boolean mask on a CPU is examined in every forward, if the graph runs without a compiler.
+4. On a GPU with flash attention (sm_80 and later), a low call without a mask reads each head of keys and values for a group of query heads,
+   if the model repeats heads for the call. A CPU's kernel adds the gradients of a group up in the low format, so there heads stay repeated.
 
-Outside of capture models skip such masks and copies themselves. Exported graphs keep them.
+Without capture, models skip such masks and copies by themselves. Exported graphs keep them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from amprewrite.tables.devices import device_row
 from amprewrite.tables.vocabulary import Colour, Edit
 
 FIXED = (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK)
+"""Edits that drop a mask that is known while planning."""
 
 
 class PlanMasks(Pass[Problem, Decisions]):
@@ -36,7 +37,7 @@ class PlanMasks(Pass[Problem, Decisions]):
 
 
 def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
-    """Let calls read groups of heads where that is as exact and faster."""
+    """Plan for attention calls to read groups of heads where that is as exact and faster. Returns these edits by call."""
     row = problem.planned_for or device_row(problem.device)
     if problem.device != "cuda" or not row.flash_attention:
         return {}

@@ -1,8 +1,9 @@
 """Decide which dims to round up, to what size, and where pads and slices remain.
 
-1. Read how every op was called, with the planned cast copies between.
+1. Take the arguments and shapes of every op, and add each planned cast as an op.
 2. Collect the unaligned dims of low matrix products that `pad=` allows to be padded, and the gain of each product.
-3. Choose by minimum cut which dims to pad. Track the contents of the padding; cut it off where it does harm, and choose again.
+3. Choose by minimum cut which dims to pad. Track the numbers that the padding holds. Where they would change a result, cut the padding off,
+   and choose again.
 4. Record the layout of every padded value, and every change of size that is left: weights padded in their casts, pads where a region
    begins, slices where it ends.
 """
@@ -27,8 +28,9 @@ from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, OpKind
 
 MOST_GROWTH = 1.35
-"""Largest growth of a dim that `auto` pads, except for the few channels of an image (XLA's cap for convolutions)."""
+"""Largest growth of a dim that `auto` pads, except for dims up to FEW (XLA's cap for convolutions)."""
 FEW = 4
+"""Dims up to this size, such as the channels of an image, may grow by any factor."""
 
 
 class PlanPads(Pass[Problem, Decisions]):
@@ -40,10 +42,10 @@ class PlanPads(Pass[Problem, Decisions]):
 
 
 def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
-    """The padding of one graph. It is empty if none is asked for, and holds the reasons if some is declined."""
+    """Return the padding of one graph. It is empty if none is asked for or needed, and holds the reasons if some is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # a plan that was edited has neither casts nor pads
+    if problem.given is not None and problem.given.casts:  # an edited plan lists no casts: then pads are decided
         return problem.given.pads
     if not problem.calls:
         return PadPlan()
@@ -69,12 +71,12 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
 
 # -- 1. calls --------------------------------------------------------------------------------
 def cast_name(cast: Cast) -> str:
-    """Name of a cast copy among the values."""
+    """Return the name that the pad plan gives to the copy that a cast makes."""
     return f"{cast.value} -> {cast.to}" + (f" ({cast.write_version})" if cast.write_version else "")
 
 
 def calls_with_casts(calls: Mapping[str, Call], casts: Iterable[Cast]) -> dict[str, Call]:
-    """The calls of the graph with every planned cast copy as a call of its own, in order."""
+    """Return the calls of the graph in order, with every planned cast as a call of its own that its users read."""
     copies: dict[str, list[Cast]] = defaultdict(list)
     instead: dict[tuple[str, str], str] = {}
     for cast in casts:
@@ -125,7 +127,10 @@ def _is_weight(problem: Problem) -> Callable[[str], bool]:
 
 # -- 2. wants -------------------------------------------------------------------------------
 def _multiple_of(problem: Problem, decisions: Decisions) -> Callable[[str], int | None]:
-    """The multiple that a matrix product's dims should have; None if it runs high or must not be padded."""
+    """Return a function from the name of an op to the multiple that its dims should have.
+
+    The function returns None for an op that is no product, runs high, or must not be padded.
+    """
     multiple = FORMATS[problem.policy.low.name].pad_multiple
 
     def of(name: str) -> int | None:
@@ -145,7 +150,7 @@ def _rule(problem: Problem, name: str) -> PadRule:
 
 @dataclass
 class _Chooser:
-    """Chooses padding by gain if `pad=` says auto or measure, and at any cost if it says always."""
+    """Chooses which dims to pad: by gain if `pad=` says auto or measure, at any cost if it says always."""
 
     problem: Problem
     regions: Regions
@@ -165,7 +170,10 @@ class _Chooser:
         self.prices = PadPrices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
 
     def choose(self, wants: list[Want]) -> None:
-        """Choose by a minimum cut which dims to pad. Wants that cannot or need not be met get a reason in `why`."""
+        """Choose by a minimum cut which of `wants` to meet.
+
+        The reason for a want that is not met is in its `why_not`, or in `self.why` by the name of its call.
+        """
         asked, weighed = [], []
         by_call: dict[str, list[Want]] = defaultdict(list)
         for want in wants:
@@ -186,7 +194,10 @@ class _Chooser:
         self.regions.cut(asked, weighed, self.gains, self.prices)
 
     def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
-        """Seconds that a step saves if all of `wants` are met; 0, with a reason, if none should be."""
+        """Return the seconds that a step saves if all of `wants` are met; 0 if the device gains nothing from aligned dims.
+
+        Stores in `self.why` the reason to show if the padding is not chosen.
+        """
         if not self.model.gains and mode == "auto":
             self.why[call] = f"{self.model.device.name} gains nothing from aligned ones"
             return 0.0
@@ -196,7 +207,7 @@ class _Chooser:
         return gain
 
     def _products(self, call: str, wants: list[Want]) -> tuple[Product, Product]:
-        """(the matrix product of a call, the same product with its dims padded)."""
+        """Return (the matrix product of a call, the same product with its wanted dims padded)."""
         sizes = [self.regions.want_size(call, slot, dim) for slot, dim in self.regions.rules[call].wants]
         k, n = (sizes + sizes)[:2]
         grown = {(want.slot, want.dim): want.padded(self.regions) for want in wants}
@@ -209,7 +220,10 @@ class _Chooser:
 
 # -- 4. plan ------------------------------------------------------------------------------------
 def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
-    """Write version of each value for each of its readers: writes and grad modes before the reader. Copies are shared within a version."""
+    """Map (value, reader) to the write version in which the reader sees the value. Readers of one version share copies.
+
+    The version counts the in-place writes and the changes of the grad mode before the reader.
+    """
     found = {(operand.value, node.name): operand.write_version for node in problem.graph for operand in node.operands}
     return found | {(cast.value, cast_name(cast)): cast.write_version for cast in casts}
 
@@ -222,7 +236,7 @@ def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versio
 def layouts(
     regions: Regions, versions: Mapping[tuple[str, str], int]
 ) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
-    """The layout of every padded result, and every change of size between a result and its readers.
+    """Return the layout of every padded result, and every change of size between a result and its readers.
 
     `versions` gives the write version in which a reader sees a value. Readers of different versions get separate copies.
     """
@@ -248,7 +262,7 @@ def layouts(
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """One entry for every axis that is padded somewhere, and for every wanted axis that is not."""
+    """Return one entry for every padded axis, and one for each size and reason of wanted dims that are not padded."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

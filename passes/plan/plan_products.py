@@ -1,13 +1,14 @@
-"""Decide which GEMMs of which products read fp8 copies, and list these copies.
+"""Decide which GEMMs of which products read fp8 copies of their operands, and list these copies.
 
-1. Candidates are low products of rows and a matrix (`Problem.matrix_products`), each with the GEMMs that its graph has.
-2. Some stay in bf16 for a reason: an override, the recipe, sizes that kernels do not take, a result that is read as logits or decides a
-   choice.
+1. Candidates are low products of rows and a matrix (`Problem.matrix_products`). A product has one GEMM for its result and, with gradients,
+   one GEMM for the gradient of each operand.
+2. Some GEMMs stay in bf16: by an override, by the recipe, because kernels do not take their sizes, or because the result of the product is
+   read as logits or decides a choice.
 3. Each remaining GEMM gains the time that fp8 saves it, and needs the kernels that make its copies, which all readers of a value share. The
    best choice is a maximum-weight closure (`planner/closure.py`), exact. A GEMM that a rule asks for is taken at any price.
-4. If plans must agree over all graphs of a model, a graph without gradients is decided with the GEMMs that it would have with them.
+4. With parity between the graphs of a model, a graph without gradients is decided as if it had the GEMMs of training.
 
-A given plan names the GEMMs that run in fp8. Copies follow from them.
+A given plan names the GEMMs that run in fp8. Their copies follow from them.
 
 A product for which an override, or a given plan, says "wide" stays fp32 by its colour, and gets the edit `WIDE_PRODUCT`.
 """
@@ -49,7 +50,7 @@ from amprewrite.tables.recipes import (
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind
 
 Key = tuple[str, str]
-"""A product and one of its GEMMs."""
+"""(name of a product, one of its GEMMs)."""
 RANKS, SHARES = ops_with(Trait.RANKS), ops_with(Trait.SHARES_OUT)
 
 
@@ -77,6 +78,7 @@ class PlanProducts(Pass[Problem, Decisions]):
 
 
 def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
+    """True if a product that is painted high multiplies bf16 operands into an fp32 result, by a given plan or an override."""
     if problem.policy.low is not BASE or decisions.paints[name].colour is not Colour.HIGH:
         return False
     if problem.given is not None:
@@ -89,13 +91,14 @@ def _as_given(problem: Problem, given: QuantisedProducts, low: Mapping[str, Matr
 
 
 def gemms_of(product: MatrixProduct, training: bool) -> tuple[str, ...]:
-    """The GEMMs of a product in a graph with or without gradients."""
+    """Return the GEMMs of a product in a graph with gradients (`training`) or without."""
     learns = {OUT: True, GRAD_IN: training and product.x_learns, GRAD_WEIGHT: training and product.w_learns}
     return tuple(gemm for gemm in GEMMS if learns[gemm])
 
 
 @dataclass
 class _Choice:
+    """Chooses the GEMMs that run in fp8, for the low products of one problem."""
     problem: Problem
     products: Mapping[str, MatrixProduct]
 
@@ -103,17 +106,17 @@ class _Choice:
         policy = self.problem.policy.products
         assert policy is not None
         self.policy, self.recipe = policy, policy.preset.recipe
-        named = self.problem.policy.device  # a file is for no device in particular, unless one is named
+        named = self.problem.policy.device  # an ONNX file is for no device, unless one is named
         device = named_device(named) if named else self.problem.costs.device
         self.prices = ProductPrices(device, policy.fused, kernel=policy.kernel and find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None
         self.share = 1.0 if self.problem.training else float(self.problem.costs.training)
-        """Weight of a backward in the prices."""
+        """Weight of the backward in the prices: 1 in training."""
         known = self.problem.agreed.products
         self.agreed = known.of(self.problem.graph[name] for name in self.products) if known is not None else {}
 
     def plans(self) -> tuple[ProductPlan, ...]:
-        """The decision on every product."""
+        """Return the decision on every product."""
         found = {
             (name, gemm): self._settled(name, gemm) for name, product in self.products.items() for gemm in gemms_of(product, self.alike)
         }
@@ -127,7 +130,7 @@ class _Choice:
         )
 
     def _settled(self, name: str, gemm: str) -> GemmPlan | None:
-        """The decision on one GEMM if no price makes it; None if its price does."""
+        """Return the decision on one GEMM if it does not depend on prices; None if it does."""
         product, node = self.products[name], self.problem.graph[name]
         rule = self.policy.asked(name, node.module, gemm)
         if rule is not None and not rule.fp8:
@@ -160,13 +163,16 @@ class _Choice:
         return self._bf16(gemm, ProductReason.COSTS, detail)
 
     def _sizes(self, name: str, gemm: str) -> tuple[int, int, int]:
-        """Rows, summed dim and columns of a GEMM."""
+        """Return (rows, summed dim, columns) of a GEMM."""
         product = self.products[name]
         m, k, n = product.rows, product.inner, product.columns
         return {OUT: (m, k, n), GRAD_IN: (m, n, k), GRAD_WEIGHT: (n, m, k)}[gemm]
 
     def _cheapest(self, free: set[Key], taken: set[Key]) -> frozenset[object]:
-        """The GEMMs that pay, in addition to `taken`, which are chosen at any price and whose copies other GEMMs share."""
+        """Return the GEMMs to run in fp8, and the kernels that make their copies.
+
+        GEMMs in `free` are chosen if they pay. GEMMs in `taken` run in fp8 at any price, and others may share their copies.
+        """
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)
         needs: dict[tuple[object, object], None] = {}
@@ -186,7 +192,7 @@ class _Choice:
         return ((name, gemm) for name in self.products for gemm in GEMMS)
 
     def _value(self, name: str, role: str) -> tuple[tuple[str, str, int], int]:
-        """(key of the value that is copied, its number of elements)."""
+        """Return (key of the value that is copied for operand `role`, its number of elements)."""
         product = self.products[name]
         if role == G:
             return (G, name, 0), product.rows * product.columns
@@ -196,9 +202,10 @@ class _Choice:
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """(an op that chooses by the result of a product, or ""; True if all readers of the result need fp32 or are outside the graph).
+    """Return (name of an op that chooses by the result of a product, or ""; True if only outputs, rankings and fp32 ops read the result).
 
-    Views and other clear ops on the result alone, or on it and a weight, are looked through. So are shares.
+    The search looks through views and other clear ops on the result alone, or on the result and a weight, and through softmax, whose
+    readers do not matter.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}
@@ -221,7 +228,7 @@ def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
 
 
 def copies_of(problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe) -> tuple[QuantisedCopy, ...]:
-    """The copies that fp8 GEMMs read: one for all readers of a value in one format with the same scales.
+    """Return the copies that fp8 GEMMs read. All readers of a value in one format with the same scales share one copy.
 
     A matrix that some products read as w and others as wᵀ has a copy for each.
     """

@@ -1,12 +1,13 @@
-"""Price the plan against plans by the painting rules of other tools, with one table of prices.
+"""Compare the price of the plan with prices of plans by the painting rules of other tools.
 
-1. TensorFlow's lists and rules, torch.autocast's, our lists painted by TensorFlow's rules, and everything fp32.
-2. Each is painted on the same graph, its casts planned the same way, and priced on the same device.
-3. Say in the plan if its prices include low copies of weights made at every call.
-4. If the plan was decided together with other graphs of the model, decide the graph by itself too. Say in the plan what that would save.
+1. The other plans are TensorFlow's lists and rules, torch.autocast's lists and rules, our lists with TensorFlow's rules, and everything in
+   fp32.
+2. Each is painted on the same graph, its casts planned the same way, and priced by the same table on the same device.
+3. Add a note to the plan if its prices include low copies of weights made in every call.
+4. If the plan was decided together with other graphs of the model, decide the graph alone, too. Add a note on what that would save.
 
-None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. A plan that our lists forbid may be cheaper;
-it is shown all the same. A given plan keeps the prices that were recorded when it was made.
+The plan is the cheapest of all plans that keep to our lists. A plan that our lists forbid may be cheaper, and is shown all the same. A
+given plan keeps the prices that were recorded when it was made.
 
 By name it knows `to`: lists that do not name it leave it in the format of its operand.
 """
@@ -34,17 +35,18 @@ from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 PLANNED = "this plan"
+"""Name of the plan itself among the candidates."""
 PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
     "tf": (PaintLists(), PaintAfterDeny(past_bounded=True), PaintTies(), PaintTF()),
     "autocast": (PaintLists(), PaintTies(), PaintAutocast()),
 }
 """The passes that paint by the rules of other tools."""
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
-"""Passes that hold for our lists, whatever rules paint by them."""
+"""Passes that run with our lists by any painting rules, because they keep results exact."""
 PARITY = "parity with the model's other graphs costs "
 """Beginning of the note that says how much one plan for all graphs costs this graph."""
 LEAST_TOLD = 1e-3
-"""Relative difference in price that is worth a note."""
+"""Smallest relative difference in price that is worth a note."""
 
 
 class WeighPlans(Pass[Problem, Decisions]):
@@ -73,7 +75,7 @@ class WeighPlans(Pass[Problem, Decisions]):
 
 
 def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
-    """Add a note if every call without gradients makes new low copies of weights."""
+    """Add a note if each call without gradients makes new low copies of weights."""
     if problem.training or problem.costs.cached_weights:
         return
     if any(cast.weight for cast in decisions.casts):
@@ -81,7 +83,7 @@ def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
 
 
 def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-    """Add a note if a plan of this graph alone would be cheaper than a plan that fits all graphs of the model."""
+    """Add a note if a plan for this graph alone would be cheaper than the plan that agrees with the model's other graphs."""
     alone = problem.apart
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return
@@ -96,7 +98,7 @@ def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[
 
 
 def painted_otherwise(problem: Problem, decisions: Decisions) -> dict[str, dict[str, Colour]]:
-    """Colours that each set of painting rules gives to the nodes of the problem, by the name of the rules."""
+    """Return the colours of the nodes by other painting rules, keyed by the name of the rules."""
     low, device = problem.policy.low, problem.device
     found = {
         "tf rules": _painted(problem, op_lists("tf", low, device)),
@@ -117,7 +119,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 
 
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
-    """The node under other lists. An op on none of them stays high, and under torch.autocast follows its operands."""
+    """Return the node as other lists see it. An op on none of them is pinned high; with torch.autocast's rules it follows its operands."""
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node
     kind = lists.kind(node.op)

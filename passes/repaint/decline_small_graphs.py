@@ -1,8 +1,8 @@
 """Leave a graph in fp32 if its casts cost more than its low ops save, and the user named no format.
 
-1. Only with `dtype=None`, the default lists, no overrides and the eager backend, which runs every cast as a kernel.
-2. Not if another graph of the model runs some of the same ops low: their numbers must agree.
-3. Price the current colours, and everything high. If the latter is cheaper by more than MARGIN, paint everything high.
+1. The pass applies only with `dtype=None`, the default lists, no overrides and the eager backend, which runs every cast as a kernel.
+2. It does not apply if another graph of the model runs some of the same ops low, because both graphs must give the same numbers.
+3. Compare the price of the current colours with the price of all ops in fp32. If fp32 is cheaper by more than MARGIN, paint all ops high.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeclineSmallGraphs(Pass[Problem, Decisions]):
 
 
 def all_high(problem: Problem, decisions: Decisions) -> dict[str, Colour]:
-    """The colours of the decisions, with every node high that may be."""
+    """Return the colours of `decisions` with every op high that is neither plain nor pinned. Nodes that are no ops keep their colour."""
     fixed = {node.name for node in problem.graph if node.role != "op" or node.pinned is not None}
     return {name: colour if name in fixed or colour is Colour.PLAIN else Colour.HIGH for name, colour in decisions.colours.items()}
 

@@ -1,20 +1,20 @@
 """Keep a value in fp32 if torch.autocast keeps it in fp32, unless rounding it is free.
 
 torch.autocast rounds at products. It keeps in fp32 the results of other ops on inputs and weights, and of ops on its fp32 list. Code may
-rely on that: `(x - mean) / std` of large values, `1 - sigmoid(y.float())`, differences of times, thresholds. So an unknown op is safe by
-default.
+rely on that: `(x - mean) / std` of large values, `1 - sigmoid(y.float())`, differences of times, thresholds. So fp32 is the default for an
+op about which nothing is known.
 
 Rounding the result of an op is *free* if
 
-1. it has no offset of unknown size (`ir/held_wide.py`): products or norms made it, or it is learnt; and
-2. no reader magnifies a rounding. A difference does, a batch norm does, and an op does that passes the value on to such a reader.
-   Logarithms, shares, steps, choices of places, denied and unlisted ops, kinks in training, and results of the graph do unless products
-   have already rounded the value as far as the low format does. Norms and averages do not. Products round their operands anyway, and so do
-   casts to a low format.
+1. it has no offset of unknown size (`ir/held_wide.py`), because a product or a norm made it, or because it is learnt; and
+2. no reader magnifies a rounding. Readers that do so are differences, batch norms, and ops that pass the value on to such a reader. Until
+   products have rounded the value as far as the low format does, these readers do so, too: logarithms, softmax, ops whose result jumps
+   (`floor`) or selects positions (`topk`), ops with kinks in training (`relu`), denied and unlisted ops, and results of the graph. Other
+   norms and averages do not. Products and casts to a low format do not either, because they round their operands anyway.
 
-A value that products alone read, directly or through views, is free in any case, because they round it. An op runs low only if rounding its
-operands is free, too. A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stand. Ties
-share a colour.
+For that reason rounding is free in any case if products alone read the value, directly or through views. An op runs low only if rounding
+its operands is free, too. A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stand. Tied
+nodes share a colour.
 
 Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py and test_error_laws.py, and by
 tests/runtime/test_products_told.py.
@@ -54,12 +54,12 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
 
 
 class Roundings:
-    """Effect of rounding each value of a graph."""
+    """Finds, for each value of a graph, whether an op that reads the value would magnify its rounding."""
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.held, self.trained = problem.graph, held(problem), problem.trained
         self.magnifies: dict[str, str] = dict.fromkeys(problem.needs_bits, problem.name)
-        """By value: a reader that would magnify its rounding."""
+        """Maps a value to a reader that would magnify its rounding. A value in `needs_bits` maps to the name of the graph."""
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
         for node in reversed(list(self.graph)):  # readers first
@@ -72,7 +72,7 @@ class Roundings:
                 self.rounded_anyway.add(node.name)
 
     def is_free(self, node: OpNode) -> bool:
-        """True if an op may round its result and its operands."""
+        """True if an op may run low, because rounding its result and its operands does no harm."""
         anyway = node.name in self.rounded_anyway
         if not anyway and (self.held[node.name] is Held.EXACT or node.name in self.magnifies):
             return False
@@ -86,13 +86,13 @@ class Roundings:
         return alone and (node.kind is OpKind.CLEAR or node.op in FACTORS) and not self._turns(node)
 
     def _turns(self, node: OpNode) -> bool:
-        """True if rounding an operand makes the result jump, selects other places, or sends gradients to other elements."""
+        """True if rounding an operand may make the result jump, select other positions, or send gradients to other elements."""
         jumps = node.op in STEPS or (node.op in CONVERTS and node.dtype.startswith(("int", "uint", "bool")))
         places = any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
         return jumps or places or (node.op in KINKS and node.name in self.trained)
 
     def _harms(self, node: OpNode, value: str) -> bool:
-        """True if an op would itself magnify a rounding of `value`, which it reads."""
+        """True if an op would itself magnify a rounding of its operand `value`."""
         exact = self.held[value]
         if rounds(node) or exact is Held.LOW:
             return False
@@ -106,7 +106,8 @@ class Roundings:
     def _is_norm(self, node: OpNode) -> bool:
         """True if an op subtracts from a value its mean over the dims of each sample, as layer, group and instance norms do.
 
-        What samples have in common may dwarf their differences, as for a batch norm. So it is for averages along any dim but the last.
+        A mean over the batch does not count, because samples may have a common part that dwarfs their differences. Nor does a mean over
+        other dims than the last if the value is an average itself.
         """
         given = [operand.value for operand in node.operands]
         for mean in (self.graph[each] for each in given if node.op in AWAY and self.graph[each].op in AVERAGES):

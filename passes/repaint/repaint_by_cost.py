@@ -1,9 +1,9 @@
-"""Colour the nodes that the lists leave open so that ops and casts cost least.
+"""Paint the nodes that have no colour yet so that ops and casts together cost least.
 
 1. Price every op and every copy on the device (`amprewrite.ir.cost`), or on the device that the plan is for, or by measured times.
-2. Find the cheapest colours of the open nodes (`amprewrite.planner.assignment`). The search is exact; of several cheapest plans it takes
-   the one with the fewest low ops.
-3. Name for each node the neighbour that its colour agrees with.
+2. Find the cheapest colours of these nodes (`amprewrite.planner.assignment`). The search is exact; of several cheapest plans it takes the
+   plan with the fewest low ops.
+3. Record for each node a neighbour of the same colour as the cause of its colour.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RepaintByCost(Pass[Problem, Decisions]):
 
 
 def _give_reason(problem: Problem, decisions: Decisions, node: OpNode) -> None:
-    """Name the neighbour that the colour agrees with."""
+    """Repaint a node with the reason for its colour and, as the cause, a neighbour of the same colour."""
     colour = decisions.paints[node.name].colour
     ally, beside_low = "", False
     for name in _near(problem, node):
@@ -59,6 +59,7 @@ def _give_reason(problem: Problem, decisions: Decisions, node: OpNode) -> None:
 
 
 def _near(problem: Problem, node: OpNode) -> Iterator[str]:
+    """Yield the names of the operands of a node, then of its readers."""
     for operand in node.operands:
         yield operand.value
     yield from problem.graph.digraph.successors(node.name)

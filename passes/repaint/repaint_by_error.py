@@ -1,8 +1,8 @@
-"""Keep high the nodes that a search for an accuracy found to cost too much of it.
+"""Keep in fp32 the nodes that a search for an accuracy found too inexact in the low format.
 
-1. The search (`rewrite(model, tolerance=...)`, `accuracy="autocast"`) says which nodes of which graph to keep, and why.
-2. Each is painted high, unless an override asks for it low. Ties share a colour.
-3. A graph that the search never ran, for example that of another mode, is decided without it, and a note says so.
+1. The search (`rewrite(model, tolerance=...)`, `accuracy="autocast"`) gives the nodes to keep in fp32, for each graph, with reasons.
+2. Each of these nodes is painted high, unless an override asks for low. Tied nodes share a colour.
+3. A graph that the search never ran, for example a graph for training, is planned without the search, and its plan has a note.
 """
 
 from __future__ import annotations

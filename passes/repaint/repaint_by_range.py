@@ -1,17 +1,17 @@
-"""Keep high the values that a low format cannot hold, known from calibration, a sample run, weights and constants.
+"""Keep in fp32 the values that a low format cannot hold, by calibration, a sample run, weights and constants.
 
-1. *Overflow*. A value is at risk if its largest magnitude comes near the format's end, or if the fit to its tail gives a forward
-   pass that overflows a probability above RISK. Masks that saturate by design are not.
-2. *Underflow*. A value is at risk if all of it lies below the normal range and it does not drown in larger summands, or if it would
-   be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
-3. The op that makes such a value runs high, and so does every op that would read a low copy of it.
-4. Weights are known without calibration: readers of a weight beyond the range run high, and so do readers of its views, such as
-   `weight.t()`. A bias may be flushed if it drowns in the sum.
+1. *Overflow*. A value is at risk if its largest magnitude comes near the format's largest number, or if a fit to the tail of its
+   distribution gives an overflow in one forward pass a probability above RISK. Masks that saturate by design are not at risk.
+2. *Underflow*. A value is at risk if all its elements lie below the normal range and it is not added to far larger values, or if elements
+   would be flushed to zero before an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
+3. The op that makes such a value runs in fp32, and so does every op that would read a low copy of the value.
+4. Weights are known without calibration: ops that read a weight beyond the range run in fp32, also if they read a view of the weight, such
+   as `weight.t()`. A bias may be flushed to zero if the sum is far larger.
 5. Constants of a file are examined element by element (`ir/evidence/constants.py`).
-6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: neither it nor they become low.
-7. Ties share a colour. Overrides stand, and a note says what they risk.
+6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: the difference and its operands stay fp32.
+7. Tied nodes share a colour. Overrides stand, and a note tells their risk.
 
-Nodes that lists or facts keep high are not changed: nothing here makes a node low.
+The pass makes no node low.
 
 By name it knows sums and differences (`add`, `sub`), `div`, whose pole is its divisor, and `to`, which may make whole numbers floating.
 """
@@ -44,11 +44,11 @@ from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 RISK = 1e-3
-"""Probability of an overflow in a forward pass from which on a value counts as at risk."""
+"""A value is at risk if the probability that it overflows in one forward pass is larger than this."""
 FLUSHED = 1e-3
-"""Largest share of the values of an operand that may be flushed, or lose bits, before an op with a pole at zero."""
+"""Largest share of the elements of an operand that may become zero, or lose bits, before an op with a pole at zero."""
 MAGNIFIES = 16
-"""Ratio of the largest operand to the largest difference from which on rounding counts as magnified: four bits are lost then."""
+"""A difference cancels if its largest operand is larger than its largest result by this factor: four bits are lost then."""
 
 
 class RepaintByRange(Pass[Problem, Decisions]):
@@ -60,7 +60,8 @@ class RepaintByRange(Pass[Problem, Decisions]):
         values = seen.values if seen is not None else {}
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
-        if low.narrow and seen is None and problem.calibration is not None and problem.calibration.model:  # no model: learnt in first calls
+        # Calibration without a model learns its ranges in the first calls: then there is nothing to note.
+        if low.narrow and seen is None and problem.calibration is not None and problem.calibration.model:
             decisions.note("calibration never ran this graph: no ranges are known here")
         risks = find_risks(problem, values)
         for name, text in risks.makers.items():
@@ -77,21 +78,21 @@ class RepaintByRange(Pass[Problem, Decisions]):
 
 @dataclass
 class Risks:
-    """Ops that must run high because of their own result or because of an operand."""
+    """Ops that must run in fp32, each with the evidence as a text: `makers` because of their result, `readers` because of an operand."""
 
     makers: dict[str, str] = field(default_factory=dict)
     readers: dict[str, str] = field(default_factory=dict)
     of_weights: set[str] = field(default_factory=set)
-    """Readers of weights that do not fit."""
+    """The ops of `readers` whose operand at risk is a weight."""
 
 
 def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
-    """The ops at risk, with the evidence. `values` are the ranges seen, by node; {} if there are none."""
+    """Return the ops at risk, with the evidence. `values` are the ranges seen in sample runs, by node; {} if there are none."""
     low, risks = problem.policy.low, Risks()
     for node in problem.graph:
         if not node.carries_fp32 or node.may_saturate:
             continue
-        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a body a weight is an input
+        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a subgraph a weight is an input
         weight = weight or (node.name not in values and _of_weight(problem, node) != node.name)
         text = _too_large_weight(problem, node) if weight else _out_of_range(problem, node, values)
         if text:
@@ -115,14 +116,15 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # the body decides the colour of its results
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # the checkpoint's body decides this colour
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
-    """Ops that would read a low copy of this value if they ran low.
+    """Yield the ops that would read a low copy of the value of `node` if they ran low.
 
-    With `drowns`, additions to a product in which the value drowns are left out.
+    `drowns` are ranges by node. With them, a reader that adds the value as a bias is left out if its result is so large that the bias is
+    lost in it anyway.
     """
     for reader in problem.graph.readers(node.name):
         harmless = drowns is not None and bias_drowns(drowns.get(reader.name), problem.policy.low)
@@ -145,13 +147,13 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
 
 
 def _of_weight(problem: Problem, node: OpNode) -> str:
-    """The weight of which a value is a view or a part, so that it is no larger; otherwise the value's own name."""
+    """Return the name of the weight of which a value is a view or a part, which is therefore no larger; otherwise the value's own name."""
     source = problem.graph.seen(node.name).name
     return source if source in problem.magnitudes else node.name
 
 
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
-    """Text that says how a weight misses the low range; "" if it fits. Its values are known, so there is no tail and no headroom."""
+    """Return a text on how a weight misses the low range; "" if it fits. Its values are known, so no headroom is needed."""
     size, low, known = problem.magnitudes.get(_of_weight(problem, node), 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
@@ -166,17 +168,17 @@ def _fit(problem: Problem, weight: OpNode) -> Fit:
 
 # -- underflow ------------------------------------------------------------------------------
 def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
-    """Operands of `node` at which it has a pole at zero."""
+    """Yield the operands of `node` for which the op has a pole at zero."""
     if node.op in POLES:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
         yield node.operands[1].value
-    elif node.op == "div" and node.name in found:  # a constant divided by a value that comes near zero
+    elif node.op == "div" and node.name in found:  # the only operand is the divisor, and it comes near zero
         yield from (operand.value for operand in node.operands)
 
 
 def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format) -> str:
-    """The reason why a value must not be low before the op `pole`, which has a pole at zero; "" if it may."""
+    """Return the reason why a value must not be low before the op `pole`, which has a pole at zero; "" if the value may be low."""
     seen = values.get(name)
     if seen is None or not seen.nonzero:
         return ""
@@ -190,7 +192,10 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
 def _keep_exact(
     problem: Problem, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
 ) -> None:
-    """Keep high the ops that make a value if the low format would flush bits of it that the op `pole` needs."""
+    """Add to `risks.makers` the ops that make the value `name` if the low format would flush bits of it that the op `pole` needs.
+
+    The search goes `depth` ops back.
+    """
     node, text = problem.graph[name], _flushed(name, pole, values, low)
     if node.role != "op" or not text or name in risks.makers:
         return
@@ -202,7 +207,7 @@ def _keep_exact(
 
 # -- cancellation -----------------------------------------------------------------------------
 def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
-    """Differences far smaller than their operands, and these operands, with the evidence."""
+    """Return the differences that are far smaller than their operands, and these operands, each with the evidence."""
     graph, found = problem.graph, dict[str, str]()
     for node in graph:
         result = values.get(node.name)
@@ -210,7 +215,7 @@ def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[
             continue
         for operand in node.operands:
             made, seen = graph[operand.value], values.get(operand.value)
-            exact = made.op == "to" and not made.operands and made.pinned is None  # integers that every format holds
+            exact = made.op == "to" and not made.operands and made.pinned is None  # integers are exact
             if seen is None or exact or not MAGNIFIES * result.amax < seen.amax < MASK:
                 continue
             text = f"{node.name} stays within {result.amax:.3g}, {made.name} reaches {seen.amax:.3g}"

@@ -1,8 +1,8 @@
-"""Keep high the products of numbers that count something: positions, distances, indices, time steps.
+"""Keep in fp32 the products of numbers that count something: positions, distances, indices, time steps.
 
-torch.autocast rounds them unless the model switches it off there. bf16 holds integers up to 256, fp16 up to 2048. Beyond that two positions
-become one, and rotary angles are wrong by whole turns. Which products these are is a fact of the graph (`ir/evidence/counts.py`). An
-override may ask for another colour.
+torch.autocast rounds such products, unless the model switches it off around them. bf16 holds all integers up to 256, fp16 up to 2048.
+Beyond that two positions become one, and rotary angles are wrong by whole turns. The reader of the graph marks these products
+(`ir/evidence/counts.py`). An override may ask for another colour.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Keep high a value with so many readers that adding up their gradients in a low format would lose accuracy.
+"""Keep a value in fp32 if so many ops read it that adding up their gradients in a low format would lose accuracy.
 
 Autograd adds the gradients of a value's readers one by one in the format of the value: a sum of fifty in bf16 loses a tenth. Under
-torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32. So such a value stays fp32 in a plan, whatever a
-low one would save, and `plan-casts` has it copied for every two readers. A value that is low under torch.autocast too, because it is
-computed from products alone, stays open.
+torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32. So such a value stays fp32 at any price, and
+`plan-casts` plans a low copy for every two readers. A value that is low under torch.autocast too, because it is computed from products
+alone, is left to later passes.
 """
 
 from __future__ import annotations

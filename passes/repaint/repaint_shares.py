@@ -1,14 +1,14 @@
-"""Keep softmax and sigmoid results high if a logarithm reads them, and the ops between the two.
+"""Keep results of softmax and sigmoid in fp32 if a logarithm reads them, and the ops between the two.
 
-Shares come arbitrarily close to zero and one, and a low format does not: fp16 flushes below 6e-8, and bf16 rounds 0.9981 to one.
+Such results (shares) come arbitrarily close to zero and one. Low formats do not: fp16 flushes below 6e-8, and bf16 rounds 0.9981 to one.
 
-1. Before a logarithm, a softmax stays high in a format of narrow range, which would flush its shares: `log(softmax(x) + 1e-9)`. A sigmoid
-   stays high in any format, as it may be near one: `log(1 - sigmoid(x))`.
-2. Before `binary_cross_entropy` both stay high in any format: it reads the rest to one as well, and its slope reaches 1e12. torch.autocast
-   refuses it.
-3. A sigmoid that the graph returns, directly or through views, stays high, because such a loss may follow outside. A softmax does so in a
-   narrow format, unless a product reads it, as it reads the weights of attention.
-4. Ops in between work element by element, such as sums, bounds and views. Pins and overrides stand.
+1. Before a logarithm, a softmax stays fp32 if the low format has a narrow range, which would flush its results: `log(softmax(x) + 1e-9)`. A
+   sigmoid stays fp32 with any low format, because its result may be near one: `log(1 - sigmoid(x))`.
+2. Before `binary_cross_entropy` both stay fp32 with any low format, because it takes the logarithms of x and of 1 - x, and its gradient
+   reaches 1e12. torch.autocast refuses this loss.
+3. A sigmoid that the graph returns, directly or through views, stays fp32, because such a loss may follow outside the graph. So does a
+   softmax if the low format has a narrow range. Results that a product reads, too, such as attention weights, are left out.
+4. The ops in between work element by element, such as sums, bounds and views. Pins and overrides stand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 FEW = 16
-"""Number of ops to examine before a logarithm."""
+"""Most ops to examine before one logarithm."""
 LOGS, LOSSES = ops_with(Trait.LOGARITHM), ops_with(Trait.LOGS_OF_BOTH)
 SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
 
@@ -55,7 +55,7 @@ class RepaintShares(Pass[Problem, Decisions]):
 def _leading(
     graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
 ) -> Iterator[str]:
-    """Ops of `shares` that lead to these operands through element-wise ops of these `kinds`, and the ops in between."""
+    """Yield the ops of `shares` that lead to `operands` through ops of these `kinds` alone, and the ops in between."""
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
@@ -72,7 +72,7 @@ def _leading(
 
 
 def _kind(node: OpNode) -> OpKind | None:
-    """Kind of an op by its own row, since lists that run everything low give all ops one kind. Any op with FLOPs counts as ALLOW."""
+    """Return the kind of an op by its own row, because lists that run everything low give all ops one kind. Any op with FLOPs is ALLOW."""
     if node.role != "op" or node.op not in OPS:
         return None
     return OpKind.ALLOW if node.flops else OPS[node.op].kind

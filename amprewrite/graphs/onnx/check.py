@@ -1,8 +1,9 @@
 """Check an ONNX model before any of it is run: it must be whole, valid and of bounded size, and read only its own files.
 
-1. External data is in the model's folder: no absolute path, no way out of it, no link out of it, no second hard link.
+1. External data lies in the model's folder: its path is relative, without "..", and leads through no link out of the folder. The file has
+   no second hard link.
 2. Every constant holds as many bytes as its shape says.
-3. Functions do not multiply into more nodes than can be processed, and do not call each other in a circle.
+3. Functions do not call each other in a circle, and inlining them does not give more nodes than can be processed.
 4. No node leaves out an operand of a variadic list. onnx.checker does not test that, and ONNX Runtime crashes on it.
 5. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that fails it: such a model is tried in a separate
    process first.
@@ -25,14 +26,17 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
 
 MOST_NODES = 20_000
-"""Nodes that functions may produce when a file is inlined, unless the file itself has about as many."""
+"""Number of nodes that a model of any size may have after its functions are inlined."""
 GROWTH = 20
-"""Factor by which functions may multiply the nodes of a larger file."""
+"""Factor by which inlining functions may multiply the nodes of a larger model."""
 
 
 # -- validity --------------------------------------------------------------------------
 def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
-    """Error of onnx.checker on a model; "" if it passes. A path works for models of any size."""
+    """Return the error of onnx.checker on a model; "" if the model passes. A path works for models of any size.
+
+    `full` includes shape inference.
+    """
     try:
         onnx.checker.check_model(str(model) if isinstance(model, Path) else model, full_check=full)
     except Exception as error:  # errors of the checker, of protobuf, and of shape inference
@@ -41,7 +45,7 @@ def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
 
 
 def same_complaint(one: str, other: str) -> bool:
-    """True if onnx.checker has the same complaint about two models, apart from numbers: those of types differ in a rewritten model."""
+    """True if two errors of onnx.checker are the same apart from numbers, because the numbers of types differ in a rewritten model."""
     return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 
@@ -65,7 +69,7 @@ def check_constants(model: ir.Model, name: str, folder: Path) -> None:
 
 
 def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProtocol]]:
-    """All tensors of a model, each with a text that says where it is."""
+    """Yield all tensors of a model, each with a text that says where it is. CaptureError if an initialiser has none."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is None:
@@ -85,6 +89,7 @@ def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProto
 
 
 def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path) -> None:
+    """Raise CaptureError if the file of an external tensor is missing, too short, or outside of `folder`."""
     base = folder.resolve()
     location = os.fspath(tensor.location)
     path = Path(tensor.path)
@@ -123,6 +128,7 @@ def check_functions(model: ir.Model, name: str) -> None:
 
 
 def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int], trail: tuple[object, ...]) -> int:
+    """Return the number of nodes that a call of the function `key` gives when it is inlined. CaptureError if the function calls itself."""
     if key in trail or len(trail) > len(model.functions):
         raise CaptureError(f"function {printable(key[1])} calls itself; export the model again")
     if key not in sizes:
@@ -144,7 +150,7 @@ def check_operands(model: ir.Model, name: str) -> None:
 
 # -- memory ----------------------------------------------------------------------------------
 def memory() -> int:
-    """Bytes of free memory on this machine, or a default of 16 GiB if they are unknown."""
+    """Return the bytes of free memory on this machine; 16 GiB if they are unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -155,12 +161,12 @@ def memory() -> int:
 
 
 def _least_bytes(dtype: ir.DataType | None) -> float:
-    """Least bytes of an element. The length of a string is unknown."""
+    """Return the least number of bytes of an element; 1 for strings and unknown types."""
     return 1 if dtype is None or dtype == ir.DataType.STRING else dtype.itemsize
 
 
 def too_large(model: ir.Model) -> str:
-    """The value that is declared larger than this machine's memory; "" if there is none."""
+    """Return a text that names a value declared larger than the free memory, or with a negative size; "" if there is none."""
     most = memory()
     for graph in model.graphs():
         for value in (*graph.inputs, *(result for node in graph for result in node.outputs)):

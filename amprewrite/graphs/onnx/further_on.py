@@ -1,4 +1,4 @@
-"""Uses of a value further on in an ONNX graph: its readers, and whether a pole, a softmax or the root of a distance follows.
+"""Search an ONNX graph from a value on: for its readers, and for a pole, a softmax or the root of a distance.
 
 By name it knows powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` that a mask is made for, `scaled_dot_product_attention`, and the
 ops that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
@@ -21,18 +21,18 @@ from amprewrite.tables.vocabulary import OpKind
 
 BOUNDS, DIVIDES, SCALES = ops_with(Trait.BOUNDS), ops_with(Trait.DIVIDES), ops_with(Trait.SCALES)
 LOOKED_INTO = BOUNDS | ops_with(Trait.MAKES_SCORES, Trait.COMPARES)
-"""Ops whose constants decide the fate of a number beyond the range."""
+"""Ops whose constant operands decide whether a number beyond the range may become ±max."""
 MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
-"""Position of the mask of attention: in onnx's own op, and in ONNX Runtime's two."""
+"""Position of the mask among the operands of attention: in onnx's own op, and in the two ops of ONNX Runtime."""
 
 
 def has_pole(op: str, index: int) -> bool:
-    """True if an op has a pole where its operand at this position is zero."""
+    """True if an op has a pole where its operand at position `index` is zero."""
     return op in POLES or (op in DIVIDES and index == 1)
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """True if a value, or a small value passed on from it, becomes a divisor or the base of a power that may be negative."""
+    """True if a value becomes a divisor or the base of a power that may be negative, directly or through ops that pass small values on."""
     seen, waiting = set[ir.Node](), [value]
     while waiting:
         for use in waiting.pop().uses():
@@ -46,24 +46,25 @@ def before_a_pole(value: ir.Value) -> bool:
 
 
 def _is_positive(value: ir.Value | None) -> bool:
+    """True if a value is a constant of positive numbers alone."""
     tensor = constant_tensor(value) if value is not None else None
     return tensor is not None and bool((tensor.numpy() > 0).all())
 
 
 class Readers(MaskRules[ir.Value]):
-    """Readers of the values of a graph, including readers inside the bodies of its loops and branches."""
+    """Finds the readers of the values of a graph, including readers in the bodies (subgraphs) of its loops and branches."""
 
     def __init__(self, graph: ir.Graph, low: Format) -> None:
         super().__init__(low)
         self._leaving: dict[ir.Value, list[ir.Value]] = {}
-        """Results of a body, each with the values that it may become outside or in the next iteration."""
+        """Maps each result of a body to the values that it may become outside or in the next iteration."""
         for node in graph.all_nodes():
             for body in bodies(node):
                 for value in body.outputs:
                     self._leaving.setdefault(value, []).extend((*node.outputs, *body.inputs))
 
     def reads(self, value: ir.Value) -> Iterator[Read[ir.Value]]:
-        """The reads of `value`. A model output is read without an op, and stays the value itself."""
+        """Yield the reads of `value`. An output of a body or of the model counts as a read by the op ""."""
         for made in self._leaving.get(value, [value] if value.is_graph_output() else []):
             yield Read("", OpKind.CLEAR if made is not value else None, made, floating=is_float(made))
         for use in value.uses():
@@ -72,13 +73,14 @@ class Readers(MaskRules[ir.Value]):
                 yield _read(use.node, use.idx, made, crosses=bool(inner))
 
     def made_of(self, value: ir.Value) -> tuple[str, list[ir.Value]] | None:
+        """Return the op that makes a value, and its floating operands without constants; None if the value has no maker."""
         maker = value.producer()
         if maker is None:
             return None
         return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
     def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
-        """True if numbers beyond the range, on `sides` of zero in the results of a node, are only used to block positions."""
+        """True if all readers of the results of a node use numbers beyond the range, on `sides` of zero, only to block positions."""
         made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
@@ -89,6 +91,7 @@ class Readers(MaskRules[ir.Value]):
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
+    """Return the read of a value at position `place` of a node that makes `made`. `crosses` is True for a node with bodies."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
@@ -102,7 +105,10 @@ def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.V
 
 
 def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float, ...]:
-    """Least and largest of the finite numbers of constants; () if there are none, or with `of_one_sign` if they have both signs."""
+    """Return the least and the largest finite number of each constant among `values`; () if there is none.
+
+    With `of_one_sign` also () if the numbers have both signs.
+    """
     held = [tensor.numpy() for tensor in map(constant_tensor, values) if tensor is not None and tensor.size]
     finite = [each[np.isfinite(each)] for each in held if each.dtype.kind == "f"]
     ends = [float(end(each)) for each in finite if each.size for end in (np.min, np.max)]
@@ -119,7 +125,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation with a sum among its parts, perhaps transposed. A folded constant may be one, and counts."""
+    """True if a value is a concatenation with a sum among its parts, perhaps transposed, or a constant, which may be one folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

@@ -1,4 +1,4 @@
-"""Types and shapes that no file declares: they are used for planning and never written to a file.
+"""Mark types and shapes that no file declares: they are used for planning and never written to a file.
 
 onnx's shape inference is wrong about some ops, and runtimes believe the declarations of a file: ONNX Runtime refuses a model with values of
 another shape. So inferred types and shapes are marked on the value, and left out of every protobuf.
@@ -25,28 +25,29 @@ def guess(value: ir.Value, kind: ir.TypeProtocol | None, shape: ir.Shape | None 
 
 
 def is_guessed(value: ir.Value) -> bool:
+    """True if the model does not declare the type and shape of a value."""
     return KEY in value.meta
 
 
 def guessed(model: ir.Model) -> list[ir.Value]:
-    """The values whose type or shape the model does not declare."""
+    """Return the values whose type or shape the model does not declare."""
     return [value for value in _values(model) if is_guessed(value)]
 
 
 def describe_copy(copy: ir.Value, like: ir.Value, kind: ir.TypeProtocol | None) -> None:
-    """Give a copy of a value its own type, and the shape of the value. It counts as declared if the value's does."""
+    """Give `copy` the type `kind` and the shape of `like`. They count as guessed if the type and shape of `like` do."""
     copy.type, copy.shape = kind, like.shape
     if is_guessed(like):
         copy.meta[KEY] = True
 
 
 def declared(model: ir.Model) -> set[str]:
-    """Names of the values whose type or shape the model declares."""
+    """Return the names of the values whose type or shape the model declares."""
     return {str(value.name) for value in _values(model) if _is_known(value) and not is_guessed(value)}
 
 
 def mark_guesses(model: ir.Model, told: set[str]) -> None:
-    """Mark all types and shapes as guesses except those of the values in `told`: a converter inferred them."""
+    """Mark all types and shapes as guesses except those of the values named in `told`, because a converter inferred them."""
     for value in _values(model):
         if _is_known(value) and value.name not in told:
             value.meta[KEY] = True
@@ -75,7 +76,7 @@ def without_guesses(model: ir.Model) -> Iterator[None]:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """The model as a protobuf without guesses."""
+    """Return the model as a protobuf without guesses."""
     with without_guesses(model):
         return ir.to_proto(model)
 

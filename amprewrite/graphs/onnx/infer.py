@@ -15,11 +15,14 @@ from amprewrite.tables.errors import one_line
 from amprewrite.tables.ops.onnx_names import FLOW
 
 HOLLOW = 1024
-"""Elements from which on an initialiser cannot be a shape or axes, so that type inference need not see it."""
+"""An initialiser with this many elements or more is no shape and no axes, so that type inference need not see its values."""
 
 
 def infer_types(model: ir.Model) -> list[str]:
-    """Guess missing types and shapes of the top graph; returns notes on failure. The reader infers those of bodies."""
+    """Infer missing types and shapes of the top graph, as guesses. Returns a list with a note if that fails, otherwise [].
+
+    The reader infers the types in bodies (subgraphs).
+    """
     missing = [v for node in model.graph if node.op_type not in FLOW for v in node.outputs if v.name and v.type is None]
     if not missing:
         return []
@@ -28,7 +31,7 @@ def infer_types(model: ir.Model) -> list[str]:
     except Exception as error:
         return [f"onnx could not infer types, so ops that read such values stay fp32: {one_line(error)}"]
     _take(missing, inferred.graph)
-    for node in model.graph:  # after ops that onnx does not know
+    for node in model.graph:  # for values behind ops that onnx does not know
         if node.op_type not in FLOW:
             fill_types(node, model.opset_imports[""])
     return []
@@ -36,7 +39,7 @@ def infer_types(model: ir.Model) -> list[str]:
 
 @contextlib.contextmanager
 def all_types(model: ir.Model) -> Iterator[None]:
-    """A context in which all values have types if they can be inferred, also in bodies. Afterwards the guesses are removed."""
+    """A context in which all values have types if they can be inferred, also in subgraphs. Afterwards the new guesses are removed."""
     known = set(guessed(model))
     try:
         with contextlib.suppress(Exception):  # schemas may know types that onnx cannot infer
@@ -50,7 +53,7 @@ def all_types(model: ir.Model) -> Iterator[None]:
 
 
 def _take_all(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
-    """Guess the missing types of a graph and its bodies from its protobuf, which holds the same nodes in the same order."""
+    """Guess the missing types of a graph and its bodies from `inferred`, a protobuf with the same nodes in the same order."""
     _take([value for node in graph for value in node.outputs if value.name and value.type is None], inferred)
     for node, written in zip(graph, inferred.node, strict=True):
         for attribute in written.attribute:
@@ -59,6 +62,7 @@ def _take_all(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
 
 
 def _take(missing: list[ir.Value], inferred: onnx.GraphProto) -> None:
+    """Guess the types and shapes of the values `missing` from the inferred ones of the same name."""
     by_name = {str(value.name): value for value in missing}
     for info in inferred.value_info:
         value, found = by_name.get(info.name), info.type.tensor_type
@@ -69,7 +73,7 @@ def _take(missing: list[ir.Value], inferred: onnx.GraphProto) -> None:
 
 
 def _hollow(model: ir.Model) -> onnx.ModelProto:
-    """A protobuf of the model with large weights as inputs, because type inference would copy them."""
+    """Return a protobuf of the model in which large weights are inputs, because type inference would copy them."""
     proto = ir.to_proto(model)
     graph = proto.graph
     small = []

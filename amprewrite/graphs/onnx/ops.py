@@ -1,4 +1,4 @@
-"""ONNX ops in amprewrite's vocabulary, and facts from their schemas: operands of the result's type, and types that they take.
+"""Name ONNX ops in amprewrite's vocabulary, and read from their schemas which operands have the result's type and which types they take.
 
 The names are in `tables/ops/onnx_names.py`. All other facts are read from onnx.defs, at the opset of the model. By name this file knows
 `Pow`, whose exponent may make it another op, and `Cast` and `Constant`, whose attributes give the type of their result.
@@ -26,12 +26,12 @@ _FIXED = {
     "tensor(bool)": ir.DataType.BOOL,
 }  # fmt: skip
 OLDEST = 7
-"""Opsets before this one broadcast by attribute: such models are raised to it."""
+"""Models of an older opset are raised to this one, because older ops broadcast by attribute."""
 NEWEST = 24
-"""Highest opset to raise a model to. Runtimes in use do not load newer ones, so an op that takes a type only there stays fp32."""
+"""Highest opset to raise a model to: runtimes in use load no newer ones. An op that takes a type only at a newer opset stays fp32."""
 
 def op_of(node: ir.Node) -> str:
-    """Vocabulary name of a node; the op type, with its domain, if there is none."""
+    """Return the vocabulary name of a node; its op type if the vocabulary has none, as `domain::type` for an op of another domain."""
     if node.domain == DOMAIN and node.op_type in CONTRIB:
         return CONTRIB[node.op_type].name
     if node.domain not in ("", "ai.onnx"):
@@ -45,13 +45,13 @@ def op_of(node: ir.Node) -> str:
 
 
 def _scalar(value: ir.Value) -> float:
-    """The number that a constant of one element holds; NaN for anything else."""
+    """Return the number that a constant of one element holds; NaN for any other value."""
     tensor = constant_tensor(value)
     return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else float("nan")
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of an initialiser that is no input, or of a Constant node; None for any other value."""
+    """Return the tensor of an initialiser that is no input, or of a Constant node; None for any other value."""
     if value.is_initializer() and not value.is_graph_input():
         return value.const_value
     node = value.producer()
@@ -77,25 +77,30 @@ class Signature:
     inputs: tuple[str, ...]
     """Type variable or type of each formal input. The last one repeats if the op is variadic."""
     outputs: tuple[str, ...]
+    """Type variable or type of each formal output."""
     takes: tuple[tuple[str, frozenset[str]], ...]
-    """Types that each type variable may stand for."""
+    """Pairs of a type variable and the types that it may stand for."""
     variadic: bool
+    """True if the op takes any number of operands in place of its last one."""
 
     def input(self, index: int) -> str:
+        """Return the type variable or type of operand `index`; "" if the op has no operands."""
         return self.inputs[min(index, len(self.inputs) - 1)] if self.inputs else ""
 
     def output(self, index: int) -> str:
+        """Return the type variable or type of result `index`; "" if the op has no results."""
         return self.outputs[min(index, len(self.outputs) - 1)] if self.outputs else ""
 
     def allows(self, variable: str, fmt: Format) -> bool:
+        """True if a type variable may stand for the type of `fmt`."""
         return any(name == variable and _TYPE_STRINGS[fmt.name] in types for name, types in self.takes)
 
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if operand `index` has the type of `group`, or is cast along with it."""
+        """True if operand `index` has the type variable `group`, or another variable that is cast along with the result."""
         return self._goes_along(self.input(index), op_type, group, fmt)
 
     def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if result `index` has the type of `group`, or a type that changes with it."""
+        """True if result `index` has the type variable `group`, or another variable that changes along with it."""
         return self._goes_along(self.output(index), op_type, group, fmt)
 
     def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:
@@ -104,7 +109,7 @@ class Signature:
 
 @cache
 def signature(domain: str, op_type: str, opset: int) -> Signature | None:
-    """The signature of an op at an opset; None for an op that onnx does not know."""
+    """Return the signature of an op at an opset; None for an op that onnx does not know."""
     if domain == DOMAIN:
         return _contrib_signature(op_type)
     try:
@@ -118,6 +123,7 @@ def signature(domain: str, op_type: str, opset: int) -> Signature | None:
 
 
 def _contrib_signature(op_type: str) -> Signature | None:
+    """Return the signature of an op of ONNX Runtime's own domain; None for an op that is not in our table."""
     row = CONTRIB.get(op_type)
     if row is None:
         return None
@@ -165,7 +171,7 @@ def _fill_constant(node: ir.Node) -> None:
 
 
 def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
-    """The lowest opset from `opset` to NEWEST at which the op's first result may be in `fmt`; `opset` if none does."""
+    """Return the lowest opset from `opset` to NEWEST at which the op's first result may be in `fmt`; `opset` if there is none."""
     for version in range(opset, NEWEST + 1):
         found = signature("", op_type, version)
         if found is not None and found.allows(found.output(0), fmt):
@@ -174,7 +180,7 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
 
 
 def changed_ops(model: ir.Model, opset: int) -> list[str]:
-    """Ops of a model that may have another meaning at another opset, by their schemas."""
+    """Return the op types in a model that may have another meaning at the opset `opset`, by their schemas."""
     own = model.opset_imports.get("", 1)
     used = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain in ("", "ai.onnx")})
     return [op_type for op_type in used if not _means_the_same(op_type, own, opset)]
@@ -182,10 +188,7 @@ def changed_ops(model: ir.Model, opset: int) -> list[str]:
 
 @cache
 def _means_the_same(op_type: str, opset: int, raised: int) -> bool:
-    """True if an op only gained types, optional operands, and attributes with neutral defaults.
-
-    Attributes for broadcasting may disappear: the converter writes their effect out.
-    """
+    """True if an op only gained types, optional operands, and attributes with neutral defaults from `opset` to `raised`."""
     try:
         old, new = (onnx.defs.get_schema(op_type, version, "") for version in (opset, raised))
     except onnx.defs.SchemaError:
@@ -202,25 +205,27 @@ def _means_the_same(op_type: str, opset: int, raised: int) -> bool:
 
 
 def _is_kept(old: onnx.defs.OpSchema.Attribute, new: onnx.defs.OpSchema.Attribute) -> bool:
+    """True if an attribute has the same type and default in the new schema, and is not required there unless it was before."""
     defaults = (each.default_value.SerializeToString() for each in (old, new))
     return old.type == new.type and old.required >= new.required and len(set(defaults)) == 1
 
 
 def _is_neutral(op_type: str, added: onnx.defs.OpSchema.Attribute) -> bool:
+    """True if an attribute that was added is optional and changes nothing by default."""
     default = added.default_value
     nothing = not (default.i or default.f or default.s.strip(b"none") or default.ints or default.floats or default.strings)
     return not added.required and (nothing or (op_type, added.name) in NEUTRAL)
 
 
 def _goes_on(old: Sequence[onnx.defs.OpSchema.FormalParameter], new: Sequence[onnx.defs.OpSchema.FormalParameter]) -> bool:
-    """True if all operands or results are unchanged and the new ones are optional."""
+    """True if all old operands (or results) are unchanged and the new ones are optional."""
     optional = onnx.defs.OpSchema.FormalParameterOption.Optional
     same = all(a.option == b.option or b.option == optional for a, b in zip(old, new, strict=False))
     return len(old) <= len(new) and same and all(each.option == optional for each in new[len(old) :])
 
 
 def bodies(node: ir.Node) -> list[ir.Graph]:
-    """The graphs inside a node: the branches of an If, the body of a Loop or Scan."""
+    """Return the graphs inside a node: the branches of an If, the body of a Loop or Scan."""
     found: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -231,12 +236,12 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
 
 
 def is_float(value: ir.Value) -> bool:
-    """True if a value may hold fractions. An unknown type may."""
+    """True if a value may hold fractions. A value of unknown type may."""
     return value.dtype is None or value.dtype.is_floating_point()
 
 
 def format_of(value: ir.Value | None) -> str:
-    """Short name of a value's dtype; "" if it is unknown or no tensor."""
+    """Return the short name of a value's dtype, such as "fp32" or "int64"; "" if it is unknown or no tensor."""
     if value is None or not isinstance(value.type, ir.TensorType):
         return ""
     return FLOATS.get(value.type.dtype, value.type.dtype.name.lower())

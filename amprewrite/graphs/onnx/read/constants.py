@@ -1,4 +1,4 @@
-"""Facts about the constants of an ONNX file, collected during reading: the harm of low copies, and what masks become.
+"""Collect facts about the constants of an ONNX file: the harm of low copies, and whether masks may be clamped.
 
 By name it knows the bounds of `clamp` and `maximum`, `add`, which moves a mask, and `BatchNormalization`, whose further results are
 averages.
@@ -22,11 +22,11 @@ from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 BOUNDS = ops_with(Trait.BOUNDS)
-"""Ops whose constants are bounds: beyond the range they are clamped to ±max. A fill value is clamped only if it is a mask."""
+"""Ops whose constants are bounds. A bound beyond the range is clamped to ±max, but a fill value only if it is a mask."""
 
 
 class ConstantFacts:
-    """Facts about the constants of one model and one format."""
+    """Finds facts about the constants of one model for one low format."""
 
     def __init__(self, model: ir.Model, low: Format) -> None:
         self.low = low
@@ -34,6 +34,7 @@ class ConstantFacts:
         self._looked_at: dict[ir.Value, Facts] = {}
 
     def facts(self, value: ir.Value) -> Facts:
+        """Return the facts about a constant. They are computed once."""
         if value not in self._looked_at:
             tensor = constant_tensor(value)
             assert tensor is not None
@@ -41,13 +42,13 @@ class ConstantFacts:
         return self._looked_at[value]
 
     def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
-        """The harm of a low copy of a constant that `node` reads; None if it only rounds."""
+        """Return the harm of a low copy of a constant that `node` reads; None if the copy only rounds."""
         found = self.facts(value)
         masks_scores = bool(found.overflow) and self.readers.masks_scores(value)
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """A read of a constant in the format of the vertex `reader`. `index` is its position among the operands."""
+        """Return the read of a constant in the format of the vertex `reader`. `index` is its position among the operands."""
         row = find_op(op)
         summand = row is not None and bool(row.summands) and index == 2 and "beta" not in node.attributes
         pole = op if has_pole(op, index) else ""
@@ -58,15 +59,18 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """Constants of a node without a float result, such as a comparison, that a low copy would change to another number."""
+        """Return the harm of each low copy that would change a constant of a node without a float result, such as a comparison."""
         lost = [loss for _, value in constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """Type variables of an op that stay fp32 even if its result is low: their constants would be lost, or they are statistics."""
+        """Return the type variables of an op that stay fp32 even if its result is low, each with the harm of a low copy of its constant.
+
+        Statistics stay fp32, too; for them the harm is None.
+        """
         if node.op_type not in SIDE_FOLLOWS:
             return {}
-        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # a training step: its averages add up over many
+        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # in training its averages add up over many steps
             return dict.fromkeys({sig.output(index) for index in range(1, len(node.outputs))} - {group})
         return {
             sig.input(index): loss
@@ -77,7 +81,7 @@ class ConstantFacts:
 
     # -- masks and bounds -----------------------------------------------------------------------
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
-        """True if the result may hold clamped numbers of a mask, or scores added to a mask. `beside`: an operand does."""
+        """True if the result may hold clamped numbers of a mask, or scores added to a mask. `beside`: an operand may hold such numbers."""
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
 
@@ -112,7 +116,7 @@ class ConstantFacts:
 
 
 def constants_of(node: ir.Node) -> list[tuple[int, ir.Value]]:
-    """The fp32 constants that a node reads, with their positions."""
+    """Return the fp32 constants that a node reads, each as (position, value)."""
     return [
         (index, value)
         for index, value in enumerate(node.inputs)

@@ -1,7 +1,7 @@
-"""Products of a file that multiply numbers that count something (`ir/evidence/counts.py`).
+"""Find the products of an ONNX file that multiply numbers that count something, such as positions (`ir/evidence/counts.py`).
 
-Constants of a file count by their values, weights as well, because a file does not say which were learnt. By name this file knows `OneHot`,
-which the vocabulary maps to a scatter.
+Constants are judged by their values, weights as well, because a file does not say which of them were learnt. By name this file knows
+`OneHot`, which the vocabulary maps to a scatter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amprewrite.tables.formats import Format
 
 
 def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
-    """The graph that was read, with a mark on every product that would round numbers that count something."""
+    """Return the graph of `reading` with a mark on every product that would round numbers that count something."""
     if not any(node.flops for node in reading.graph):
         return reading.graph
     found = dict[ir.Value, Count]()
@@ -42,7 +42,7 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
 
 
 def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    """The nodes of a graph. Nodes of a body follow the node that runs it."""
+    """Yield the nodes of a graph, each followed by the nodes of its bodies (subgraphs)."""
     for node in graph:
         yield node
         for body in bodies(node):
@@ -50,13 +50,13 @@ def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _entering(value: ir.Value, low: Format) -> Count:
-    """The count of a value that enters a graph from outside."""
+    """Return the count of a value that enters a graph from outside."""
     dtype = format_of(value)
     return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), (), low)
 
 
 def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
-    """The count of a value that a node reads. Constants count by their values."""
+    """Return the count of a value that a node reads, and store it in `found`. Constants count by their values."""
     if value not in found:
         held = constant_tensor(value)
         numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)
@@ -67,6 +67,7 @@ def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
 
 
 def _number(value: ir.Value) -> Iterator[float]:
+    """Yield the number that a constant of one element holds; nothing for any other value."""
     held = constant_tensor(value)
     if held is not None and held.size == 1 and not held.dtype.is_string():
         yield float(held.numpy().reshape(-1)[0])

@@ -1,4 +1,4 @@
-"""Make sparse constants of an ONNX protobuf dense: onnx_ir reads none, and kernels of the low formats take dense operands alone.
+"""Make sparse constants of an ONNX protobuf dense: onnx_ir reads no sparse ones, and low kernels take dense operands alone.
 
 By name it knows `Constant`, which may hold one in an attribute.
 """
@@ -50,6 +50,7 @@ def densify(model: onnx.ModelProto, name: str) -> int:
 
 
 def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes of a model and of its functions, with the nodes of their subgraphs."""
     for nodes in (model.graph.node, *(function.node for function in model.functions)):
         yield from nodes
         for body in _bodies(nodes):
@@ -57,7 +58,7 @@ def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
-    """The graphs inside nodes, at any depth."""
+    """Yield the subgraphs of nodes, at any depth."""
     for node in nodes:
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs) if attribute.HasField("g") or attribute.graphs else ():
@@ -66,7 +67,7 @@ def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
 
 
 def _dense(sparse: onnx.SparseTensorProto, where: str, most: int) -> onnx.TensorProto:
-    """A sparse tensor as a dense one of the same name. CaptureError if it takes more than `most` bytes."""
+    """Return a sparse tensor as a dense tensor of the same name. CaptureError if it is broken, or takes more than `most` bytes."""
     if onnx.TensorProto.EXTERNAL in (sparse.values.data_location, sparse.indices.data_location):
         raise CaptureError(f"{where} lies in a file of its own; save the model with its sparse constants inside")
     try:

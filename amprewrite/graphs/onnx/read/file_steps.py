@@ -1,7 +1,7 @@
-"""Sums of an ONNX file that change one value in many small steps: `x = x + 0.1 * f(x)`, unrolled or in the body of a loop.
+"""Find the sums of an ONNX file that change one value in many small steps: `x = x + 0.1 * f(x)`, unrolled or in the body of a loop.
 
-Factors are constants that vary along one dim at most, such as a LayerScale, which count by their root mean square, and schedules: values of
-one element that no product made.
+Factors are constants and schedules. A constant varies along one dim at most, such as a LayerScale, and counts by its root mean square. A
+schedule is a value of one element that no product made.
 
 By name it knows how ops are linear: `add`, `sub`, `mul`, `div`, `neg`; and where a body begins, at a `loop` or a `scan`.
 """
@@ -23,14 +23,14 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops that pass on their first operand times one, if it has as many elements as the result."""
+"""Ops whose result is their first operand, apart from its shape and bounds, if the operand has as many elements as the result."""
 RANDOM = ops_with(Trait.RANDOM)
 SUMS = ops_with(Trait.ADDS_UP)
 BODIES = ("loop", "scan")
 
 
 def read_small_steps(reading: OnnxReading) -> tuple[str, ...]:
-    """Sums that change one value in many small steps with a product in each, and the ops that scale or copy the value between two steps."""
+    """Return the sums that change one value in many small steps, each with a product, and the ops that scale or copy it in between."""
     steps = _OnnxSteps(reading)
     kept = steps.found(lambda name: reading.graph[name].op in SUMS and len(steps.given(name)) == 2, steps.is_state)
     return tuple(node.name for node in reading.graph if node.name in kept)
@@ -43,14 +43,14 @@ class _OnnxSteps(SmallSteps[str]):
         self.graph, self.nodes = reading.graph, reading.nodes
         self.order = self.graph.rank
         self.names = {value: name for name, value in reading.values.items()}
-        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # FLOPs need a shape
+        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # no shape, no FLOPs
         self.exact = set[str]()
         for node in self.graph:
             if self._is_exact(node):
                 self.exact.add(node.name)
 
     def is_state(self, name: str) -> bool:
-        """True if a value is the state that a loop passes from iteration to iteration."""
+        """True if a value is the state that a loop passes from one iteration to the next."""
         node = self.graph[name]
         return node.op in BODIES and bool(node.precision_group)
 
@@ -61,7 +61,7 @@ class _OnnxSteps(SmallSteps[str]):
         return self.graph[node].shape
 
     def given(self, name: str) -> list[ir.Value]:
-        """The operands of a node; [] for other vertices and at the border of a body."""
+        """Return the operands of a node; [] for vertices that are no nodes and at the border of a body."""
         node = self.graph[name]
         if node.role != "op" or node.op in BODIES or name not in self.nodes:
             return []
@@ -97,6 +97,7 @@ class _OnnxSteps(SmallSteps[str]):
         return given.pop() if len(given) == 1 and node not in self.heavy else None
 
     def _factor(self, value: ir.Value, how: str = "") -> Factor | None:
+        """Return the factor of a constant or a schedule; None for any other value. `how` is "divided by" for a divisor."""
         tensor = constant_tensor(value)
         if tensor is not None:
             number = _size(tensor.numpy()) if sum(size > 1 for size in tensor.shape.numpy()) <= 1 and tensor.size else None
@@ -105,6 +106,7 @@ class _OnnxSteps(SmallSteps[str]):
         return Factor(1.0, frozenset([(name, how)])) if name and self._is_schedule(name) else None
 
     def _is_exact(self, node: OpNode) -> bool:
+        """True if a value is computed without products, random ops and loops."""
         if node.role != "op":
             return node.role != "output"
         if node.name in self.heavy or node.op in RANDOM or node.op in BODIES:
@@ -112,11 +114,12 @@ class _OnnxSteps(SmallSteps[str]):
         return all(operand.value in self.exact for operand in node.operands)
 
     def _is_schedule(self, name: str) -> bool:
+        """True if a value of one element is made without products."""
         return name in self.exact and all(size == 1 for size in self.graph[name].shape)
 
 
 def _size(values: np.ndarray[Any, Any]) -> float:
-    """Root mean square of numbers, with the sign of their mean."""
+    """Return the root mean square of numbers, with the sign of their mean."""
     return math.copysign(float(np.sqrt(np.square(values.astype(np.float64)).mean())), float(values.mean()))
 
 

@@ -1,4 +1,4 @@
-"""Kind of an op of a file, by its name, its attributes, and the values in sample runs.
+"""Choose the kind of an op of an ONNX file by its name, its attributes, and the values in sample runs.
 
 By name it knows `exp`, an `einsum` that is a `mul`, and `Cast`.
 """
@@ -18,12 +18,12 @@ from amprewrite.tables.ops.products import sums_products
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 EXP_MOST = 8.0
-"""Largest result of an exp that stays open. An exp multiplies the relative error of its input by the input: about two here."""
+"""Largest result of an exp that may run low. An exp multiplies the relative error of its input by the input: about two here."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """The lists and the ranges from samples. `asked_ops` are ops whose list an override names."""
+    """Chooses kinds by the lists and by the ranges in samples. `asked_ops` are ops whose list an override names."""
 
     low: Format
     lists: OpLists
@@ -31,9 +31,10 @@ class Kinds:
     asked_ops: frozenset[str] = frozenset()
 
     def of(self, op: str, node: ir.Node) -> OpKind | None:
-        """The kind of the op by the lists. In fp16, if samples stay within the range, it is the kind in bf16 unless other reasons deny it.
+        """Return the kind of an op: its kind by the lists, with three exceptions by the rule "cost", unless an override names its list.
 
-        An einsum that sums over no dim of two operands, such as an outer product, is no matrix product. An exp of small numbers does not
+        An op that is denied only in fp16, for its range, gets its kind in bf16 if samples stay within the range. An einsum that sums over
+        no dim of two operands, such as an outer product, is no matrix product. An exp of small numbers may run low, because it does not
         magnify errors.
         """
         row = find_op(op)
@@ -51,6 +52,7 @@ class Kinds:
         return OpKind.INFER if small_exp else kind
 
     def _in_range(self, op: str, node: ir.Node) -> bool:
+        """True if samples show that all fp32 operands and results of an op stay well within the range and away from poles."""
         read = [v for v in node.inputs if v is not None and format_of(v) == "fp32" and constant_tensor(v) is None]
         made = [v for v in node.outputs if format_of(v) == "fp32"]
         for value in (*read, *made):
@@ -62,7 +64,7 @@ class Kinds:
         return bool(read)
 
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
-        """Pin a Cast to fp32 high; None if it may cast to the low format directly without a loss."""
+        """Return a pin that keeps a Cast to fp32 high; None if it may cast to the low format directly without a loss."""
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in ("fp32", self.low.name, "bool"):
             return None

@@ -29,13 +29,13 @@ from amprewrite.tables.ops.op_lists import OpLists
 
 Source = str | Path | onnx.ModelProto | ir.Model
 TRIES = 20
-"""Number of tries to read a model that another process keeps replacing."""
+"""Most tries to read a model that another process keeps replacing."""
 NOTES = "amprewrite.read"
 """Key in `meta` of a model that was read: notes on the changes made to it."""
 
 
 def load(source: Source) -> ir.Model:
-    """A copy of the model to work on. CaptureError if it is no ONNX model, or lacks its external data.
+    """Return a copy of the model to work on. CaptureError if it is no ONNX model, or lacks its external data.
 
     If another process replaces the file while it is read, its old data may be missing: then the new file is read.
     """
@@ -50,7 +50,7 @@ def load(source: Source) -> ir.Model:
 
 
 def _version(source: Source) -> tuple[int, ...]:
-    """A key that changes whenever a file is replaced; () for models in memory."""
+    """Return a key that changes whenever a file is replaced; () for models in memory and for missing files."""
     if not isinstance(source, str | Path):
         return ()
     try:
@@ -61,6 +61,7 @@ def _version(source: Source) -> tuple[int, ...]:
 
 
 def _load(source: Source) -> ir.Model:
+    """Read a model once and check it. CaptureError if it is no whole ONNX model, PolicyError if `source` is of another type."""
     if isinstance(source, ir.Model):
         return source.clone()
     if not isinstance(source, onnx.ModelProto | str | Path):
@@ -107,7 +108,7 @@ def _load_initialisers(model: ir.Model) -> None:
 
 
 def _load_attributes(model: ir.Model) -> None:
-    """Load tensor attributes from external files into memory, for example of a Constant: only initialisers are written outside a model."""
+    """Load external tensors of attributes, for example of a Constant, into memory: only initialisers are written outside a model."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         for node in graph:
             for attribute in list(node.attributes.values()):
@@ -124,7 +125,7 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
-    """The model of a proto or a file, without external data.
+    """Return the model of a protobuf or a file, without its external data.
 
     A value that is both an input and an output gets the input's type, because the type that the file gives the output may be wrong. Parts
     that onnx_ir would refuse or drop silently are made dense, refused here, or noted in `model.meta`.
@@ -150,7 +151,7 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
 
 
 def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
-    """Raise CaptureError if an input or output is a map, or holds maps. Types of inner maps are removed."""
+    """Raise CaptureError if an input or output is a map, or holds maps. Declared types of maps inside the graph are removed."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             if _holds_map(value.type):
@@ -175,14 +176,14 @@ def _holds_map(kind: onnx.TypeProto) -> bool:
 
 
 def _not_implemented(error: BaseException | None) -> NotImplementedError | None:
-    """The NotImplementedError of onnx_ir among the causes of an error; None if there is none."""
+    """Return the NotImplementedError of onnx_ir among the causes of an error; None if there is none."""
     while error is not None and not isinstance(error, NotImplementedError):
         error = error.__cause__
     return error
 
 
 def name_of(source: Source) -> str:
-    """The model in messages: its path, if it has one."""
+    """Return the name of a model in messages: its path, or "the model"."""
     return printable(source) if isinstance(source, str | Path) else "the model"
 
 
@@ -192,9 +193,9 @@ class Ready:
 
     model: ir.Model
     notes: list[str]
-    """Changes made to it."""
+    """Changes made to the model, as texts for the user."""
     before: list[ir.Model]
-    """The model before and between changes of its opset, for a comparison; empty if it was not raised."""
+    """The stages of the model before each change of its opset, for a comparison; empty if it was not raised."""
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
@@ -237,7 +238,7 @@ def sort_nodes(model: ir.Model) -> None:
 
 
 def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
-    """True if every node follows the makers of its operands. `made` holds the nodes before, and afterwards also the graph's own."""
+    """True if every node follows the makers of its operands. `made` holds the nodes before this graph; the nodes of the graph are added."""
     for node in graph:
         makers = (value.producer() for value in node.inputs if value is not None)
         if any(maker is not None and maker not in made for maker in makers):

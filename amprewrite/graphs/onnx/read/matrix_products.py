@@ -1,4 +1,4 @@
-"""ONNX graph → its products of rows and a constant matrix, whose operands may be quantised.
+"""Find the products of rows and a constant matrix in an ONNX graph, whose operands may be quantised.
 
 By name it knows `MatMul` and `Gemm`.
 """
@@ -14,7 +14,7 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 
 def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
-    """MatMul and Gemm nodes with a constant matrix, by vertex. They count as trained, so that they are decided as in training."""
+    """Return the MatMul and Gemm nodes with a constant matrix, by vertex. They count as trained, to be decided as in training."""
     found: dict[str, MatrixProduct] = {}
     for name, node in reading.nodes.items():
         read = {slot.index: value for (reader, value), slots in reading.slots.items() if reader == name for slot in slots}

@@ -1,4 +1,4 @@
-"""Constants of a file with an offset: the common part of their values is larger than the differences."""
+"""Find constants of an ONNX file with an offset: the common part of their values is larger than the differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amprewrite.tables.formats import FP32
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
-    """fp32 constants with an offset that are added to a value, and tables whose rows have a common one."""
+    """Return the names of fp32 constants with an offset that are added to a value, and of tables whose rows have a common offset."""
     added, looked_up = summands(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)
@@ -22,7 +22,7 @@ def read_offsets(reading: OnnxReading) -> frozenset[str]:
 
 
 def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    """The numbers of the fp32 constants among these vertices."""
+    """Return the numbers of the fp32 constants among the vertices `names`, as (name, array)."""
     held = ((name, reading.values[name]) for name in names if name in reading.values)
     constants = ((name, constant_tensor(value)) for name, value in held if format_of(value) == FP32.name)
     return [(name, tensor.numpy()) for name, tensor in constants if tensor is not None and tensor.size]

@@ -1,6 +1,6 @@
-"""The opset of a model: add it if none is named, raise it if it is too old, and raise it if more ops then take the low format.
+"""Set the opset of a model: add one if none is named, raise it if it is too old, and raise it if more ops then take the low format.
 
-1. A model of other domains alone gets an opset of onnx's own ops: casts are such ops.
+1. A model with ops of other domains alone gets an opset of onnx's own ops, because the inserted casts are such ops.
 2. Opsets before OLDEST broadcast by attribute. onnx's version converter raises such a model to OLDEST.
 3. A newer opset is chosen if it lets more ops of the model take the low format, and ONNX Runtime still loads the model.
 
@@ -29,10 +29,11 @@ from amprewrite.tables.vocabulary import OpKind
 CASTS = 13
 """The opset given to a model that names none: the first whose Cast takes every format."""
 REMEDY = "raise it with onnx.version_converter.convert_version"
+"""Advice at the end of an error message."""
 
 
 def name_opset(model: ir.Model) -> int:
-    """The opset of onnx's own ops, under its short name. A model without such ops gets CASTS."""
+    """Return the opset of onnx's own ops, and store it under the domain "". A model that has no such ops and names no opset gets CASTS."""
     domains = model.opset_imports
     if "" not in domains and "ai.onnx" not in domains:
         if model.ir_version >= 3 and not any(node.domain in ("", "ai.onnx") for graph in model.graphs() for node in graph):
@@ -67,7 +68,7 @@ def raise_old(model: ir.Model) -> ir.Model:
 
 
 def _fold_unsqueezes(model: ir.Model) -> None:
-    """Replace each Unsqueeze of a constant that the converter inserted by a reshaped constant: the node has no format of its own."""
+    """Replace each Unsqueeze of a constant, which the converter inserts, by a reshaped constant, so that ops read the constant directly."""
     for graph in model.graphs():
         for node in list(graph):
             value, result = node.inputs[0] if node.inputs else None, node.outputs[0]
@@ -86,6 +87,7 @@ def _fold_unsqueezes(model: ir.Model) -> None:
 
 
 def _initializer(graph: ir.Graph, name: str, held: np.ndarray) -> ir.Value:
+    """Add an initialiser with the numbers `held` to a graph, and return its value."""
     tensor = ir.tensor(held, name=name)
     made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(held.shape), const_value=tensor)
     graph.register_initializer(made)
@@ -93,7 +95,10 @@ def _initializer(graph: ir.Graph, name: str, held: np.ndarray) -> ir.Value:
 
 
 def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
-    """Give slopes of PRelu the shape of OLDEST: one for each channel now broadcasts from the right, and the converter ignores that."""
+    """Give slopes of PRelu the shape that OLDEST needs, which the converter does not do.
+
+    Older opsets give each channel a slope. OLDEST broadcasts the slopes from the right, so they need dims of one after the channels.
+    """
     for graph in model.graphs():
         for node in list(graph):
             slope = node.inputs[1] if node.op_type == "PRelu" and len(node.inputs) > 1 else None
@@ -111,7 +116,7 @@ def _is_single(value: ir.Value) -> bool:
 
 
 def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int]) -> None:
-    """Let a PRelu read its slope with further dimensions of one after the channels."""
+    """Let a PRelu read its slope with further dims of one after the channels."""
     tensor, name = constant_tensor(slope), f"{slope.name}_of_{node.outputs[0].name}"
     if tensor is not None:
         shaped = _initializer(graph, name, tensor.numpy().reshape(-1, *(1 for _ in axes)))
@@ -125,7 +130,7 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
-    """(the model at the lowest opset at which all listed ops take the low format, if there is one; notes)."""
+    """Return (the model at the lowest opset at which all listed ops take the low format, notes), or (the model itself, notes)."""
     opset = model.opset_imports[""]
     nodes = [node for graph in model.graphs() for node in graph if not node.domain]
     wanted = {node.op_type for node in nodes if _wants_low(node, lists)}
@@ -159,7 +164,8 @@ def _raise_ir_version(model: ir.Model, opset: int) -> None:
 
 
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
-    if node.op_type in FLOW:  # it returns results of its body
+    """True if a node has fp32 values and the lists let it run low."""
+    if node.op_type in FLOW:  # If, Loop and Scan return results of their bodies
         bodies = (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
         return any(format_of(value) == "fp32" for value in (*node.outputs, *(v for body in bodies for v in (*body.inputs, *body.outputs))))
     kind = lists.kind(op_of(node))

@@ -1,11 +1,11 @@
-"""ONNX graph → op graph: one vertex a node, with bodies of If, Loop and Scan inlined in the same graph.
+"""Read an ONNX graph into an op graph: one vertex for each node, with the bodies (subgraphs) of If, Loop and Scan inlined.
 
 1. Walk the nodes in order. A body is walked at the position of its node, so that values may cross its border in either format.
-2. Values that enter or leave a body have vertices of their own. A loop's state enters and leaves in one colour, by a precision_group.
+2. Values that enter or leave a body have vertices of their own. The vertices of a loop's state share a precision_group, hence one colour.
 3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
-5. Pin facts of the file: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample runs are
-   evidence, which passes judge.
+5. Facts of the file pin colours: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample
+   runs are evidence, which passes judge.
 
 By name it knows bodies (`Scan`, `Loop`), ops with a type of their own (`Cast`, in the vocabulary `to`, `Constant`, `ConstantOfShape`,
 `DequantizeLinear`), and products whose FLOPs it counts: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`, and `ConvTranspose`, whose
@@ -74,7 +74,7 @@ class OnnxReading:
     kept: dict[str, Loss] = field(default_factory=dict)
     """Constants that stay fp32 in their readers, whatever passes decide, with the harm of a low copy."""
     masks: set[str] = field(default_factory=set)
-    """Constants and fills that only block scores: they become less than half of the lowest number."""
+    """Constants and fills that only block scores: a low copy holds less than half of the format's lowest number instead of them."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges of vertices in sample runs, and of constants that a low copy rounds."""
     walls: Counter[str] = field(default_factory=Counter)
@@ -84,7 +84,10 @@ class OnnxReading:
 def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> OnnxReading:
-    """Read `model`. `samples` are the results of sample runs, `asked_ops` the ops whose list an override names."""
+    """Return the op graph of `model`, with its values, nodes and reads.
+
+    `samples` are the results of sample runs, `asked_ops` the ops whose list an override names. `keep_io` keeps inputs and outputs fp32.
+    """
     reader = _Reader(model, Kinds(low, lists, samples, asked_ops), keep_io)
     reader.read_top()
     reader.read_numbers()
@@ -98,11 +101,11 @@ class _Reader:
         self.opset = model.opset_imports.get("", 1)
         self.reading = OnnxReading()
         self.masked: set[str] = set()
-        """Vertices at which a mask's constant enters. Low, they hold ±max."""
+        """Vertices that read a constant of a mask. If they run low, they hold ±max."""
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
         self.turns = 1
-        """Number of runs of the code that is being read, for costs."""
+        """How often the code that is being read runs, for prices."""
 
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
@@ -156,7 +159,7 @@ class _Reader:
         return constant_tensor(value) is not None
 
     def maker(self, value: ir.Value) -> str:
-        """The vertex that makes `value`. Constants get theirs when first read."""
+        """Return the vertex that makes `value`. A constant gets its vertex when it is first read."""
         if value not in self.of:
             if not self.constant(value):
                 raise CaptureError(f"{value.name} is read, but no node before it makes it; export the model again")
@@ -177,7 +180,7 @@ class _Reader:
         precision_group: str = "",
         may_saturate: bool = False,
     ) -> str:
-        """Add a vertex for a value that is no node's only result: inputs, constants, values at the border of a body."""
+        """Add a vertex for a value that is no node's only result, and return its name: an input, a constant, a value at a body's border."""
         name = name or self.unique(str(value.name))
         dtype = format_of(value)
         pinned = pinned if dtype == "fp32" else _PLAIN
@@ -195,6 +198,7 @@ class _Reader:
         return name
 
     def read(self, reader: str, value: ir.Value, slot: Slot) -> str:
+        """Record a read of `value` by the vertex `reader`, and return the vertex that makes the value."""
         made = self.maker(value)
         self.reading.slots.setdefault((reader, made), []).append(slot)
         return made
@@ -256,6 +260,7 @@ class _Reader:
         )  # fmt: skip
 
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
+        """Return the operands of a listed op, each with the format in which the op takes it."""
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
         misread = self.held.misreads(node) if computed and not gives_float else []
@@ -276,7 +281,7 @@ class _Reader:
             if self.constant(value) and demand is not Demand.HIGH:
                 if gives_float:
                     self.reading.constants.append(self.held.read(made, value, name, node, op_of(node), node.outputs[0], index))
-                elif computed:  # one side of a comparison follows the other
+                elif computed:  # a constant follows the value that it is compared with
                     self.reading.constants.append(ConstantRead(constant=made, reader=name, follows=self.of[computed[0]]))
                 demand = Demand.ANY
             if demands.setdefault(made, demand) is not demand:
@@ -293,7 +298,10 @@ class _Reader:
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Keep vertices in fp32 if an op reads their numbers beyond the range as numbers, with the vertices before them up to a bound."""
+        """Pin vertices to fp32, because an op reads their numbers beyond the range as numbers, and the vertices that pass these on.
+
+        Nothing is pinned if no vertex among them reads a constant of a mask.
+        """
         waiting, seen = list(names), set[str]()
         while waiting:
             vertex = self.reading.graph[waiting.pop()]
@@ -311,7 +319,7 @@ class _Reader:
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
-        """The operands of an unlisted op. All operands of it and of its bodies stay fp32."""
+        """Return the operands of an unlisted op. All operands of the op and of its bodies stay fp32."""
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
             slots += [Slot(each, index) for each in body.all_nodes() for index in range(len(each.inputs))]
@@ -324,7 +332,7 @@ class _Reader:
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
-        """The colour that facts about the op force; None if lists and passes decide."""
+        """Return the colour that facts about the op force; None if lists and passes decide."""
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op
         if node.op_type in QUANTISED:
@@ -375,7 +383,7 @@ class _Reader:
             self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], precision_group)
 
     def read_turns(self, body: ir.Graph) -> None:
-        """Read a body that runs many times: casts in it cost that much more than casts outside."""
+        """Read a body that runs many times, so that casts in it cost that much more than casts outside."""
         self.turns *= TURNS
         self.read_nodes(body)
         self.turns //= TURNS
@@ -403,7 +411,7 @@ class _Reader:
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
-        """Add a vertex at the border of a body: `value` on one side, the values that it reads on the other."""
+        """Add a vertex for `value` at the border of a body. `reads` are the values on the other side that it takes."""
         name = self.unique(name)
         demands: dict[str, Demand] = {}
         for slot, read in reads:
@@ -423,7 +431,7 @@ class _Reader:
         self.reading.nodes[name] = node
 
     def pin_border(self, node: ir.Node) -> Pin | None:
-        """Pin a loop or branch high if its opset takes no low format; None if it takes one."""
+        """Return a pin to fp32 if the opset of a loop or branch takes no low format; None if it takes one."""
         sig = signature(node.domain, node.op_type, self.opset)
         if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
             return None
@@ -442,7 +450,7 @@ def _shape(value: ir.Value) -> tuple[int | str, ...]:
 
 
 def provenance(node: ir.Node) -> tuple[str, str]:
-    """Module path and source line that torch's exporter recorded on the node."""
+    """Return (module path, "file:line" in the source) that torch's exporter recorded on the node, each "" if unknown."""
     module = ""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
     if scopes:
@@ -455,7 +463,7 @@ def provenance(node: ir.Node) -> tuple[str, str]:
 
 
 def flops(node: ir.Node) -> int:
-    """FLOPs (two for each multiply-add) of a matrix product or convolution, from shapes. Open dims count 64."""
+    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution, from shapes; 0 for other ops. Open dims count 64."""
     shapes = [tuple(d if isinstance(d, int) else 64 for d in (v.shape or ())) if v is not None else () for v in node.inputs]
     if len(shapes) < 2 or not shapes[0] or not shapes[1]:
         return 0

@@ -1,8 +1,9 @@
-"""Constants of an ONNX model in a low format: rounding, losses, and masks.
+"""Round constants of an ONNX model to a low format, and tell what a low copy would lose.
 
 Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite masks become the
-format's lowest value, and less than half of it before a softmax: adding a score or a second mask must not give an infinity, because a row
-that is blocked as a whole would be NaN. Any other constant that would overflow, or lose its value to underflow, keeps its op in fp32.
+format's lowest number. Before a softmax they become less than half of it: adding a score or a second mask must not give an infinity,
+because the softmax of a row that is blocked as a whole would be NaN. Any other constant that would overflow, or lose its value to
+underflow, keeps its op in fp32.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from amprewrite.tables.formats import LOW_FORMATS, Format
 
 NUMPY = {row.name: np.dtype(getattr(ml_dtypes, row.library_name, row.library_name)) for row in LOW_FORMATS}
 LOSS = 4
-"""Relative error of a slice of weights, in units of the format's eps, beyond which bits are lost to underflow."""
+"""Relative error of a slice of weights, in units of the format's eps, beyond which the weights count as losing bits to underflow."""
 
 BLOCKED = 15 / 32
-"""Number that blocks a score, as a share of the lowest value.
+"""The number that blocks a score is this share of the format's lowest number.
 
-In fp16 it is -30704. Two of them and a score of -4000 are finite. One removes the bits of scores below 8, so that a row that is blocked as
-a whole is as even as in fp32.
+In fp16 it is -30704. Two such numbers and a score of -4000 have a finite sum. One such number rounds away the bits of scores below 8, so
+that the softmax of a row that is blocked as a whole is as even as in fp32.
 """
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Numbers about one constant and one format."""
+    """Facts about one constant in one low format. Counts are numbers of elements."""
 
     elements: int
     overflow: int
@@ -50,7 +51,7 @@ class Facts:
 
 
 def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.ndarray:
-    """The constant in the low format: rounded to nearest even, finite values beyond the range clamped to ±max, masks to `BLOCKED`."""
+    """Return a constant in the low format: rounded to nearest even, finite numbers beyond the range clamped to ±max, masks to `BLOCKED`."""
     with np.errstate(over="ignore", under="ignore"):
         low = values.astype(NUMPY[fmt.name])
     over = ~np.isfinite(low.astype(np.float32)) & np.isfinite(values)
@@ -61,7 +62,7 @@ def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.n
 
 
 def facts(values: np.ndarray, fmt: Format) -> Facts:
-    """The facts about a constant in a low format."""
+    """Return the facts about a constant in a low format."""
     if not values.size:
         return Facts(0, 0, False, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -82,11 +83,12 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """True if low copies may lose more than a rounding: some values lie below the normal range."""
+    """True if a low copy may lose more than a rounding, because some numbers lie below the normal range."""
     return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
 
 
 def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
+    """Return the largest relative L2 error of a slice along the first or last axis, or of the whole."""
     square_error, square = error.astype(np.float64) ** 2, values.astype(np.float64) ** 2
     axes = [None] if values.ndim < 2 else [None, tuple(range(1, values.ndim)), tuple(range(values.ndim - 1))]
     worst = 0.0
@@ -97,9 +99,9 @@ def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
 
 
 def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores: bool = False) -> Loss | None:
-    """The harm of a low copy of the constant; None if it only rounds.
+    """Return the harm of a low copy of a constant; None if the copy only rounds.
 
-    `saturates`: its reader uses a large number as a mask or a bound. `masks_scores`: all its readers use it as a mask of scores.
+    `saturates`: the reader uses a large number as a mask or a bound. `masks_scores`: all readers use the constant as a mask of scores.
     """
     of, kept, saturated = f"of {found.elements} values", True, False
     if found.overflow and not saturates:

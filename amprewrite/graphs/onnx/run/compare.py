@@ -1,4 +1,4 @@
-"""Relative error between two runs of ONNX models, and the message if one is not finite."""
+"""Measure the relative error between two runs of ONNX models, and warn if a result is not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from amprewrite.tables.formats import Format
 
 
 def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
-    """Relative L2 error of all floating outputs together; infinite if an output is not finite that should be."""
+    """Return the relative L2 error of all floating outputs of `got` together; infinity if `got` is not finite where `wanted` is.
+
+    Both hold one list of outputs for each run. If all wanted numbers are zero, the error is absolute.
+    """
     error = size = 0.0
     for wants, gots in zip(wanted, got, strict=True):
         for want, have in zip(_arrays(wants), _arrays(gots), strict=True):
@@ -30,12 +33,12 @@ def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]
 
 
 def is_measurable(outputs: Sequence[Sequence[Any]]) -> bool:
-    """True if any of the results holds a finite floating number. Without one an error has no meaning."""
+    """True if any of the results holds a finite floating number. Without such a number an error has no meaning."""
     return any(array.dtype.kind == "f" and has_numbers(array) for array in _arrays(outputs))
 
 
 def _arrays(results: Any) -> Iterator[np.ndarray]:
-    """The arrays of all results: several of a sequence, one for each key of a map, none of an empty optional."""
+    """Yield the arrays of all results: several of a sequence, one for each key of a map, none of an empty optional."""
     if isinstance(results, np.ndarray | np.generic):
         yield np.asarray(results)
     elif isinstance(results, Mapping):
@@ -49,7 +52,7 @@ def _arrays(results: Any) -> Iterator[np.ndarray]:
 
 
 def tell_of_overflow(name: str, low: Format) -> str:
-    """Warn that a rewritten model is not finite where its source is; returns the text."""
+    """Warn that a rewritten model is not finite where its source is. Returns the text of the warning."""
     said = (
         f"{name} gives finite numbers on the samples, and the rewritten one does not in {low.name}; keep ops fp32 by overrides=, or take "
         "dtype='bf16': a sample run shows no ranges in bodies of If, Loop and Scan, and what is asked for goes before ranges"

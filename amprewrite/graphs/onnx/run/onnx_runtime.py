@@ -1,4 +1,4 @@
-"""ONNX Runtime for models of any size: a model that fits one protobuf runs from memory, a larger one from a folder of its own."""
+"""Run models of any size in ONNX Runtime: from memory if a model fits one protobuf, otherwise from a temporary folder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from amprewrite.tables.boundary.files import cannot_write, scratch_folder, write
 from amprewrite.tables.errors import EmitError, one_line
 
 MOST_BYTES = 1_500_000_000
-"""Bytes of weights beyond which a model is kept in a file with external data: one protobuf holds 2 GB."""
+"""Bytes of weights beyond which a model is kept in a file with external data, because one protobuf holds 2 GB."""
 SECONDS = 5.0
+"""Seconds that a run of any model may take."""
 BYTES_A_SECOND = 2e7
-"""Bytes of weights for each second that a run may take in addition to SECONDS."""
+"""The time limit of a run grows by one second for this many bytes of weights."""
 TimeLimit = float | None | Literal["auto"]
 """Seconds that one run may take. None means no limit; "auto" derives it from the bytes of weights."""
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
+"""ONNX Runtime's names of the optimisation levels 0 to 3."""
 NO_RUNTIME = (
     "ONNX Runtime is not installed, so nothing can be run or verified: pip install 'amprewrite[onnx]' for the CPU, "
     "'amprewrite[onnx-gpu]' for CUDA; verify=False goes without"
@@ -33,7 +35,7 @@ NO_RUNTIME = (
 
 
 def runtime() -> Any:
-    """The onnxruntime module. EmitError with the install lines for CPU and GPU if there is none."""
+    """Return the onnxruntime module. EmitError with the install lines for CPU and GPU if it is not installed."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -42,6 +44,7 @@ def runtime() -> Any:
 
 
 def has_runtime() -> bool:
+    """True if ONNX Runtime is installed."""
     try:
         runtime()
     except EmitError:
@@ -50,7 +53,10 @@ def has_runtime() -> bool:
 
 
 def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> Any:
-    """A session on CUDA if it is available, otherwise on the CPU. `level` 0 to 3 sets the optimisation level."""
+    """Return a session on CUDA if it is available, otherwise on the CPU. `level` 0 to 3 sets the optimisation level; None is the default.
+
+    `model` is a protobuf, its bytes, or a path.
+    """
     ort = runtime()
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -62,22 +68,25 @@ def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> A
 
 
 def providers() -> list[str]:
-    """The execution providers of sessions."""
+    """Return the execution providers for sessions."""
     known = runtime().get_available_providers()
     return [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in known]
 
 
 class TooSlow(EmitError):
-    """A run took longer than models of its size do."""
+    """Raised when a run takes longer than its time limit."""
 
 
 def seconds_for(weights: int, limit: TimeLimit = "auto") -> float | None:
-    """Seconds that one run may take; None means no limit. By default a small file that runs for ever is refused."""
+    """Return the seconds that one run may take; None if there is no limit.
+
+    The default limit depends on the bytes of `weights`, so that a small file that runs for ever is refused.
+    """
     return SECONDS + weights / BYTES_A_SECOND if limit == "auto" else limit
 
 
 def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float | None) -> list[Any]:
-    """Run a session. TooSlow if it takes longer than `seconds`; other errors of ONNX Runtime pass through."""
+    """Run a session and return its results. TooSlow if it takes longer than `seconds`; other errors of ONNX Runtime pass through."""
     options = runtime().RunOptions()
     options.log_severity_level = 4
     if seconds is None:
@@ -104,7 +113,7 @@ def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float |
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initialisers."""
+    """Return the number of bytes of all initialisers."""
     return sum(v.const_value.nbytes for g in model.graphs() for v in g.initializers.values() if v.const_value is not None)
 
 
@@ -114,7 +123,7 @@ def is_large(model: ir.Model) -> bool:
 
 
 class Runnable:
-    """A model that can be run with any of its values as outputs. Use as a context manager: a large one takes a folder on disk."""
+    """A model that can be run with any of its values as outputs. Use it as a context manager: a large model takes a folder on disk."""
 
     def __init__(self, model: ir.Model, limit: TimeLimit = "auto") -> None:
         self.seconds = seconds_for(weight_bytes(model), limit)
@@ -143,14 +152,15 @@ class Runnable:
 
     @property
     def outputs(self) -> list[str]:
+        """The names of the model's own outputs."""
         return [value.name for value in self.proto.graph.output]
 
     def invalid(self) -> str:
-        """Error of onnx.checker on the model; "" if it passes."""
+        """Return the error of onnx.checker on the model; "" if the model passes."""
         return invalid(self.proto if self.folder is None else self.folder / "model.onnx")
 
     def failure(self, feeds: Iterable[dict[str, Any]]) -> str:
-        """The reason why ONNX Runtime, in a separate process, does not load the model or run it on any of `feeds`; "" if it does."""
+        """Return the reason why ONNX Runtime, in a separate process, does not load the model or run it on any of `feeds`; "" if it does."""
         if not has_runtime():
             return NO_RUNTIME
         model = self.proto.SerializeToString() if self.folder is None else str(self.folder / "model.onnx")
@@ -158,12 +168,15 @@ class Runnable:
         return one_line(said) if said else ""
 
     def session(self, extra: Iterable[str] = ()) -> Any:
-        """An unoptimised session whose outputs are the model's and the `extra` values."""
+        """Return an unoptimised session whose outputs are the model's own and the `extra` values."""
         return session_of(self.proto, self.folder, extra)
 
 
 def refusal(model: ir.Model) -> str:
-    """Error of ONNX Runtime when it loads a model, such as an op without a kernel; "" if it loads, or if there is no ONNX Runtime."""
+    """Return the error of ONNX Runtime when it loads a model, for example on an op without a kernel.
+
+    "" if it loads the model, or if ONNX Runtime is not installed.
+    """
     if not has_runtime():
         return ""
     with Runnable(model) as runnable:
@@ -175,7 +188,7 @@ def refusal(model: ir.Model) -> str:
 
 
 def session_of(proto: onnx.ModelProto, folder: Path | None = None, extra: Iterable[str] = ()) -> Any:
-    """An unoptimised session of `proto`, with its external data, if any, in `folder`."""
+    """Return an unoptimised session of `proto`, with the `extra` values as further outputs. `folder` holds its external data, if any."""
     own = len(proto.graph.output)
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in extra)
     try:

@@ -1,8 +1,8 @@
 """Check that raising the opset of a model has not changed its results.
 
-1. The original model runs on the samples, and its results are compared.
-2. ONNX Runtime lacks kernels for many old ops. Then schemas must show that no op changed, or onnx's own evaluator that the results are the
-   same. If the evaluator differs, that proves nothing: it takes some old ops for new ones.
+1. The original model runs on the samples, and its results are compared with those of the raised model.
+2. ONNX Runtime lacks kernels for many old ops. If the original does not run, the schemas must show that no op changed, or onnx's own
+   evaluator must give the same results. Other results of the evaluator prove nothing, because it runs some old ops by their new rules.
 3. A model that was raised twice may be compared from the second step on.
 """
 
@@ -29,7 +29,7 @@ SAME = 1e-3
 
 
 def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit: TimeLimit = "auto") -> None:
-    """Raise CaptureError if the last of `stages`, which made the samples, has other results than the stages before, or might."""
+    """Raise CaptureError unless the last of `stages`, which made the samples, is shown to give the same results as the stages before."""
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]
         changed = changed_ops(before, raised)
@@ -49,7 +49,7 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
 
 
 def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]] | None:
-    """Results of ONNX Runtime on the samples; None if it does not run the model, or if two runs differ."""
+    """Return the results of ONNX Runtime on the samples; None if it does not run the model, or if two runs differ."""
     if not samples.feeds:
         return None
     with Runnable(model, limit) as runnable:
@@ -64,7 +64,10 @@ def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]
 
 
 def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
-    """Results of onnx's own evaluator; None if it does not run the model. It has no time limit, so models with loops are not run."""
+    """Return the results of onnx's own evaluator on the samples; None if it does not run the model, or if two runs differ.
+
+    The evaluator has no time limit, so models with loops are not run.
+    """
     if not samples.feeds or is_large(model) or any(node.op_type in FLOW for graph in model.graphs() for node in graph):
         return None
     try:
@@ -73,11 +76,12 @@ def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
             runner: Any = ReferenceEvaluator(to_proto(model))
             once, again = ([runner.run(None, feed) for feed in samples.feeds] for _ in range(2))
         return once if relative_error(once, again) == 0 else None
-    except Exception:  # it lacks old forms of some ops
+    except Exception:  # the evaluator lacks old forms of some ops
         return None
 
 
 def _error(found: list[list[Any]], samples: Samples) -> float:
+    """Return the relative error of results against the samples; infinity if shapes or numbers of results differ."""
     try:
         return relative_error(found, samples.outputs)
     except ValueError:  # other shapes, or another number of results

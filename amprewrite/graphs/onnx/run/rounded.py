@@ -1,7 +1,7 @@
-"""The strict interpreter for ONNX files: every op computes in fp32, and each low result is really rounded.
+"""Run a rewritten ONNX file strictly: every op computes in fp32, and each low result is really rounded.
 
 ONNX Runtime's CPU provider runs chains of fp16 ops in fp32 and drops the casts between them, so its outputs hide rounding and overflow; for
-bf16 it has hardly any kernels at all. Here the file itself is made explicit:
+bf16 it has hardly any kernels at all. So a copy of the file is made in which each rounding is explicit:
 
 1. A low value keeps its name and becomes fp32, so that its readers compute in fp32.
 2. Its maker writes an unrounded value instead, with a cast to the low format and a cast back between the two. A result that is low already
@@ -29,7 +29,7 @@ from amprewrite.tables.ops.onnx_names import ROUNDS_NOTHING, TYPED_BY_ATTRIBUTE
 LOW = {row.name: onnx.TensorProto.DataType.Value(row.onnx) for row in LOW_FORMATS}
 FP32 = onnx.TensorProto.FLOAT
 ROUNDING = 4.0
-"""Factor on the time limit of a run that rounds every result and is not optimised."""
+"""Factor on the time limit, because a strict run rounds every result and is not optimised."""
 
 
 def strict_outputs(
@@ -39,10 +39,10 @@ def strict_outputs(
     folder: Path | None = None,
     limit: TimeLimit = "auto",
 ) -> list[list[np.ndarray]]:
-    """Outputs of the rewritten model under true rounding, one list for each feed.
+    """Return the outputs of the rewritten model under true rounding, one list for each feed.
 
     `proto` is the written model, with its external data in `folder`; None if all of it is in memory. TooSlow if a run takes longer than
-    ROUNDING times the limit of an ordinary one.
+    ROUNDING times the limit of an ordinary run.
     """
     with all_types(model):
         strict, renamed = strict_model(model, to_proto(model) if proto is None else proto)
@@ -56,7 +56,7 @@ def strict_outputs(
 
 
 def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """(an all-fp32 model that rounds as the low one would, new names of its low inputs). `proto` is not changed."""
+    """Return (an all-fp32 model that rounds as the low model would, new names of its low inputs by old name). `proto` is not changed."""
     strict = onnx.ModelProto()
     strict.CopyFrom(proto)
     rounding: list[onnx.NodeProto] = []
@@ -82,15 +82,20 @@ class _UnroundedNames:
             self.mark += "_"
 
     def raw(self, name: str) -> str:
+        """Return the name of a value before it is rounded."""
         return name + self.mark
 
     def round(self, name: str, low: int) -> list[onnx.NodeProto]:
+        """Return two casts that round the raw value to the type `low` and back to fp32, under its own name."""
         down = f"{self.raw(name)}_down"
         return [_cast(self.raw(name), down, low), _cast(down, name, FP32)]
 
 
 def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, names: _UnroundedNames, first: Sequence[onnx.NodeProto] = ()) -> None:
-    """Edit the protobuf of a graph, bodies included. It holds the same nodes in the same order as `graph`."""
+    """Make each rounding explicit in the protobuf of a graph and of its subgraphs. `first` are nodes to put at its beginning.
+
+    The protobuf holds the same nodes in the same order as `graph`.
+    """
     nodes = list(first)
     for tensor in proto.initializer:
         if tensor.data_type in LOW.values():

@@ -1,9 +1,9 @@
-"""Sample runs of an ONNX model: inputs to run it on, and the magnitudes of every value.
+"""Run an ONNX model on samples, and record the magnitudes of its values.
 
 1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for inputs that index a table.
 2. The fp32 model runs with its inner values as extra outputs, a GB of them at a time.
-3. The range of every floating value is kept, over all samples, and for the first few samples the inputs and outputs, to measure errors on.
-   Samples are taken one at a time: any number of them needs the memory of one.
+3. The range of every floating value is kept, over all samples. For the first few samples, inputs and outputs are kept as well, to measure
+   errors on. Samples are taken one at a time: any number of them needs the memory of one.
 
 By name it knows `Gather`, whose table limits an index.
 """
@@ -27,20 +27,21 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PolicyError, one_line
 
 Feed = dict[str, Any]
-"""Values of the inputs: an array, a list of arrays for a sequence, None for an optional that is left out."""
+"""Values of the inputs by name: an array, a list of arrays for a sequence, None for an optional input that is left out."""
 CHUNK = 2**28
-"""Elements of inner values that one run may hold."""
+"""Most elements of inner values that one run may return."""
 SIZES = ((2, 8), (1, 16), (1, 32), (1, 64), (1, 1))
 """Sizes to try for (first dim, other dims) if a model leaves them open."""
 KEPT = 8
-"""Largest number of samples on which errors are measured."""
+"""Most samples whose inputs and outputs are kept, to measure errors on."""
 KEPT_BYTES = 2**28
-"""Bytes of inputs and outputs of these samples, beyond the first."""
+"""Most bytes that these inputs and outputs may take together. The first sample is kept in any case."""
 TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of such"
+"""Description of valid calibration data, for messages."""
 
 
 class CallersError(Exception):
-    """An error of the caller's own code that made samples. The original is raised again."""
+    """Raised for an error in the caller's own code that makes samples, to tell it from ours. The caller gets the `original`."""
 
     def __init__(self, original: Exception) -> None:
         super().__init__(str(original))
@@ -52,21 +53,23 @@ class Samples:
     """Results of sample runs."""
 
     feeds: list[Feed] = field(default_factory=list)
-    """The first samples."""
+    """Inputs of the first samples."""
     outputs: list[list[np.ndarray]] = field(default_factory=list)
-    """Results of the fp32 model on them, one list for each feed."""
+    """Results of the fp32 model on `feeds`, one list for each feed."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
+    """Ranges of the observed values over all samples, by name."""
     seen: int = 0
     """Number of samples in all."""
     made_up: bool = True
+    """True if the inputs are not the caller's."""
     empty: set[str] = field(default_factory=set)
     """Inputs without a finite element in a sample, which shows no range of them."""
     problem: str = ""
-    """The reason why there are no samples."""
+    """The reason why there are no samples; "" if there are samples."""
     invalid: str = ""
     """Error of onnx.checker on the model. Then there is a `problem`, too, unless ONNX Runtime runs the model all the same."""
     refusal: str = ""
-    """Error of ONNX Runtime on an invalid model, if it was tried."""
+    """Error of ONNX Runtime on an invalid model, if the model was tried."""
 
 
 # -- the caller's samples --------------------------------------------------------------
@@ -92,7 +95,7 @@ def _each_checked(model: ir.Model, samples: Iterable[Any]) -> Iterator[Feed]:
 
 
 def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
-    """The caller's samples. An error in the caller's own code becomes a CallersError."""
+    """Yield the caller's samples. An error in the caller's own code becomes a CallersError."""
     try:
         yield from samples
     except Exception as error:
@@ -100,7 +103,10 @@ def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
-    """The arrays of a file. If its names are not the model's inputs, only the names are read, for a small file may hold gigabytes."""
+    """Return the arrays of an .npz file. PolicyError if it cannot be read, or takes more than half of the free memory.
+
+    If its names are not the model's inputs, only the names are read, because a small file may hold gigabytes.
+    """
     try:
         if not Path(path).is_file() and Path(path).exists():
             raise ValueError("it is no regular file")
@@ -120,6 +126,7 @@ def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
 
 
 def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
+    """Return a sample in the form that ONNX Runtime takes. PolicyError if its names, dtypes or shapes are not the model's."""
     inputs = {str(value.name): value for value in model.graph.inputs}
     if not isinstance(sample, Mapping):
         raise PolicyError(f"{where} is a {type(sample).__name__}; give a mapping with {', '.join(inputs)}")
@@ -133,7 +140,7 @@ def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
 
 
 def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, where: str) -> Any:
-    """`value` in the form of an input of type `kind`: an array, a list of them for a sequence, or None for an optional."""
+    """Return `given` in the form of an input of type `kind`: an array, a list of arrays for a sequence, or None for an optional."""
     if isinstance(kind, ir.OptionalType):
         return None if given is None else _checked_value(value, kind.elem_type, given, where)
     if isinstance(kind, ir.SequenceType):
@@ -157,7 +164,7 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
 
 # -- made-up inputs -----------------------------------------------------------------
 def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
-    """Inputs to try, from likely to unlikely sizes of open dims; one only if no dim is open."""
+    """Yield made-up inputs to try, from likely to unlikely sizes of open dims; only one sample if no dim is open."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for first, rest in SIZES:
         feed = _made_up(model, first, rest)
@@ -168,6 +175,7 @@ def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
 
 
 def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
+    """Return made-up inputs in which open dims have the size `first` in first place and `rest` in all others."""
     generator = np.random.default_rng(0)
     open_dims: dict[str, int] = {}
     feed: Feed = {}
@@ -195,7 +203,7 @@ def _noise(value: ir.Value, shape: tuple[int, ...], generator: np.random.Generat
 
 
 def _rows_indexed(value: ir.Value) -> int:
-    """Rows of the table that an integer input indexes; 0 if it indexes none."""
+    """Return the number of rows of the table that an integer input indexes; 0 if it indexes none."""
     for node, place in value.uses():
         table = node.inputs[0]
         if node.op_type == "Gather" and place == 1 and table is not None and table.shape is not None:
@@ -210,10 +218,10 @@ def _rows_indexed(value: ir.Value) -> int:
 def observe(
     model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto", lenient: bool = False
 ) -> Samples:
-    """Run the fp32 model and keep the magnitudes of the `wanted` values. With `feeds` None it runs on made-up inputs.
+    """Run the fp32 model on samples and return the ranges of the `wanted` values. With `feeds` None it runs on made-up inputs.
 
-    A model that onnx.checker refuses is not run. With `lenient` it is, unless a trial in a separate process fails. PolicyError if the model
-    does not run on the caller's samples. If it does not run on made-up ones, `problem` says why.
+    A model that onnx.checker refuses is not run. With `lenient` it is run, unless a trial in a separate process fails. PolicyError if the
+    model does not run on the caller's samples. If it does not run on made-up inputs, `problem` says why.
     """
     problem = too_large(model)
     if problem:
@@ -247,14 +255,14 @@ def observe(
 
 
 def _peek(feeds: Iterable[Feed]) -> tuple[Iterable[Feed], list[Feed]]:
-    """(the caller's samples, the first of them in a list)."""
+    """Return (the caller's samples, a list with the first of them)."""
     rest = iter(feeds)
     first = list(itertools.islice(rest, 1))
     return itertools.chain(first, rest), first
 
 
 class _Observer:
-    """Sessions of one model that return its own outputs and, a chunk each, the inner values to observe."""
+    """Sessions of one model that return its own outputs and the inner values to observe, one session for each chunk of values."""
 
     def __init__(self, runnable: Runnable, wanted: Iterable[ir.Value]) -> None:
         self.runnable, self.own = runnable, runnable.outputs
@@ -264,7 +272,7 @@ class _Observer:
         """True if a run took longer than any model of that size should."""
 
     def run(self, feed: Feed, samples: Samples) -> str:
-        """Run one sample and record its values; returns the error, "" if there was none."""
+        """Run one sample and record its values in `samples`. Returns the error; "" if there was none."""
         ranges: dict[str, ValueRange] = {}
         outputs: list[np.ndarray] = []
         try:
@@ -292,7 +300,7 @@ class _Observer:
 
 
 def has_numbers(array: np.ndarray) -> bool:
-    """True if an array holds an element with information: for floats a finite one."""
+    """True if an array shows a range: if it has an element, and for floats a finite one."""
     return bool(np.isfinite(array).any() if array.dtype.kind == "f" else array.size)
 
 
@@ -301,6 +309,7 @@ def _bytes(arrays: Iterable[Any]) -> int:
 
 
 def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
+    """Yield the values in lists of at most CHUNK elements."""
     chunk: list[ir.Value] = []
     held = 0
     for value in wanted:
@@ -314,6 +323,6 @@ def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
 
 
 def elements(value: ir.Value) -> int:
-    """Elements of a value. Open dims count 64."""
+    """Return the number of elements of a value. Open dims count 64."""
     dims = (dim if isinstance(dim, int) else 64 for dim in (value.shape or ()))
     return int(np.prod([*dims, 1], dtype=np.int64))

@@ -1,9 +1,9 @@
-"""A trial run of an ONNX model in a separate process: ONNX Runtime may abort the process on a model that onnx.checker refuses.
+"""Try an ONNX model in a separate process, because ONNX Runtime may abort the process on a model that onnx.checker refuses.
 
 The other process runs this very file, and imports nothing of ours, so that it starts quickly.
 
-1. It loads the model without optimisations, and runs it on samples until one runs.
-2. It loads and runs it with ONNX Runtime's defaults. That may fail, but must not abort the process.
+1. It loads the model without optimisations, and runs it on the samples until one of them succeeds.
+2. It loads and runs the model with ONNX Runtime's defaults. That may fail, but must not abort the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ START = 60.0
 
 
 def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
-    """The reason why ONNX Runtime does not load a model, or run it on any of `feeds`, each in `seconds`; "" if it does."""
+    """Return the reason why ONNX Runtime does not load a model, or run it on any of `feeds`, each in `seconds`; "" if it does.
+
+    `seconds` None means no limit.
+    """
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python beside this program to try it in"
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -39,6 +42,7 @@ def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iter
 
 
 def _load(model: bytes | str, providers: list[str], plainly: bool) -> Any:
+    """Return a session of the model, without optimisations if `plainly`."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -50,7 +54,7 @@ def _load(model: bytes | str, providers: list[str], plainly: bool) -> Any:
 
 
 def _run_any(runner: Any, feeds: list[dict[str, Any]]) -> str:
-    """Error of ONNX Runtime on the last feed; "" if it runs on one."""
+    """Return the error of ONNX Runtime on the last feed; "" if the model runs on one of them."""
     said = ""
     for feed in feeds:
         try:
@@ -63,13 +67,14 @@ def _run_any(runner: Any, feeds: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Read a pickled (model, feeds, providers) from standard input, try the model, and write the error, if any, to standard output."""
     model, feeds, providers = pickle.load(sys.stdin.buffer)
     try:
         said = _run_any(_load(model, providers, plainly=True), feeds)
     except Exception as error:
         said = str(error)
     if not said:
-        with contextlib.suppress(Exception):  # the caller that runs the model finds out by itself
+        with contextlib.suppress(Exception):  # an error shows again when the caller runs the model
             _run_any(_load(model, providers, plainly=False), feeds)
     sys.stdout.buffer.write(said.encode(errors="replace"))
 

@@ -1,9 +1,9 @@
 """Edit an ONNX model by its plan.
 
-1. Values of low vertices get the low type. The model's own casts and fills are set to it.
+1. Values of low vertices get the low type. The model's own casts and fills are set to this type.
 2. Planned casts of constants become stored low copies. Every other planned cast becomes one Cast after its maker.
-3. Casts of the model that change nothing any more are erased, and a second cast of the same value to the same type joins the first.
-4. Every node has its colour and reason in metadata_props.
+3. Casts of the model that no longer change anything are erased. A second cast of the same value to the same type is replaced by the first.
+4. The colour and the reason of every node are written to its metadata_props.
 
 By name it knows ops with a type of their own: `Cast`, `Constant`, `ConstantOfShape`.
 """
@@ -25,12 +25,13 @@ from amprewrite.tables.vocabulary import Colour
 CAST = "amprewrite.cast"
 """Key in metadata_props that marks the casts we inserted."""
 COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
+"""Keys in metadata_props that hold the colour of a node and its reason."""
 
 
 def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: Format) -> None:
-    """Edit `model` in place. PassError if the casts in the file are not those of the plan."""
+    """Edit `model` in place. PassError if the casts in the edited model are not those of the plan."""
     colours = {node.name: node.colour for node in plan.nodes}
-    for node in model.graph.all_nodes():  # written by an earlier rewrite
+    for node in model.graph.all_nodes():  # remove marks of an earlier rewrite
         for key in (CAST, COLOUR, REASON):
             node.metadata_props.pop(key, None)
     _retype(reading, colours, low)
@@ -49,7 +50,7 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
 
 
 class _FreshNames:
-    """Names that no value of the model has."""
+    """Gives names that no value of the model has."""
 
     def __init__(self, model: ir.Model) -> None:
         self.taken = {value.name for graph in model.graphs() for value in graph.inputs} | {
@@ -67,6 +68,7 @@ class _FreshNames:
 
 # -- 1. types -------------------------------------------------------------------------
 def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
+    """Give the values of low vertices the low type, and set casts and fills to it."""
     for name, value in reading.values.items():
         if colours[name] is Colour.LOW:
             value.type = ir.TensorType(DTYPES[low.name])
@@ -83,13 +85,14 @@ def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> No
 
 # -- 2. casts -------------------------------------------------------------------------
 def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
+    """Let the users of a cast read `copy`."""
     for user in cast.users:
         for slot in reading.slots[user, cast.value]:
             slot.put(copy)
 
 
 def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
-    """Store a constant low: under its own name if nothing reads it high, otherwise in addition to it."""
+    """Store a constant low: under its own name if nothing reads it high, otherwise as a second constant."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)
@@ -97,7 +100,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
     low = ir.tensor(rounded(tensor.numpy(), to, cast.value in reading.masks), name=value.name)
     describe(low, tensor)
     node, graph = value.producer(), value.graph
-    if graph is None:  # a graph without nodes is false, for example the branch of an If
+    if graph is None:  # not `or`: a graph without nodes is false, such as a branch of an If
         graph = (node or next(iter(value.uses())).node).graph
     assert isinstance(graph, ir.Graph)
     if {(use.node, use.idx) for use in value.uses()} <= users and not value.is_graph_output():
@@ -116,7 +119,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _FreshNames) -> ir.Node:
-    """Insert one Cast right after the maker. If it makes a graph output, it takes over the output's name."""
+    """Insert one Cast right after the maker of a value for its users. A copy that the model returns takes the output's name."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
     nodes: list[ir.Node] = []
@@ -154,6 +157,7 @@ def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _Fres
 
 
 def _bound(graph: ir.Graph, names: _FreshNames, bound: float, like: ir.Value) -> ir.Value:
+    """Add a constant with the number `bound` to a graph, as an operand of Clip, and return its value."""
     name = names.new(f"{like.name}_bound")
     tensor = ir.tensor(np.asarray(bound, np.float32), name=name)
     held = ir.Value(name=name, type=like.type, shape=ir.Shape(()), const_value=tensor)
@@ -162,6 +166,7 @@ def _bound(graph: ir.Graph, names: _FreshNames, bound: float, like: ir.Value) ->
 
 
 def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
+    """Return the graph in which a value is made; the top graph if that is unknown."""
     maker = value.producer()
     graph = maker.graph if maker is not None else value.graph
     return graph if isinstance(graph, ir.Graph) else model.graph
@@ -169,6 +174,7 @@ def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
 
 # -- 3. tidy --------------------------------------------------------------------------
 def _tidy(model: ir.Model) -> None:
+    """Erase the model's casts that change nothing or repeat another cast, then constants that nothing reads."""
     for graph in model.graphs():
         first: dict[tuple[ir.Value | None, int, int], ir.Node] = {
             (node.inputs[0], *_target(node)): node for node in graph if CAST in node.metadata_props
@@ -195,13 +201,13 @@ def _tidy(model: ir.Model) -> None:
 
 
 def _target(node: ir.Node) -> tuple[int, int]:
-    """(target type of a Cast, its `saturate` attribute, in which casts to fp8 differ)."""
+    """Return (target type of a Cast, its `saturate` attribute, in which casts to fp8 differ)."""
     return node.attributes["to"].as_int(), node.attributes.get_int("saturate", 1)
 
 
 # -- 4. provenance ----------------------------------------------------------------------
 def _annotate(reading: OnnxReading, plan: RegionPlan) -> None:
-    """Write colour and reason into the metadata of each node. For several results the first counts."""
+    """Write colour and reason into the metadata of each node. If a node has several vertices, the first counts."""
     for planned in plan.nodes:
         node = reading.nodes.get(planned.name)
         if node is not None and COLOUR not in node.metadata_props:

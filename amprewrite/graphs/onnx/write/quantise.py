@@ -1,4 +1,4 @@
-"""Write the products that a plan runs in fp8 as ONNX has them: both operands pass QuantizeLinear and DequantizeLinear.
+"""Write the products that a plan runs in fp8 in ONNX's form: both operands pass QuantizeLinear and DequantizeLinear.
 
     before   y = MatMul(x, w)
     after    q = QuantizeLinear(x, scale); d = DequantizeLinear(q, scale); y = MatMul(d, DequantizeLinear(w8, scale of w))
@@ -28,13 +28,16 @@ from amprewrite.tables.recipes import BASE, W
 OPSET = 21
 """First opset in which QuantizeLinear and DequantizeLinear take bf16 and give e4m3 as compilers read them."""
 SMALLEST = 1e-12
-"""As for scales in graphs: a tensor of zeros has a scale, too."""
+"""Least magnitude for which a scale is computed, so that a tensor of zeros has a scale, too. Scales in fx graphs have the same limit."""
 NUMBER = np.dtype(getattr(ml_dtypes, E4M3.library_name))
 STORED = ir.DataType[E4M3.onnx]
 
 
 def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, largest: Mapping[str, float]) -> None:
-    """Edit `model` in place. `largest` has the largest magnitude of each value in samples; PolicyError if one is missing."""
+    """Edit `model` in place so that the products of the plan read quantised operands.
+
+    `largest` has the largest magnitude of each value in samples. PolicyError if a magnitude is missing or the opset is too old.
+    """
     opset = model.opset_imports.get("", 0)
     if opset < OPSET and plan.quantised.copies:
         raise PolicyError(f"fp8 products need opset {OPSET}, and this file has {opset}: export it with opset={OPSET}")
@@ -57,13 +60,14 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
 
 
 def scale_for(amax: float) -> np.ndarray:
-    """The number to divide by, in bf16, rounded up so that amax does not saturate."""
+    """Return the scale of values up to `amax`: the number to divide by, in bf16, rounded up so that `amax` does not saturate."""
     exact = np.float32(max(amax, SMALLEST) / E4M3.max)
     up = (exact.reshape(1).view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
     return up.view(np.float32)[0].astype(getattr(ml_dtypes, BASE.library_name))
 
 
 def _stored(model: ir.Model, weight: ir.Value) -> ir.Value:
+    """Store a weight in e4m3, and return its dequantised value."""
     tensor = constant_tensor(weight)
     assert tensor is not None
     numbers = np.asarray(tensor.numpy(), np.float32)
@@ -74,6 +78,7 @@ def _stored(model: ir.Model, weight: ir.Value) -> ir.Value:
 
 
 def _quantised(model: ir.Model, value: ir.Value, amax: float) -> ir.Value:
+    """Quantise a value to e4m3 right after its maker, and return its dequantised value."""
     scale = _constant(model, f"{value.name}_scale", scale_for(amax))
     node = ir.node("QuantizeLinear", [value, scale, _zero(model)], name=f"quantise_{value.name}")
     low = node.outputs[0]
@@ -84,6 +89,7 @@ def _quantised(model: ir.Model, value: ir.Value, amax: float) -> ir.Value:
 
 
 def _read_back(model: ir.Model, low: ir.Value, like: ir.Value, scale: ir.Value) -> ir.Value:
+    """Insert the DequantizeLinear of `low`, and return its result."""
     node = ir.node("DequantizeLinear", [low, scale, _zero(model)], name=f"dequantise_{like.name}")
     node.outputs[0].name = f"{low.name}_read"
     describe_copy(node.outputs[0], like, ir.TensorType(ir.DataType[BASE.onnx]))
@@ -92,7 +98,7 @@ def _read_back(model: ir.Model, low: ir.Value, like: ir.Value, scale: ir.Value) 
 
 
 def _place(model: ir.Model, node: ir.Node, after: ir.Node | None) -> None:
-    """Insert a node after the maker of its input; constants and inputs of the model have none."""
+    """Insert a node after `after`, the maker of its input; at the beginning if the input is a constant or an input of the model."""
     if after is None:
         model.graph.insert_before(next(iter(model.graph)), node)
     else:
@@ -101,12 +107,14 @@ def _place(model: ir.Model, node: ir.Node, after: ir.Node | None) -> None:
 
 
 def _zero(model: ir.Model) -> ir.Value:
+    """Return the e4m3 constant zero of the model, which is added at first use."""
     name = f"amprewrite_{E4M3.name}_zero"
     return model.graph.initializers.get(name) or _constant(model, name, np.zeros((), NUMBER))
 
 
 def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
-    while name in model.graph.initializers:  # a weight that is read as w and as its transpose
+    """Add an initialiser with these numbers to the model, under `name` or a longer name that is free, and return its value."""
+    while name in model.graph.initializers:  # a weight that is read as w and as its transpose is stored twice
         name += "_"
     tensor = ir.tensor(numbers, name=name)
     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)

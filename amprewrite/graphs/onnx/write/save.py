@@ -2,8 +2,8 @@
 
 1. Weights outside the model are written to a data file named by its content, `NAME.onnx.HASH.data`. It never changes once it exists.
 2. Model, data and plan are written and synced in a scratch folder next to the target, and checked there.
-3. The data file moves into place, then the model, then the plan. The model's move is the switch: it names the data it reads. A plan is
-   never newer than its model.
+3. The data file moves into place, then the model, then the plan. From the move of the model on, readers find the new data, because the
+   model names its data file. A plan is never newer than its model.
 4. A move that fails or is interrupted is undone with all moves before it. Data files that only the old model read are removed afterwards.
 """
 
@@ -43,21 +43,22 @@ from amprewrite.tables.boundary.files import write_scratch as write
 from amprewrite.tables.errors import EmitError, one_line
 
 SMALL = 256
-"""Bytes up to which a weight stays inside the model."""
+"""Largest number of bytes of a weight that stays inside the model."""
 HASH = 16
-"""Letters of the hash in the name of a data file."""
+"""Number of letters of the hash in the name of a data file."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A model as files in a scratch folder, with their target."""
+    """A model as files in a scratch folder, with the path that they are written for."""
 
     path: Path
     target: Path | None
+    """The path of the model that is to be written; None if it is not to be kept."""
     proto: onnx.ModelProto
-    """The model; without its weights if they are outside."""
+    """The model, without its weights if they are outside."""
     data: Path | None
-    """The file with its weights, if they are outside."""
+    """The file with the model's weights; None if they are inside the model."""
 
     @property
     def outside(self) -> bool:
@@ -65,7 +66,7 @@ class Written:
         return self.data is not None
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Move the files into place, and `texts` with them. If that fails, restore the old files and raise EmitError."""
+        """Move the files into place, and with them `texts`, contents by path. If that fails, restore the old files and raise EmitError."""
         assert self.target is not None
         real, scratch = resolved(self.target), []
         plans = {resolved(path): text for path, text in texts.items()}
@@ -99,7 +100,7 @@ class Written:
 
 
 def _is_there(data: Path, target: Path) -> bool:
-    """True if the target has the same content already. It is then not touched: a reader may have it open."""
+    """True if the target has the same content already. Then it is not touched, because a reader may have it open."""
     return target.is_file() and not target.is_symlink() and filecmp.cmp(data, target, shallow=False)
 
 
@@ -135,6 +136,7 @@ def _put_back(before: Path, target: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
+    """Make `target` a second name of the file `source`, or a copy where there are no links."""
     try:
         os.link(source, target)
     except OSError:  # another disk, or a file system without links
@@ -143,7 +145,7 @@ def _link(source: Path, target: Path) -> None:
 
 # -- data files that are no longer read --------------------------------------------------
 def _old_data(model: Path) -> list[Path]:
-    """Data files of ours next to a model: files named by content, and `NAME.data` if the model reads it."""
+    """Return our data files next to a model: files named by content, and `NAME.data` if the model reads it."""
     ours = re.compile(rf"{re.escape(model.name)}\.[0-9a-f]{{{HASH}}}\.data")
     found = [path for path in model.parent.iterdir() if ours.fullmatch(path.name) and path.is_file()]
     plain = model.with_name(f"{model.name}.data")
@@ -178,7 +180,11 @@ def _mentions(path: Path, name: str) -> bool:
 # -- scratch files ---------------------------------------------------------------------------
 @contextlib.contextmanager
 def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
-    """The model as files in a scratch folder, removed afterwards; `keep` moves them into place. EmitError if they cannot be written."""
+    """A context with the model as files in a scratch folder, which is removed afterwards. `Written.keep` moves the files into place.
+
+    `external_data` True puts the weights outside the model, "auto" only if they do not fit one protobuf. EmitError if the files cannot be
+    written.
+    """
     outside = is_large(model) if external_data == "auto" else bool(external_data)
     shown = target or Path(tempfile.gettempdir()) / "model.onnx"
     if is_large(model) and not outside:
@@ -203,7 +209,7 @@ def written(model: ir.Model, target: Path | None, external_data: bool | str) -> 
 
 
 def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | None]:
-    """Write the weights into a file named by its content; returns the model that reads it, and the file."""
+    """Write the weights into a file named by its content. Returns the model, and the file or None if no weight is large."""
     first = made.with_name("weights.data")
     held = [(value, value.const_value) for graph in model.graphs() for value in graph.initializers.values()]
     try:
@@ -228,7 +234,7 @@ def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | 
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """All tensors of a graph and of the subgraphs inside its nodes."""
+    """Yield all tensors of a graph and of the subgraphs inside its nodes."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
