@@ -1,1 +1,1 @@
-"""Code for each kind of graph: reading it, the ops it calls, running it, writing it."""
+"""Read, run and write graphs of each kind (torch.fx, ONNX), and give the facts about the ops in them."""

@@ -11,6 +11,7 @@ import threading
 from typing import Self
 
 FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
+"""The logger to which torch reports ops that fail on fake tensors."""
 
 
 class Quiet(logging.Filter):

@@ -57,7 +57,7 @@ class MaskRules(ABC, Generic[Value]):
         return False
 
     def feeds_product(self, value: Value) -> bool:
-        """True if a matrix product or a convolution reads a value."""
+        """True if a matrix product or a convolution reads `value`."""
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:

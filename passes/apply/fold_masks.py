@@ -1,4 +1,4 @@
-"""Remove masks and repeated heads from attention calls by the plan: kernels without them are faster and save less memory for backward.
+"""Remove masks and repeated heads from attention calls by the plan: kernels without them are faster and keep less memory for backward.
 
 1. Drop a mask: `attn_mask` becomes None, with `is_causal` if the mask was causal.
 2. Look up a mask: the ops that build the mask become a function of its sizes, which runs once for each set of sizes.

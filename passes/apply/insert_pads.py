@@ -163,7 +163,7 @@ def _view(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _zeros(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Set the sizes of `zeros`, or of `new_zeros`, which takes them after a tensor."""
+    """Set the sizes of `zeros`, or of `new_zeros`, which takes its sizes after a tensor."""
     after_tensor = bool(node.args) and isinstance(node.args[0], torch.fx.Node) and isinstance(example_value(node.args[0]), torch.Tensor)
     _sizes(run, call, node, int(after_tensor), "size")
 

@@ -50,11 +50,11 @@ CompiledFn = Callable[..., Any]
 Copy = tuple[torch.dtype, Layout]
 """The dtype of a copy of a weight, and its padded layout."""
 _STAYS = {"_dynamo_static_input_type": "unguarded"}
-"""The mark of torch._dynamo.mark_static_address on an input: CUDA graphs read it at its address and do not copy it again."""
+"""Metadata by which torch._dynamo.mark_static_address marks an input: CUDA graphs then read it at its address, without copying it."""
 _FOLDS = ("linear", "matmul")
 """Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
-"""Packages whose functions mutate only the arguments that the graph shows them to write."""
+"""Packages whose functions write only to arguments that are known to be written, so that the graph shows each write."""
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):

@@ -134,6 +134,7 @@ def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
 
 
 def _allowed(unit: Pattern, lists: OpLists) -> bool:
+    """True if the lists let the op of a pattern run low, and no override names an op in it."""
     ops = {op_name(node.target) for node in (*unit.inside, unit.end)}
     return lists.kind(unit.op) not in (None, OpKind.DENY) and not ops & lists.asked
 
@@ -149,6 +150,7 @@ def _op(node: Any) -> str:
 
 
 def _argument(node: Node, place: int, *names: str) -> Any:
+    """Return the argument at position `place`, or under the first of `names` that is given; None if there is none."""
     found = next((node.kwargs[name] for name in names if name in node.kwargs), None)
     return node.args[place] if len(node.args) > place else found
 
@@ -193,11 +195,12 @@ def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
 
 
 def _number(factors: list[Any], like: float) -> bool:
-    """True if the product of the numbers among the factors is `like`."""
+    """True if the numbers among `factors` multiply to `like`, up to rounding."""
     return math.isclose(math.prod(f for f in factors if isinstance(f, int | float)), like, rel_tol=1e-5)
 
 
 def _nodes(factors: list[Any]) -> list[Any]:
+    """Return the factors that are no plain numbers."""
     return [factor for factor in factors if not isinstance(factor, int | float)]
 
 
@@ -227,11 +230,13 @@ def _over_last(node: Any, op: str, inside: set[Node]) -> Any:
 
 
 def _same(a: Any, b: Any, inside: set[Node]) -> bool:
+    """True if two values are the same node, apart from conversions to fp32, which are added to `inside`."""
     return isinstance(a, Node) and _bare(a, inside) is _bare(b, inside)
 
 
 # -- the patterns -------------------------------------------------------------------------------
 def _gelu(end: Node) -> Pattern | None:
+    """Return the pattern of GELU's tanh form that ends at a node; None if there is none."""
     inside: set[Node] = set()
     factors = _factors(end, inside)
     nodes = _nodes(factors)
@@ -268,6 +273,7 @@ def _is_tanh_argument(node: Any, x: Node, inside: set[Node]) -> bool:
 
 
 def _softmax(end: Node) -> Pattern | None:
+    """Return the pattern of a softmax that ends at a node; None if there is none."""
     pair = _two(end, "div")
     if pair is None or _op(pair[0]) != "exp" or _op(pair[1]) != "sum" or pair[1].args[0] is not pair[0]:
         return None
@@ -312,6 +318,7 @@ def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
 
 
 def _layer_norm(end: Node) -> Pattern | None:
+    """Return the pattern of a layer norm that ends at a node; None if there is none."""
     inside: set[Node] = set()
     width = _width(end)
     pair, bias, product = _two(end, "add"), None, end
@@ -335,6 +342,7 @@ def _layer_norm(end: Node) -> Pattern | None:
 
 
 def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
+    """True if `node` is the biased variance of x over the last dim, by `var` or as the mean of the squares of `centred`."""
     node = _bare(node, inside)
     if _op(node) == "var":
         biased = node.kwargs.get("unbiased") is False or node.kwargs.get("correction") == 0 or node.args[2:3] == (False,)
@@ -358,6 +366,7 @@ def _same_difference(a: Any, b: Node, inside: set[Node]) -> bool:
 
 
 def _rms_norm(end: Node) -> Pattern | None:
+    """Return the pattern of an RMS norm that ends at a node; None if there is none."""
     inside: set[Node] = set()
     width = _width(end)
     parts = _scaled(_factors(end, inside), width)

@@ -19,6 +19,7 @@ from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 SPREADS_DENY = (OpKind.INFER, OpKind.INTERNAL)
+"""Kinds of ops that become high after a denied op."""
 
 
 class PaintAfterDeny(Pass[Problem, Decisions]):

@@ -45,7 +45,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
     """Return the padding of one graph. It is empty if none is asked for or needed, and holds the reasons if some is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # an edited plan lists no casts: then pads are decided
+    if problem.given is not None and problem.given.casts:  # an edited plan lists no casts, and its pads are decided anew
         return problem.given.pads
     if not problem.calls:
         return PadPlan()

@@ -44,7 +44,7 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
 """Passes that run with our lists by any painting rules, because they keep results exact."""
 PARITY = "parity with the model's other graphs costs "
-"""Beginning of the note that says how much one plan for all graphs costs this graph."""
+"""Beginning of the note on how much one plan for all graphs of the model costs this graph."""
 LEAST_TOLD = 1e-3
 """Smallest relative difference in price that is worth a note."""
 

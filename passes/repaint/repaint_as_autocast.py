@@ -35,7 +35,9 @@ from amprewrite.tables.vocabulary import Held, OpKind, Reason
 
 STEPS, KINKS, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.HAS_KINKS), ops_with(Trait.TAKES_BATCH_MEAN)
 LEVEL = AVERAGES | NORMS
+"""Averages and norms. They magnify a rounding only if the value may have an offset (`Held.EXACT`), or in a batch norm."""
 WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
+"""Ops that magnify a rounding of a value that no product has rounded: logarithms and softmax."""
 
 
 class RepaintAsAutocast(Pass[Problem, Decisions]):
@@ -62,7 +64,7 @@ class Roundings:
         """Maps a value to a reader that would magnify its rounding. A value in `needs_bits` maps to the name of the graph."""
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
-        for node in reversed(list(self.graph)):  # readers first
+        for node in reversed(list(self.graph)):  # readers before makers
             readers = [each for each in self.graph.readers(node.name) if any(node.name == operand.value for operand in data_of(each))]
             harmed = next((each.name for each in readers if self._harms(each, node.name) or self._hands_harm_on(each, node.name)), "")
             if harmed:

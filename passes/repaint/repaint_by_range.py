@@ -173,7 +173,7 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
         yield node.operands[1].value
-    elif node.op == "div" and node.name in found:  # the only operand is the divisor, and it comes near zero
+    elif node.op == "div" and node.name in found:  # of one operand, which may be the divisor
         yield from (operand.value for operand in node.operands)
 
 
@@ -215,7 +215,7 @@ def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[
             continue
         for operand in node.operands:
             made, seen = graph[operand.value], values.get(operand.value)
-            exact = made.op == "to" and not made.operands and made.pinned is None  # integers are exact
+            exact = made.op == "to" and not made.operands and made.pinned is None  # made from integers, which are exact
             if seen is None or exact or not MAGNIFIES * result.amax < seen.amax < MASK:
                 continue
             text = f"{node.name} stays within {result.amax:.3g}, {made.name} reaches {seen.amax:.3g}"

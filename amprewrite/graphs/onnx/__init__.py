@@ -1,1 +1,1 @@
-"""ONNX models: ops, their schemas, and checks before a model is run. Needs the onnx extra."""
+"""Support for ONNX models: the meaning of ops, their schemas, and checks before a model is run. Needs the onnx extra."""

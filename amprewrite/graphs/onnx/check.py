@@ -117,7 +117,7 @@ def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path) -> None
 
 # -- functions -------------------------------------------------------------------------------
 def check_functions(model: ir.Model, name: str) -> None:
-    """Raise CaptureError if functions call each other in a circle, or multiply into more nodes than can be processed."""
+    """Raise CaptureError if functions call each other in a circle, or if inlining them gives more nodes than can be processed."""
     own = sum(1 for graph in model.graphs() for _ in graph) + sum(1 for f in model.functions.values() for _ in f.all_nodes())
     sizes: dict[object, int] = {}
     for key in model.functions:
@@ -139,7 +139,7 @@ def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int],
 
 # -- operands --------------------------------------------------------------------------------
 def check_operands(model: ir.Model, name: str) -> None:
-    """Raise CaptureError if a node leaves out an operand of a variadic list: only optional operands may have the empty name."""
+    """Raise CaptureError if a node leaves out an operand of a variadic list. Only an optional operand may be left out, by an empty name."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         for node in graph:
             takes = signature(node.domain, node.op_type, model.opset_imports.get(node.domain, 1)) if None in node.inputs else None

@@ -1,1 +1,1 @@
-"""ONNX model → op graph: loading, reading, and evidence from constants and samples."""
+"""Load an ONNX model and read it into an op graph, with evidence from its constants and from samples."""

@@ -94,7 +94,7 @@ class ConstantFacts:
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if values beyond the range in a constant of `node` may be clamped to ±max without changing its meaning."""
+        """True if clamping the numbers beyond the range in a constant of `node` to ±max does not change the meaning of the constant."""
         found = self.facts(value)
         if not found.overflow:
             return False
@@ -104,13 +104,13 @@ class ConstantFacts:
         return blocks and self._only_blocks(found, node, op)
 
     def _only_blocks(self, found: Facts, node: ir.Node, op: str) -> bool:
-        """True if numbers beyond the range that a node takes from a constant only block positions, in all readers of its results."""
+        """True if numbers beyond the range in a constant of `node` only block positions, in all readers of the node's results."""
         sides = {side for side, far in ((BELOW, found.least < -self.low.max), (ABOVE, found.most > self.low.max)) if far}
         moved = op in FILLS or op in BORDERS or op == "add"
         return self.readers.results_only_block(node, sides if moved else {BELOW, ABOVE})
 
     def _is_bound(self, value: ir.Value, op: str, node: ir.Node) -> bool:
-        """True if a constant is a bound on its own side of the range: no value of the format lies beyond it."""
+        """True if a constant is a lower bound that is not above the low format's range, or an upper bound that is not below it."""
         lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
         return op in BOUNDS and bound_fits(self.facts(value).most if lower else self.facts(value).least, lower, self.low)
 

@@ -69,9 +69,9 @@ class Kinds:
         if source in ("fp32", self.low.name, "bool"):
             return None
         if source in LOW_NAMES and (FORMATS[source].narrow or seen is not None):
-            return None  # one low format into the other
+            return None  # from one low format into the other, within its range
         if source.startswith(("int", "uint")) and seen is not None and seen.amax * HEADROOM <= 2 / self.low.eps:
-            return None  # such integers are exact
+            return None  # the low format holds such integers exactly
         return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"
 
 

@@ -10,7 +10,7 @@ from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.evidence.matrix_products import MatrixProduct
 
 FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
-"""Attributes of Gemm that change the product, each with the value at which it does not."""
+"""Attributes of Gemm that change the product, each with the value that leaves the product unchanged."""
 
 
 def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:

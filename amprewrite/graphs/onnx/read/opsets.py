@@ -154,7 +154,7 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.M
         return model, [f"{kept}: the converter has no way"]
     _raise_ir_version(raised, needed)
     refused = refusal(raised)
-    if refused and not refusal(model):  # some ops have kernels only in later releases
+    if refused and not refusal(model):  # it has kernels for some new ops only in later releases
         return model, [f"{kept}: ONNX Runtime does not load it then ({refused})"]
     return raised, [f"opset raised from {opset} to {needed}, at which more of its ops take {low.name}"]
 

@@ -68,8 +68,9 @@ class OnnxReading:
     values: dict[str, ir.Value] = field(default_factory=dict)
     """The value of each vertex."""
     nodes: dict[str, ir.Node] = field(default_factory=dict)
+    """The node of each vertex that stands for one. The vertices at the border of a body stand for the node that runs the body."""
     slots: dict[tuple[str, str], list[Slot]] = field(default_factory=dict)
-    """By (reader, vertex that is read): the reads in the model."""
+    """The reads in the model, keyed by (reader, vertex that is read)."""
     constants: list[ConstantRead] = field(default_factory=list)
     kept: dict[str, Loss] = field(default_factory=dict)
     """Constants that stay fp32 in their readers, whatever passes decide, with the harm of a low copy."""
@@ -293,7 +294,7 @@ class _Reader:
         return tuple(Operand(made, demand, self.is_number(made), twice=times[made] > 1) for made, demand in demands.items())
 
     def is_number(self, name: str) -> bool:
-        """True if a vertex is a constant of one element, a number in PyTorch."""
+        """True if a vertex is a constant of one element. In PyTorch it would be a plain number."""
         held = constant_tensor(self.reading.values[name]) if name in self.reading.values else None
         return held is not None and held.size == 1
 

@@ -84,5 +84,5 @@ def _error(found: list[list[Any]], samples: Samples) -> float:
     """Return the relative error of results against the samples; infinity if shapes or numbers of results differ."""
     try:
         return relative_error(found, samples.outputs)
-    except ValueError:  # other shapes, or another number of results
+    except ValueError:  # the results differ in shape or number
         return float("inf")

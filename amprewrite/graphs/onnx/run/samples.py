@@ -63,7 +63,7 @@ class Samples:
     made_up: bool = True
     """True if the inputs are not the caller's."""
     empty: set[str] = field(default_factory=set)
-    """Inputs without a finite element in a sample, which shows no range of them."""
+    """Inputs without a finite element in some sample, which therefore shows no range of them."""
     problem: str = ""
     """The reason why there are no samples; "" if there are samples."""
     invalid: str = ""
@@ -269,7 +269,7 @@ class _Observer:
         self.chunks = [[str(value.name) for value in chunk if value.name not in self.own] for chunk in _chunks(wanted)]
         self.sessions: list[Any] = []
         self.too_slow = False
-        """True if a run took longer than any model of that size should."""
+        """True if a run took longer than its time limit."""
 
     def run(self, feed: Feed, samples: Samples) -> str:
         """Run one sample and record its values in `samples`. Returns the error; "" if there was none."""

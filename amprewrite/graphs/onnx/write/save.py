@@ -112,7 +112,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
             before = scratch / f"{number}.before" if target.exists() else None
             if before is not None:
                 _link(target, before)
-            undo.append((target, before))  # noted first: an interrupt may come between the two lines
+            undo.append((target, before))  # noted before the move, as an interrupt may come in between
             source.replace(target)
     except BaseException:
         for target, before in reversed(undo):
@@ -162,7 +162,7 @@ def _remove(old: list[Path], model: Path, kept: str) -> None:
     others = [path for path in model.parent.iterdir() if path != model and path.suffix != ".data" and path.is_file()]
     for path in gone:
         if not any(_mentions(other, path.name) for other in others):
-            with contextlib.suppress(OSError):  # the new model is in place: one file too many is no failure
+            with contextlib.suppress(OSError):  # the new model is in place: a leftover file is no failure
                 path.unlink()
 
 
@@ -171,7 +171,7 @@ def _mentions(path: Path, name: str) -> bool:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(name.encode()) >= 0
-    except ValueError:  # an empty file
+    except ValueError:  # mmap refuses an empty file
         return False
     except OSError:
         return path.exists()
@@ -221,7 +221,7 @@ def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | 
     finally:
         for value, tensor in held:
             value.const_value = tensor
-    if not first.exists():  # all of them are small enough to stay inside
+    if not first.exists():  # all weights are small enough to stay inside
         return proto, None
     with first.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH // 2)).hexdigest()
