@@ -1,6 +1,6 @@
 """Find out whether ±max may replace numbers beyond the low format's range, in a graph of any kind.
 
-Each kind of graph (fx, ONNX) has a subclass of `MaskRules`. It gives the readers of a value (`Read` in `ir/evidence/range_rules.py`), and
+Each kind of graph (fx, ONNX) has a subclass of `MaskRules`, which gives the readers of a value (`Read` in `ir/evidence/range_rules.py`) and
 the operands of the op that makes a value.
 
 By name it knows the `softmax` that a mask is made for.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 SMALL, MANY = 0.25, 8
-"""A step is small if numbers scale f down to this ratio to x. This many steps in a row are many.
+"""A step is small if numbers scale f down to SMALL times x or less. A chain of at least MANY small steps is kept in fp32.
 
 Eight sums, each rounded, are off by about three roundings. If f is scaled down to a quarter, its rounding errors give a quarter of that.
 torch.autocast keeps such sums in fp32, because their first value is fp32.

@@ -27,7 +27,7 @@ class OpenGradRegions(Pass[Reading, EditedGraph]):
 def open_grad_regions(module: torch.fx.GraphModule) -> int:
     """Replace each `wrap_with_set_grad_enabled` subgraph by its nodes between two calls that set the grad mode; returns their number.
 
-    Dynamo captures such regions in the form that results. torch.export wraps them again when the edited graph is exported.
+    The result has the form in which Dynamo captures such regions. torch.export wraps them again when the edited graph is exported.
     """
     opened = 0
     while node := next((n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled), None):

@@ -83,7 +83,7 @@ class Roundings:
         return reads or (anyway and self._moves(node))
 
     def _moves(self, node: OpNode) -> bool:
-        """True if rounding before an op equals rounding after it: it moves, selects or scales the elements of one value."""
+        """True if rounding before an op equals rounding after it, because it only moves, selects or scales the elements of one value."""
         alone = sum(not each.scalar for each in node.operands) == 1
         return alone and (node.kind is OpKind.CLEAR or node.op in FACTORS) and not self._turns(node)
 
