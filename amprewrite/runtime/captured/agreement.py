@@ -32,7 +32,7 @@ class Agreement:
         for part in plan.flat("") if self.on else ():
             self.colours = self.colours.joined(part.nodes).joined_by_products(_products(part))
         for graphs in every if self.colours is not before else ():
-            if not graphs.outdated and any(self._contradicts(region.plan) for region in list(graphs.regions)):
+            if graphs.anew is None and any(self._contradicts(region.plan) for region in list(graphs.regions)):
                 graphs.anew = Anew.AGREED
                 note("captured anew: another graph keeps high what ran low in this one, and one plan serves all graphs of the model")
 
@@ -49,11 +49,11 @@ class Agreement:
         if not any(graphs.weights for graphs in every):
             return ""
         weights = weights_by_path(root)
-        found = {graphs: moved(graphs.weights, weights, low) for graphs in every if not graphs.outdated}
+        found = {graphs: moved(graphs.weights, weights, low) for graphs in every if graphs.anew is None}
         said = [(weight.says(low), weight.now) for each in found.values() for weight in each]
         for graphs in every if said else ():
             if self.on or found.get(graphs):
-                graphs.anew, graphs.weights = Anew.WEIGHTS, []  # the next capture measures its weights anew
+                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # the next capture measures its weights anew
         if said and self.on:
             self.colours = Agreed()
         for text, _ in said:
