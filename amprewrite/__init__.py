@@ -139,4 +139,4 @@ __all__ = [
     "sensitivity",
     "verify",
 ]
-__all__[:] = [name for name in __all__ if name in _HOME or name in globals()]  # leave out the names of extras that were deleted
+__all__[:] = [name for name in __all__ if name in _HOME or name in globals()]  # leave out names of optional parts that this copy lacks

@@ -123,7 +123,7 @@ LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
     HoistWeightCasts(),  # with a weight cache, cast many weights in one launch
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored
-    SuitCompiler(),  # for a compiler: record the sources of inputs; save and return low values, not their fp32 copies
+    SuitCompiler(),  # for a compiler: record the model path of each input; save for backward and return low values, not their fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
 )

@@ -35,7 +35,7 @@ LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_w
 
 
 def is_product(node: OpNode) -> bool:
-    """True if torch.autocast runs `node` low, or may run ops of a subgraph inside it low. False for products of counts, which stay fp32."""
+    """True if torch.autocast runs `node` low, or may run ops of a subgraph inside it low. False for products of counts."""
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or node.flops > 0 or inside)
 
@@ -135,9 +135,10 @@ class _Reading:
         return seen.role != "op" or seen.op in LOOKS_UP | NORMS or self.graph[name].may_saturate
 
     def _spans(self, name: str) -> int:
-        """Return an upper bound on the number of different elements of a value: its smallest size upstream, along ops with one operand.
+        """Return an upper bound on the number of different elements of a value.
 
-        For example, an expanded scalar has one.
+        It is the smallest number of elements found on the way back from the value through ops with one operand. For example, an expanded
+        scalar has one.
         """
         node, least = self.graph[name], self.graph[name].numel
         while node.role == "op" and not is_product(node) and len(node.operands) == 1:

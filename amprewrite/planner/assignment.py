@@ -242,7 +242,10 @@ class _Search:
 
     # -- search --------------------------------------------------------------------------
     def run(self, cuts: int) -> tuple[Side, int]:
-        """Search with at most about `cuts` cuts. Return (best assignment, ticks by which another assignment may be cheaper)."""
+        """Search with at most about `cuts` minimum cuts.
+
+        Return the best assignment found, and a bound: no other assignment is cheaper by more than so many ticks, the unit of costs.
+        """
         self._columns = tuple(np.array(c, np.int64) for c in (self.network.tails, self.network.heads, self.network.capacities))
         members = np.zeros(self.network.size, np.int64)
         np.add.at(members, list(self.vertices.values()), 1)

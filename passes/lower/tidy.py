@@ -46,7 +46,10 @@ def remove_idle_conversions(graph: torch.fx.Graph) -> int:
 
 
 def make_in_format(graph: torch.fx.Graph) -> int:
-    """Make zeros and ones directly in the dtypes of their casts, if only casts read them: that saves launches. Returns their number."""
+    """Make zeros and ones directly in the dtypes of their casts, if only casts read them. Return how many zeros and ones were changed.
+
+    This saves launches.
+    """
     found = [node for node in graph.nodes if node.users and _is_made_of_sizes(node) and all(_copies(user, node) for user in node.users)]
     for node in found:
         for copy in list(node.users):

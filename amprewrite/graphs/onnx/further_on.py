@@ -91,7 +91,7 @@ class Readers(MaskRules[ir.Value]):
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Return the read of a value at position `place` of a node that makes `made`. `crosses` is True for a node with bodies."""
+    """Return the facts on how a node uses its operand at position `place` to make `made`. `crosses`: the node passes it to a body."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None

@@ -70,7 +70,7 @@ class Rule:
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
     def tie(self, *legs: Leg) -> None:
-        """State that all of `legs` are the same dim."""
+        """Declare that all `legs` are the same dim, so that they have the same size and the same padding."""
         self.ties.append(legs)
 
 

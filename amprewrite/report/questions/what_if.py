@@ -128,7 +128,7 @@ class WhatIf:
             yield each
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
-        """Return the effect of giving `nodes` the colour that `name` does not have; None if node `name` keeps its colour."""
+        """Pin `nodes` to the opposite of the colour of node `name`. Return the effect; None if `name` has its old colour even then."""
         colour = OTHER.get(self.colours[name])
         if colour is None:
             return None

@@ -24,9 +24,9 @@ class Agreement:
         self.on, self.colours = on, Agreed()
 
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
-        """Add the colours of a newly planned graph to the shared colours. In `every`, mark the graphs that contradict these colours.
+        """Add the colours of a newly planned graph to the colours that all graphs of the model share. Mark the graphs that contradict them.
 
-        A marked graph is captured anew in its next call, and `note` is called with the reason.
+        `every` holds all graphs. A marked graph is captured anew in its next call, and `note` is called with the reason.
         """
         before = self.colours
         for part in plan.flat("") if self.on else ():

@@ -281,7 +281,7 @@ class Entry:
         before, self.graphs = self.graphs, Graphs(self)
         if before.outdated:  # the code is the same, so a backward may still recompute activations of a forward of these graphs
             self._past.keep(before)
-        # weights stay watched, because graphs of other entries may share colours that were decided for these weights
+        # keep checking these weights for changes: graphs of other entries may share colours that were decided for them
         self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 

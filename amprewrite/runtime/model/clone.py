@@ -58,7 +58,10 @@ class _Cloning:
         return clone
 
     def _reachable(self, module: nn.Module) -> list[nn.Module]:
-        """Return all modules of the tree, including modules in containers that modules hold, each once. Fill `owned`."""
+        """Return all modules of the tree, including modules in containers that modules hold, each once.
+
+        Add to `owned` the ids of the containers that are copied with their module, and not shared with the original.
+        """
         found: dict[int, nn.Module] = {}
         stack: list[tuple[Any, bool]] = [(module, True)]
         seen: set[tuple[int, bool]] = set()
@@ -72,7 +75,7 @@ class _Cloning:
                 items = [*current.__dict__.values(), *(slot.__get__(current) for slot in _filled_slots(current))]
                 owned = True
             else:
-                owned = owned and type(current) in _CONTAINERS  # False in a dataclass: a configuration stays shared
+                owned = owned and type(current) in _CONTAINERS  # a dataclass counts as a configuration, which clones share
                 items = _items(current)
                 if owned:
                     self.owned.add(id(current))

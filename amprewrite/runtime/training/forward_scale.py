@@ -236,7 +236,7 @@ def _runs(node: Any) -> bool | None:
     """True if the backward under way runs the autograd node. None for the node of a leaf whose gradient torch.autograd.grad returns."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
-    except RuntimeError:  # during a backward, torch raises this only for such a leaf
+    except RuntimeError:  # during a backward, torch raises this only for a leaf of torch.autograd.grad
         return None
 
 

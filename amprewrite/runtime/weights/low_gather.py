@@ -53,7 +53,7 @@ class Sharded:
         return tuple(each.padded_sharded_param_size.numel() for each in self.group.fsdp_params)
 
     def cannot(self) -> str:
-        """Return the reason why no weight of this module can be sent low; "" if there is none."""
+        """Return the reason why an all-gather cannot send the weights of this module in the low format; "" if it can."""
         group = self.group
         if not hasattr(self.module, "set_custom_all_gather"):
             return "this version of torch lets nobody choose how FSDP gathers"

@@ -30,7 +30,7 @@ class WeightReads:
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:
-    """Return how an emitted graph reads the weights of `root` that are among its `inputs`."""
+    """For each weight of `root` among the `inputs` of an emitted graph, return whether the graph reads it low, in fp32, or both."""
     names: dict[int, list[str]] = {}
     for name, weight in named_parameters_in(root, remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)

@@ -83,7 +83,10 @@ def per_dim(setting: Any, dims: int) -> tuple[Any, ...]:
 
 
 def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool) -> bool:
-    """True if, along one dim, a tap of the kernel reads padding alone or, if `transposed`, writes only elements that are cut off."""
+    """True if, along this dim of a convolution, some position of the kernel reads only padding.
+
+    If `transposed`: True if some position writes only elements that are cropped from the result.
+    """
     reach = dilation * (kernel - 1)
     if transposed:
         turns, inside = size, (size - 1) * stride - 2 * padding + reach + 1

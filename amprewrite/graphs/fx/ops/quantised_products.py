@@ -44,7 +44,7 @@ def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], tran
     `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ.
     """
-    matrix = value.detach()  # no gradient passes through copies and scales: the link passes it on
+    matrix = value.detach()  # no gradient passes through copies and scales: `link` passes it on to `value`
     matrix = matrix.t() if transposed else matrix.reshape(-1, matrix.shape[-1])
     link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
     return Quantised(link, *copies(matrix, role, RECIPES[recipe], gemms))
@@ -183,7 +183,7 @@ def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | No
 
 
 def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
-    """Return the gradients `found` with an autograd history, as if they were computed from x and w in their own format."""
+    """Return the gradients `found` with an autograd history for second derivatives, as if computed from x and w without fp8."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     x = x if x8 is None else _Straight.apply(x, x8.values().t().to(x.dtype).reshape(x.shape))
     values = None if w8 is None else w8.values() if ctx.transposed else w8.values().t()

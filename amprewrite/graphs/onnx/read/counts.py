@@ -50,7 +50,7 @@ def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _entering(value: ir.Value, low: Format) -> Count:
-    """Return the count of a value that enters a graph from outside."""
+    """Return the `Count` of a value that a graph takes from outside: whether it holds integers that count something, and how large."""
     dtype = format_of(value)
     return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), (), low)
 

@@ -152,7 +152,7 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
     array = np.asarray(given)
     wanted = kind.dtype.numpy() if kind is not None else array.dtype
     if wanted.kind == "O" and array.dtype.kind == "U":
-        array = array.astype(object)  # strings in NumPy's own form
+        array = array.astype(object)  # NumPy made strings of fixed width; ONNX has objects
     if array.dtype != wanted:
         raise PolicyError(f"{where} is {array.dtype}, the model wants {wanted}")
     dims = list(value.shape) if value.shape is not None else list(array.shape)
