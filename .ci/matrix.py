@@ -135,6 +135,7 @@ def run(cell: Cell, out: Path, known: dict[tuple[str, str], Path], minutes: floa
     rows.unlink(missing_ok=True)
     laws = OF_TORCH if transformers in (PINNED[2], "newest") else ()
     follow(30 * minutes, "examples/benchmarks/wall/real_size.py", *POSITIONS, "--out", str(rows))
+    # no -q: pyproject.toml has one, and a second one takes away the line with the counts
     text = follow(30 * minutes, "-m", "pytest", "-rfE", "-p", "no:cacheprovider", *OF_TRANSFORMERS, *laws)
     judged = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
     cell.wrong += [f"{row['name']}: {row['outcome']}: {row.get('why', '')}"[:200] for row in judged if row["outcome"] != "right"]

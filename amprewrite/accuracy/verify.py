@@ -96,7 +96,7 @@ class Report:
 
     def _captured(self) -> str:
         if self.capture_error is None:
-            return "not compared with the eager model, since two runs of that differ"
+            return "not compared with the eager model, of which two runs differ"
         place = f", from {self.parted} on" if self.parted else ""
         return f"changed the model by {self.capture_error:.2e} in fp32, before any rounding{place}; torch.compile alone does the same"
 

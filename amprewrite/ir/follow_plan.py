@@ -1,11 +1,17 @@
-"""Find the region of a saved plan that fits a captured graph."""
+"""Find the region of a saved plan that fits a captured graph; tell whether a plan or a policy may ask for fp8 products."""
 
 from __future__ import annotations
 
 from amprewrite.ir.plans.plan import Cast, ModelPlan, RegionPlan
+from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.vocabulary import Colour
+
+
+def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
+    """True if products may read fp8 copies: by the plan `given`, or by the policy if no plan is given."""
+    return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 
 def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:

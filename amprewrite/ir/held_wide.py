@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Set
 
+from amprewrite.ir.evidence.counts import ASKS
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.formats import LOW_NAMES
@@ -26,7 +27,6 @@ LOOKS_UP, LOGS, DRAWS, SHARES = (
     ops_with(*each) for each in ((Trait.LOOKS_UP,), (Trait.LOGARITHM,), (Trait.RANDOM,), (Trait.SHARES_OUT, Trait.NEARS_ITS_ENDS))
 )
 BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
-ASKS = frozenset(name for name, row in OPS.items() if row.asks)
 SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
 FILE = "meta"
 """The device of a graph that was read from an ONNX file."""

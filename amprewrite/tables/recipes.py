@@ -31,6 +31,8 @@ BASE = BF16
 FP8 = "fp8"
 WIDE = "wide"
 """The user's word for products that multiply operands in `BASE` and return fp32."""
+SMALLEST = 1e-12
+"""Lower limit of amax, the largest magnitude, so that a tensor of zeros has a finite scale, too."""
 ALIGNMENT = E4M3.pad_multiple
 """Both dims of a weight must be multiples of this for fp8. Rows of x and g need no alignment, since they are padded when quantised."""
 PAIRS = frozenset({(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)})
@@ -101,6 +103,7 @@ __all__ = [
     "READS",
     "RECIPES",
     "ROWS",
+    "SMALLEST",
     "STRAIGHT",
     "TENSOR",
     "TURNED",

@@ -40,6 +40,7 @@ from amprewrite.graphs.onnx.write.quantise import insert_quantised
 from amprewrite.graphs.onnx.write.save import Written, written
 from amprewrite.ir.evidence.constants import Loss
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, fingerprint
+from amprewrite.ir.follow_plan import may_quantise
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import Problem
@@ -375,7 +376,7 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=tuple(reading.constants),
         calibration=Calibration("", "", samples.seen, (seen,)),
         offsets=read_offsets(reading), small_steps=read_small_steps(reading),
-        matrix_products=read_matrix_products(reading) if asks_of_products(policy, given) else {},
+        matrix_products=read_matrix_products(reading) if may_quantise(policy, given) else {},
     )  # fmt: skip
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))
@@ -383,11 +384,6 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
     # scales in a file are constants, so there is one for each tensor: the scale of a row depends on the input
     copies = tuple(replace(copy, scales=TENSOR) for copy in region.quantised.copies)
     return replace(region, quantised=replace(region.quantised, copies=copies))
-
-
-def asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if products may read fp8: by the plan `given`, or by the policy if no plan is given."""
-    return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 
 def largest(reading: OnnxReading, samples: Samples) -> dict[str, float]:

@@ -19,10 +19,8 @@ from torch.nn.functional import pad
 
 from amprewrite.graphs.fx.ops.fp8_units import by_kernel, multiplies_fp8, multiply_units
 from amprewrite.tables.formats import Format
-from amprewrite.tables.recipes import ALIGNMENT, ROWS
+from amprewrite.tables.recipes import ALIGNMENT, ROWS, SMALLEST
 
-SMALLEST = 1e-12
-"""Lower limit of amax, the largest magnitude, so that a tensor of zeros has a finite scale, too."""
 EXPONENT = 0x7F800000
 """Exponent bits of an fp32 number. Masking a positive number with these bits rounds it down to a power of two."""
 

@@ -23,12 +23,10 @@ from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import E4M3
-from amprewrite.tables.recipes import BASE, W
+from amprewrite.tables.recipes import BASE, SMALLEST, W
 
 OPSET = 21
 """First opset in which QuantizeLinear and DequantizeLinear take bf16 and give e4m3 as compilers read them."""
-SMALLEST = 1e-12
-"""Least magnitude for which a scale is computed, so that a tensor of zeros has a scale, too. Scales in fx graphs have the same limit."""
 NUMBER = np.dtype(getattr(ml_dtypes, E4M3.library_name))
 STORED = ir.DataType[E4M3.onnx]
 
