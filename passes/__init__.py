@@ -70,19 +70,19 @@ CLEAN_EXPORTED: tuple[Normalising, ...] = (
 )
 NORMALISE: tuple[Normalising, ...] = (
     FreeBackwards(),  # let the backward of a user's autograd Function run in the grad mode of its caller, so that it can be differentiated
-    RestoreHooks(),  # turn hooks on tensors into calls that run on fake tensors, too
+    RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
     FollowWrites(),  # let readers after an in-place op read the result of that op, not the value that was written
     FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each
-    MarkLeaving(),  # insert one place for a cast after each value that the graph returns itself, not as a copy
+    MarkLeaving(),  # insert a no-op conversion after each returned value, so that one cast there serves all its readers
 )
 EVIDENCE: tuple[Deciding, ...] = (
     RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, by calibration, weights and constants
-    RepaintByError(),  # keep in fp32 the ops that a search for an accuracy found too inexact
+    RepaintByError(),  # keep in fp32 the ops that the accuracy search (`tolerance=`) found too inexact in the low format
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # one cast wherever two colours meet; in training, several copies of a value with many readers
+    PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, several for a value with many readers
     PlanConstants(),  # store constants of an ONNX file in the format in which they are read
-    PlanPads(),  # round dims up for Tensor Cores, and place the pads and slices that remain
+    PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands
     PlanClamps(),  # clamp constants of low ops to the range of the low format
     PlanKernelNeeds(),  # on a CPU: fp32 statistics for norms without weights, separate pads for convolutions
@@ -107,11 +107,11 @@ WEIGH: tuple[Deciding, ...] = (
 )
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats
-    InsertPads(),  # pad where a padded region begins, slice where it ends; weights are padded by their casts
+    InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
     SpreadCopies(),  # give a value with many readers several low copies, padded or not
-    PadApart(),  # pad the convolutions that the plan names by a separate op
+    PadApart(),  # move the padding of the convolutions that the plan names into a separate op
     InsertNormWeights(),  # give fp32 weights of one to the norms that the plan names
-    ScaleLoss(),  # with a loss scale: gradients that enter the graph are multiplied by the scale, gradients that leave it are divided
+    ScaleLoss(),  # with a loss scale, multiply gradients that enter the graph by the scale, and divide gradients that it returns
     FoldMasks(),  # remove the masks from the attention calls that the plan names
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share one
     KeepViews(),  # return a result as a view if the fp32 graph returns a view
@@ -130,7 +130,7 @@ LOWER: tuple[Lowering, ...] = (
 
 
 def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
-    """Return the passes of each stage, in the order in which they run. A pass of several pipelines is listed once."""
+    """Return the passes of each stage, in the order in which they run. Each pass is listed once, even if several pipelines run it."""
     deciding = dict.fromkeys(each for passes in PIPELINES.values() for each in passes)
     by_name: dict[str, Deciding] = {}
     for each in deciding:

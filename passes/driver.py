@@ -59,9 +59,9 @@ from amprewrite.tables.vocabulary import Colour, Edit, Held, Reason
 
 T = TypeVar("T")
 CapturedGraph = torch.fx.GraphModule
-"""A graph that Dynamo or torch.export captured."""
+"""A graph captured by Dynamo or torch.export."""
 MOST_REFUSALS = 200
-"""Most attempts to rewrite one graph. Another attempt follows whenever the edited graph fails its check."""
+"""Limit on attempts to rewrite one graph. Each attempt whose edited graph fails its check is followed by another."""
 
 
 def read_problem(
@@ -146,7 +146,7 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
     """Return facts about attention calls, as fields of `Problem`: the edits that masks allow, and the ops that repeat heads.
 
-    {} if `fold_masks` is off. `around` maps inputs of a body to the nodes outside that the body is called with.
+    Returns {} if `fold_masks` is off. `around` maps the inputs of a body to the nodes of the surrounding graph that are passed for them.
     """
     if not captured.problem.fold_masks:
         return {}
@@ -191,9 +191,9 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
 
 
 def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
-    """Rewrite the bodies of activation checkpoints. Returns, by the name of its attribute, each edited body and its plan.
+    """Rewrite the bodies of activation checkpoints. Returns the edited body and its plan by the name of the body's attribute.
 
-    A body takes fp32 and returns its results in any colour. In the graph around it, results that are returned low are pinned low.
+    A body takes fp32 inputs and may return low results, which are then pinned low in the graph around it.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     pinned: dict[str, OpNode] = {}
@@ -214,9 +214,9 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
 
 
 def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
-    """Rewrite the bodies of loops, conditions and autograd Functions. Returns, by the name of its attribute, each body and its plan.
+    """Rewrite the bodies of loops, conditions and autograd Functions. Returns the body and its plan by the name of the body's attribute.
 
-    The inputs and results of such a body stay fp32. A body with FLOPs that is left as captured has a plan in which all its nodes are high.
+    The inputs and results of such a body stay fp32. A body that has FLOPs but cannot be rewritten gets a plan with all nodes high.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     for node, name in inner_graphs(captured.module):
@@ -245,7 +245,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
     """Exchange facts about precision between `captured` and the body `part` of `node`, a loop, a condition or an autograd Function.
 
-    The body must not round any of its results. Outside, each result counts as being as exact as the most exact result of the body.
+    The body must not round its results. Outside, each result counts as exactly as the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -258,10 +258,7 @@ def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured
 
 
 def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
-    """Return the plan of a graph that is left in fp32, with `reason` and the text `why` for all its fp32 nodes.
-
-    Other graphs of the model take over a reason that only a call has shown. Any other reason they find in the graph themselves.
-    """
+    """Return the plan of a graph that is left in fp32. All its fp32 nodes have the `reason` and the text `why`."""
     decisions = Decisions()
     for node in problem.graph:
         colour = Colour.HIGH if node.carries_fp32 and node.role != "output" else Colour.PLAIN
@@ -271,7 +268,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """After an op failed, mark its rewritten bodies to be left in fp32. True if there are such bodies."""
+    """If the op that failed runs rewritten bodies, mark these to be left in fp32, and return True; otherwise return False."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -280,7 +277,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
 
 
 def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy: Policy) -> Captured:
-    """Return the problem of a copy of the body at attribute `name`, which `node` runs, with all facts known about its inputs outside."""
+    """Return the problem of a copy of the body at attribute `name`, which `node` runs, with all known facts about the body's inputs."""
     body, _ = copy_graph(getattr(captured.module, name))
     given = operands(node, body)
     for inner, outer in given:
@@ -311,12 +308,12 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Return the `facts` about the inputs of a body, keyed by the vertices of the body. `pairs` are (vertex inside, vertex outside)."""
+    """Return `facts` about values outside, keyed by the inputs of a body. `pairs` are (vertex inside, vertex outside)."""
     return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
-    """Pin all ops of a body to fp32. The reason lies in the op `what` that runs the body."""
+    """Pin all ops of a body to fp32 because of the op that runs it; `what` is the name of this op."""
     part.know(kept_high=(reason, what))
     pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
@@ -326,7 +323,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Pin the ops `names` of a graph to fp32, and the ops that share memory with them. Existing pins stand."""
+    """Pin the ops `names` of a graph to fp32, and the ops that share memory with them. Ops that have a pin keep it."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -335,7 +332,7 @@ def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None
 
 
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
-    """Return the problem of a copy of the checkpoint body that `node` runs. It is decided as freely as the graph around it.
+    """Return the problem of a copy of the checkpoint body that `node` runs. Its ops may run low, like those of the graph around it.
 
     If gradients are scaled and the checkpoint counts as outside the scaled part, its body is scaled separately and returns fp32: a cast
     outside would convert small gradients to a low format before they are scaled.
@@ -368,7 +365,7 @@ def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> 
 
 
 def _tell_parts(captured: Captured) -> None:
-    """Tell each checkpoint body which of its results must not be rounded, and the graph which inputs of bodies must not be rounded."""
+    """Mark the values that must not be rounded: in each checkpoint body its results, in the graph the inputs of bodies."""
     for node, part in reversed(captured.parts.items()):
         around = Roundings(captured.problem).magnifies
         part.know(needs_bits=frozenset(inner for outer, inner in _results_inside(captured, node, part).items() if outer in around))
@@ -408,7 +405,7 @@ def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
 
 
 def _free_outputs(part: Captured) -> None:
-    """Let a body return its results in any colour."""
+    """Let a body return its results in either format."""
     graph = part.problem.graph
     outputs = [node for node in graph if node.role == "output"]
     freed = {node.name: replace(node, operands=tuple(replace(o, demand=Demand.ANY) for o in node.operands)) for node in outputs}
@@ -424,7 +421,7 @@ def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
 
 
 def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule, decisions: Decisions) -> None:
-    """Raise Refused if the edited graph returns a result of another shape: padding must not be visible outside."""
+    """Raise Refused if the edited graph returns a result of another shape than the original, because callers must never see padding."""
     if not decisions.pads:
         return
     before, after = (next(n for n in each.graph.nodes if n.op == "output") for each in (original, edited))
@@ -434,9 +431,9 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """Respond to a failure by less padding; False if nothing is padded, or if a given plan fixes the pads.
+    """Respond to a failure of the edited graph by less padding; False if nothing is padded, or if a given plan fixes the pads.
 
-    The op that failed is no longer padded. If that was tried before, or if the op is unknown, nothing is padded.
+    The op that failed is no longer padded. If it was unpadded already, or is unknown, the whole graph is planned without pads.
     """
     problem = captured.problem
     if not decisions.pads or problem.given is not None:
@@ -479,7 +476,7 @@ def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, re
 
 
 def _expected(problem: Problem, decisions: Decisions, edited: EditedGraph) -> dict[torch.fx.Node, torch.dtype]:
-    """Return the dtype that each op must return by its colour. Ops without fp32 values are left out."""
+    """Return the dtype that the plan gives the result of each op. Ops without fp32 values are left out."""
     low = problem.policy.low.dtype
     return {
         edited.nodes[name]: low if painted.colour is Colour.LOW else FP32.dtype

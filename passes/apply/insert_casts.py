@@ -92,8 +92,8 @@ def insert_cast(
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`, so that the copy records gradients if `value` does.
 
-    This is `user` itself, except for the output of the graph: then it is the first call after `value` that changes the grad mode, unless
-    the call switches gradients on.
+    This is `user` itself. If `user` is the output of the graph, it is the first call after `value` that changes the grad mode, unless that
+    call switches gradients on.
     """
     if user.op != "output":
         return user

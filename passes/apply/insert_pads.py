@@ -70,7 +70,7 @@ class _Insertion:
         return self.have.get(f"{call.name}#{i}" if call.several else call.name, ())
 
     def use(self, value: str, reader: str) -> Layout:
-        """Return the padded layout in which `reader` takes `value`; () if it is not padded there."""
+        """Return the padded layout of `value` that `reader` reads; () if it reads the unpadded value."""
         return self.uses.get((value, reader), self.have.get(value, ()))
 
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
@@ -114,13 +114,13 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the inputs of the clamp that a saturating cast reads."""
+    """Return the inputs of the clamp in front of a saturating cast. `node` is the cast."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 
 
 def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx.Node:
-    """Return the node that reads `value` for `node`: `node` itself, or the clamp before a saturating cast. PlanError if none does."""
+    """Return the reader of `value`: `node`, or the clamp in front of `node`, a saturating cast. PlanError if neither reads it."""
     if value in node.all_input_nodes:
         return node
     clamp = node.args[0] if node.args else None
@@ -163,7 +163,7 @@ def _view(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _zeros(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Set the sizes of `zeros`, or of `new_zeros`, which takes its sizes after a tensor."""
+    """Set the sizes of `zeros` or `new_zeros` to padded ones. The sizes of `new_zeros` are its second argument, after a tensor."""
     after_tensor = bool(node.args) and isinstance(node.args[0], torch.fx.Node) and isinstance(example_value(node.args[0]), torch.Tensor)
     _sizes(run, call, node, int(after_tensor), "size")
 
@@ -191,7 +191,7 @@ def _split(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _getitem(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Let a slice that takes one of several equal pieces of a dim take the same piece of the padded dim."""
+    """If a slice takes one of several equal parts of a dim, let it take the same part of the padded dim."""
     layout = run.layout(call)
     source = call.args[0]
     if not layout or call.item is not None:

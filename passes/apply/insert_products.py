@@ -33,7 +33,7 @@ from amprewrite.tables.recipes import GEMMS, READS, G, W, X
 from amprewrite.tables.vocabulary import Edit
 
 KEPT = ("nn_module_stack", "stack_trace")
-"""Keys in a node's meta that its copies take over."""
+"""Keys of a product's `meta` that the nodes inserted for it copy."""
 
 
 class InsertProducts(Pass[RegionPlan, EditedGraph]):
@@ -54,7 +54,7 @@ def _widen(node: torch.fx.Node) -> None:
 
 
 def _before_cast(value: torch.fx.Node) -> torch.fx.Node:
-    """Return the bf16 value of which `value` is an fp32 copy, as a wide product rounds its operands to bf16 anyway; otherwise `value`."""
+    """Return the bf16 value of which `value` is an fp32 copy; otherwise `value`. A wide product needs no fp32 operand."""
     source = value.args[0] if value.meta.get(CAST) == FP32.name else None
     return source if isinstance(source, torch.fx.Node) else value
 

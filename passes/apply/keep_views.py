@@ -43,7 +43,7 @@ def _is_copy(node: torch.fx.Node) -> bool:
 
 
 def _copied(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the value of which a result is a copy, behind all copies that the rewrite made."""
+    """Return the value that a result is a copy of, behind all copies that the rewrite made."""
     value = node
     while _is_copy(value):
         given = value.args[0]

@@ -77,7 +77,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
     results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
     sources = [node for node in inputs if differentiable(example_value(node))]
     values = [t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))]
-    # Put the scale on an accelerator if values are on one: the CPU may wait for it, but it must not wait for the CPU.
+    # An accelerator, if any value is on one: kernels there would have to wait for a copy of a scale on the CPU.
     like = next((t for t in values if t.device.type != "cpu"), values[0] if values else torch.empty((), device="cpu"))
     scale, inverse = _scale_inputs(graph, inputs, like)
     outside = nodes_outside(graph, high)
@@ -116,7 +116,7 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Map each op that returns the very tensor it was given, and has hooks on its result, to that tensor, which has the hooks, too."""
+    """Map each op that returns its operand itself to this operand, if the result has hooks: both are one tensor with the same hooks."""
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]
@@ -127,13 +127,13 @@ def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def scales_itself(node: Node) -> bool:
-    """True if `node` is a checkpoint that counts as outside, with a body that is scaled as a separate graph."""
+    """True if `node` is a checkpoint whose body scales its own gradients, so that the node counts as outside."""
     inputs = [each.target for body in bodies(node) for each in body.graph.find_nodes(op="placeholder")] if is_checkpoint(node) else []
     return SCALE in inputs
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns results of a checkpoint and the body also reads some of them: no border fits between the two."""
+    """True if the graph returns results of a checkpoint whose body also reads some of them, so that no scaling fits between."""
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
     return leaves and is_checkpoint(node) and _reads_results(node)
 
@@ -148,7 +148,7 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """Return the fp32 ops that lead from values outside to results and to nothing more, for example a loss of returned logits."""
+    """Return the fp32 ops that read outside values alone and that only outside ops or the output read, as a loss of returned logits."""
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}
     found: set[Node] = set()
@@ -166,18 +166,18 @@ def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Nod
 
 
 def _ends_outside(node: Node, outside: set[Node]) -> bool:
-    """True if all inputs that get gradients from `node` are outside, and all readers that send gradients to it, too."""
+    """True if all ops from which `node` gets gradients, and all inputs to which it passes gradients, are in `outside`."""
     readers = all(user in outside or user.op == "output" or not _crosses(user) for user in node.users)
     return readers and all(feeder in outside for feeder in _fed(node))
 
 
 def _fed(node: Node) -> list[Node]:
-    """Return the inputs of `node` that get gradients from it."""
+    """Return the inputs of `node` that can get gradients: those with floating values."""
     return [feeder for feeder in node.all_input_nodes if any(differentiable(t) for t in tensors(example_value(feeder)))]
 
 
 def _crosses(reader: Node) -> bool:
-    """True if a gradient may flow back through `reader`: not through indices, comparisons or sizes, nor through a cast that unscales it."""
+    """True if a gradient may flow back through `reader`, still scaled. False for indices, comparisons, sizes, and casts that unscale it."""
     if reader.target in (cast_in, pad_cast):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))
@@ -186,7 +186,7 @@ def _crosses(reader: Node) -> bool:
 
 # -- from inside to outside ---------------------------------------------------------------------
 def _enter(graph: torch.fx.Graph, outside: set[Node], scale: Node) -> None:
-    """Insert a `scale_gradient` wherever a node outside, or the output, reads a differentiable value from inside."""
+    """Insert a `scale_gradient` wherever an outside op, or the output, reads a differentiable value from inside."""
     for node in list(graph.nodes):
         if node.op == "placeholder" or not (node in outside or node.op == "output"):
             continue
@@ -223,7 +223,7 @@ def _facts(node: Node) -> dict[str, Any]:
 
 
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -> None:
-    """Let the casts of values outside unscale the gradients that they return."""
+    """Let the inserted casts of outside values (`sources`) divide their gradients by the scale."""
     known = set(sources)
     for cast in list(graph.nodes):
         if cast.target is pad_cast and cast.args[0] in known:
@@ -233,7 +233,7 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
-    """Insert one `unscale_gradient` at the beginning of the graph for each of these inputs, which nothing writes, for all its readers."""
+    """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`. No op writes these inputs."""
     with graph.inserting_after(inverse):
         for source in reversed([source for source in readers if readers[source]]):
             unscaled = graph.call_function(unscale_gradient, (source, inverse))
@@ -246,7 +246,7 @@ def _written_memory(graph: torch.fx.Graph) -> set[int]:
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
-    """Insert an `unscale_gradient` before the first reader of each value, and another after every write and change of the grad mode."""
+    """Insert an `unscale_gradient` before the first reader of each value, and another after each write or change of the grad mode."""
     moments = dict(_moments(graph, outside))
     for source, users in readers.items():
         made: dict[tuple[int, int], Node] = {}
@@ -259,9 +259,9 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """Yield each node with the node before which to insert its `unscale_gradient`, and the (writes, grad-mode calls) so far.
+    """Yield each node with the place where to insert an `unscale_gradient` for it, and the number of (writes, grad-mode calls) before it.
 
-    The place for the insertion is outside of torch.func transforms.
+    The place is the node before which to insert: `node` itself, or the first node of the torch.func transform around it.
     """
     apart = transformed_nodes(graph)
     writes = switches = 0

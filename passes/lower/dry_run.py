@@ -21,7 +21,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
 class Refused(Exception):
-    """Raised when an op fails on its inputs, or returns another dtype than planned. `node` is the op, `why` the error as a text."""
+    """Raised if an op fails on its inputs, or returns another dtype than planned. `node` is the op, `why` the error as a text."""
 
     def __init__(self, node: torch.fx.Node, why: str) -> None:
         super().__init__(f"{node.name}: {why}")
@@ -112,7 +112,7 @@ def _always_run(node: torch.fx.Node) -> bool:
 
 
 def _short(error: BaseException) -> str:
-    """Return the type and the first 160 characters of the original cause of an error."""
+    """Return the type of the original cause of an error, and the first 160 characters of its text."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())

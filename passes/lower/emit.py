@@ -115,7 +115,7 @@ def _lower(
 
 
 def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """True if a call of the graph may record gradients that something reads."""
+    """True if a call of the graph may record gradients: an input or parameter requires them."""
     if any(isinstance(each, torch.Tensor) and each.requires_grad for each in example_inputs):
         return True
     own = any(op_name(node.target) in ("requires_grad_", *GRAD_SWITCHES) for node in module.graph.nodes)
@@ -123,7 +123,7 @@ def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
 
 def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:
-    """Give copies of weights static sizes in AOTAutograd, because dynamic sizes would need a source for guards, which the copies lack."""
+    """Mark the sizes of copies of weights as static for AOTAutograd: guards of dynamic sizes need a source, and copies have none."""
     tracing = tracing_context()
     for place, copy in enumerate(copies if tracing is not None else ()):
         tracing.tensor_to_context[copy] = StatefulSymbolicContext(  # type: ignore[union-attr]

@@ -54,7 +54,7 @@ _STAYS = {"_dynamo_static_input_type": "unguarded"}
 _FOLDS = ("linear", "matmul")
 """Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
-"""Packages whose functions write only to arguments that are known to be written, so that the graph shows each write."""
+"""Packages whose functions may read a weight: the graph shows all their writes, unlike those of a user's function."""
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):
@@ -76,7 +76,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule) -> bool:
-    """Insert `marked` after copies of weights that are read by products whose kernel depends on the weight's requires_grad. True if any."""
+    """Insert `marked` after casts of weights for products whose kernel depends on the weight's requires_grad. True if any was inserted."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, training=False)
@@ -92,7 +92,7 @@ def mark_copies(module: torch.fx.GraphModule) -> bool:
 
 
 def _folds_perhaps(operand: Any) -> bool:
-    """True if it depends on the other operand whether a product folds the leading dims of this operand into one."""
+    """True if a product may fold the leading dims of this operand into one, depending on whether its other operand requires gradients."""
     value = example_value(operand) if isinstance(operand, torch.fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dim() > 2 and not value.is_contiguous()
 
@@ -100,9 +100,9 @@ def _folds_perhaps(operand: Any) -> bool:
 def weight_casts(
     module: torch.fx.GraphModule, training: bool, chosen: Callable[[int], bool] = lambda _: True
 ) -> Iterator[tuple[torch.fx.Node, Hoisted]]:
-    """Yield the casts of weights that may be made elsewhere, each with its copy: (position of the input, dtype, layout).
+    """Yield each cast of a weight that can be hoisted, with the copy that it makes: (position of the input, dtype, layout).
 
-    In training, nodes that unscale a weight's gradient count as casts, too. `chosen` is False for the positions of inputs to leave out.
+    In training, nodes that unscale a weight's gradient count as casts, too. `chosen(position)` is False for inputs to leave out.
     """
     inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     changing = written_storages(module)
@@ -143,7 +143,7 @@ def hoist_weight_casts(
 def cast_in_blocks(
     module: torch.fx.GraphModule, cache: WeightCache, blocks: Sequence[Sequence[str]], chosen: Callable[[int], bool] = lambda _: True
 ) -> bool:
-    """Let one node cast each block of weights, before the first op that reads one of the copies. True if a cast was replaced.
+    """Replace the casts of each block of weights by one node, before the first op that reads a copy. True if a cast was replaced.
 
     The node is outside any torch.func transform around that op. `blocks` are the weights that share a node, by their names in the plan. Any
     other weight has a node of its own. Weights on different devices never share one, because autograd runs a node on one device.
@@ -203,7 +203,7 @@ def _casts(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool
 
 
 def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
-    """True if `user` is a checkpoint whose body only casts `source` to `low`."""
+    """True if `user` is a checkpoint whose body reads `source` only through casts to `low`."""
     if not is_checkpoint(user):
         return False
     places = [place for place, operand in enumerate(user.args[1:]) if operand is source]
@@ -253,7 +253,7 @@ def _writes(body: torch.fx.GraphModule) -> bool:
 
 
 def _goes_elsewhere(source: torch.fx.Node) -> bool:
-    """True if a weight is passed to a Python function that Dynamo does not trace, which may write it unseen."""
+    """True if a weight is an argument of a Python function that Dynamo does not trace: the function may write it, unseen in the graph."""
     return any(isinstance(user.target, FunctionType) and user.target.__module__.partition(".")[0] not in _READ for user in source.users)
 
 

@@ -55,7 +55,7 @@ def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeig
 
 
 def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> list[int]:
-    """Insert casts to fp32 for the frozen weights that the graph reads in fp32 and that have no fp32 values; returns their positions."""
+    """Insert casts to fp32 for frozen weights that the graph reads in fp32 but that are stored low only. Return their positions."""
     found: list[int] = []
     for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
         if place not in frozen or frozen[place].exact or not node.users:
@@ -84,7 +84,7 @@ def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight],
 
 
 def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
-    """Return the inputs of a graph with fp32 or low values in place of the frozen weights that it reads directly.
+    """Return the inputs for a call, with fp32 or low tensors in place of the frozen weights that the graph reads directly.
 
     With `compiled`, no FrozenWeight is left among the inputs.
     """

@@ -82,7 +82,7 @@ def widens(node: torch.fx.Node) -> bool:
 
 
 def with_widened_results(run: CompiledFn, widened: list[Widened]) -> CompiledFn:
-    """Return a callable that casts the results that `run` returns low."""
+    """Return a callable that runs `run` and casts to fp32 the results that `widened` lists."""
 
     def call(*inputs: Any) -> Any:
         results = list(run(*inputs))

@@ -94,7 +94,7 @@ def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.Grap
 
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
-    """Yield the patterns of a graph, none within another. The search starts at the end, so that it includes a bias or weight."""
+    """Yield the patterns of a graph, none within another. The search starts at the end, to find a norm together with its bias."""
     taken = _in_autocast(graph)
     last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
@@ -161,7 +161,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Return the value behind conversions from fp32 to fp32, and add these to `inside`; `node` itself if it is no such conversion."""
+    """Return the value behind idle conversions (fp32 to fp32), and add these to `inside`; `node` itself if it is no such conversion."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -292,7 +292,7 @@ def _softmax(end: Node) -> Pattern | None:
 
 
 def _largest(node: Any, dim: int) -> list[Node] | None:
-    """Return the nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], the node that reads x last; None for any other node."""
+    """Return the nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], last the node that reads x; None for any other node."""
     found = []
     while _op(node) == "detach" or (_op(node) == "getitem" and node.args[1] == 0):
         found.append(node)
@@ -355,7 +355,7 @@ def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
 
 
 def _same_difference(a: Any, b: Node, inside: set[Node]) -> bool:
-    """True if two differences are the same node, or have the same operands."""
+    """True if two nodes are the same, or are differences of the same operands."""
     if _same(a, b, inside):
         return True
     one, other = _two(_bare(a, inside), "sub"), _two(_bare(b, inside), "sub")

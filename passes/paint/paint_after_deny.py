@@ -26,7 +26,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
     name = "paint-after-deny"
 
     def __init__(self, past_bounded: bool = False) -> None:
-        """`past_bounded`: start also at denied ops whose results always fit the low format."""
+        """`past_bounded` says to start at denied ops whose results always fit the low format, too."""
         self.past_bounded = past_bounded
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
@@ -64,7 +64,7 @@ def _takes_colour(reader: OpNode, value: str) -> bool:
 
 
 def _clear_ops_before_infer(graph: OpGraph) -> set[str]:
-    """Return the infer and internal ops, and the clear ops that lead by clear ops alone to an infer, internal or denied op."""
+    """Return the infer and internal ops, and the clear ops that lead through clear ops alone to an infer, internal or denied op."""
     found = {node.name for node in graph if node.kind in SPREADS_DENY}
     queue = deque(node.name for node in graph if node.kind in (*SPREADS_DENY, OpKind.DENY))
     while queue:

@@ -37,7 +37,7 @@ class PlanMasks(Pass[Problem, Decisions]):
 
 
 def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
-    """Plan for attention calls to read groups of heads where that is as exact and faster. Returns these edits by call."""
+    """Return the attention calls, with their edits, that shall read groups of heads because that is as exact and faster."""
     row = problem.planned_for or device_row(problem.device)
     if problem.device != "cuda" or not row.flash_attention:
         return {}

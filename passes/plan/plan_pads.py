@@ -45,7 +45,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
     """Return the padding of one graph. It is empty if none is asked for or needed, and holds the reasons if some is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # an edited plan lists no casts, and its pads are decided anew
+    if problem.given is not None and problem.given.casts:  # a plan whose colours were edited lists no casts: its pads are decided anew
         return problem.given.pads
     if not problem.calls:
         return PadPlan()
@@ -127,7 +127,7 @@ def _is_weight(problem: Problem) -> Callable[[str], bool]:
 
 # -- 2. wants -------------------------------------------------------------------------------
 def _multiple_of(problem: Problem, decisions: Decisions) -> Callable[[str], int | None]:
-    """Return a function from the name of an op to the multiple that its dims should have.
+    """Return a function that maps the name of an op to the multiple to which its dims should be padded.
 
     The function returns None for an op that is no product, runs high, or must not be padded.
     """
@@ -207,7 +207,7 @@ class _Chooser:
         return gain
 
     def _products(self, call: str, wants: list[Want]) -> tuple[Product, Product]:
-        """Return (the matrix product of a call, the same product with its wanted dims padded)."""
+        """Return the matrix product of a call, and the same product with its wanted dims padded."""
         sizes = [self.regions.want_size(call, slot, dim) for slot, dim in self.regions.rules[call].wants]
         k, n = (sizes + sizes)[:2]
         grown = {(want.slot, want.dim): want.padded(self.regions) for want in wants}
@@ -236,7 +236,7 @@ def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versio
 def layouts(
     regions: Regions, versions: Mapping[tuple[str, str], int]
 ) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
-    """Return the layout of every padded result, and every change of size between a result and its readers.
+    """Return the layout of every padded result, and every pad, slice or re-pad between a result and its readers.
 
     `versions` gives the write version in which a reader sees a value. Readers of different versions get separate copies.
     """

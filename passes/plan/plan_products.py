@@ -106,7 +106,7 @@ class _Choice:
         policy = self.problem.policy.products
         assert policy is not None
         self.policy, self.recipe = policy, policy.preset.recipe
-        named = self.problem.policy.device  # an ONNX file is for no device, unless one is named
+        named = self.problem.policy.device  # a plan for an ONNX file uses prices of a device only if the policy names one
         device = named_device(named) if named else self.problem.costs.device
         self.prices = ProductPrices(device, policy.fused, kernel=policy.kernel and find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None
@@ -116,7 +116,7 @@ class _Choice:
         self.agreed = known.of(self.problem.graph[name] for name in self.products) if known is not None else {}
 
     def plans(self) -> tuple[ProductPlan, ...]:
-        """Return the decision on every product."""
+        """Return, for each product, the format of each of its GEMMs with the reason."""
         found = {
             (name, gemm): self._settled(name, gemm) for name, product in self.products.items() for gemm in gemms_of(product, self.alike)
         }
@@ -130,7 +130,7 @@ class _Choice:
         )
 
     def _settled(self, name: str, gemm: str) -> GemmPlan | None:
-        """Return the decision on one GEMM if it does not depend on prices; None if it does."""
+        """Return the decision on one GEMM if a rule makes it; None if prices decide."""
         product, node = self.products[name], self.problem.graph[name]
         rule = self.policy.asked(name, node.module, gemm)
         if rule is not None and not rule.fp8:
@@ -192,7 +192,7 @@ class _Choice:
         return ((name, gemm) for name in self.products for gemm in GEMMS)
 
     def _value(self, name: str, role: str) -> tuple[tuple[str, str, int], int]:
-        """Return (key of the value that is copied for operand `role`, its number of elements)."""
+        """Return (key, number of elements) of the operand `role` of a product. Operands with the same key share copies."""
         product = self.products[name]
         if role == G:
             return (G, name, 0), product.rows * product.columns
@@ -202,10 +202,10 @@ class _Choice:
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """Return (name of an op that chooses by the result of a product, or ""; True if only outputs, rankings and fp32 ops read the result).
+    """Return (name of an op that ranks the result of a product, or ""; True if only outputs, rankings and denied ops read the result).
 
-    The search looks through views and other clear ops on the result alone, or on the result and a weight, and through softmax, whose
-    readers do not matter.
+    The search follows the result through views and other clear ops, alone or with a weight, and through softmax. The ops that read a
+    softmax do not count for the second value.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}

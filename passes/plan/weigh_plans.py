@@ -98,7 +98,7 @@ def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[
 
 
 def painted_otherwise(problem: Problem, decisions: Decisions) -> dict[str, dict[str, Colour]]:
-    """Return the colours of the nodes by other painting rules, keyed by the name of the rules."""
+    """Return the colours that the painting rules of other tools give the nodes, keyed by the name of the rules."""
     low, device = problem.policy.low, problem.device
     found = {
         "tf rules": _painted(problem, op_lists("tf", low, device)),
@@ -119,7 +119,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 
 
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
-    """Return the node as other lists see it. An op on none of them is pinned high; with torch.autocast's rules it follows its operands."""
+    """Return the node with its kind by `lists`. An op that they lack is pinned high, or by torch.autocast's rules follows its operands."""
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node
     kind = lists.kind(node.op)

@@ -88,7 +88,7 @@ class Roundings:
         return alone and (node.kind is OpKind.CLEAR or node.op in FACTORS) and not self._turns(node)
 
     def _turns(self, node: OpNode) -> bool:
-        """True if rounding an operand may make the result jump, select other positions, or send gradients to other elements."""
+        """True if rounding an operand may make the result jump, select other elements, or send gradients to other elements."""
         jumps = node.op in STEPS or (node.op in CONVERTS and node.dtype.startswith(("int", "uint", "bool")))
         places = any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
         return jumps or places or (node.op in KINKS and node.name in self.trained)
@@ -119,7 +119,7 @@ class Roundings:
         return False
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
-        """True if an op passes a rounding of `value` on to a reader that magnifies it, or to a result that torch.autocast holds exactly."""
+        """True if an op passes a rounding of `value` on to an op that magnifies it, or to a result that torch.autocast never rounds."""
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False
         kept = self.held[node.name] is Held.EXACT is not self.held[value]

@@ -41,7 +41,7 @@ class RepaintByCost(Pass[Problem, Decisions]):
 
 
 def _give_reason(problem: Problem, decisions: Decisions, node: OpNode) -> None:
-    """Repaint a node with the reason for its colour and, as the cause, a neighbour of the same colour."""
+    """Record the reason for a node's colour and, as its cause, a neighbour of the same colour."""
     colour = decisions.paints[node.name].colour
     ally, beside_low = "", False
     for name in _near(problem, node):

@@ -60,7 +60,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
         values = seen.values if seen is not None else {}
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
-        # Calibration without a model learns its ranges in the first calls: then there is nothing to note.
+        # No note if calibration has no model: it then learns the ranges in the first calls.
         if low.narrow and seen is None and problem.calibration is not None and problem.calibration.model:
             decisions.note("calibration never ran this graph: no ranges are known here")
         risks = find_risks(problem, values)
@@ -116,7 +116,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # the checkpoint's body decides this colour
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # a checkpoint's body decides this colour
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
@@ -147,7 +147,7 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
 
 
 def _of_weight(problem: Problem, node: OpNode) -> str:
-    """Return the name of the weight of which a value is a view or a part, which is therefore no larger; otherwise the value's own name."""
+    """Return the name of the weight that a value is a view or part of, and whose bound holds for it; otherwise its own name."""
     source = problem.graph.seen(node.name).name
     return source if source in problem.magnitudes else node.name
 
@@ -173,7 +173,7 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
         yield node.operands[1].value
-    elif node.op == "div" and node.name in found:  # of one operand, which may be the divisor
+    elif node.op == "div" and node.name in found:  # the other operand is a number, so this one may be the divisor
         yield from (operand.value for operand in node.operands)
 
 
@@ -192,9 +192,9 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
 def _keep_exact(
     problem: Problem, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
 ) -> None:
-    """Add to `risks.makers` the ops that make the value `name` if the low format would flush bits of it that the op `pole` needs.
+    """Add the ops that make the value `name` to `risks.makers` if the low format would flush numbers that the op `pole` needs.
 
-    The search goes `depth` ops back.
+    The search follows operands, at most `depth` ops back.
     """
     node, text = problem.graph[name], _flushed(name, pole, values, low)
     if node.role != "op" or not text or name in risks.makers:
@@ -215,13 +215,13 @@ def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[
             continue
         for operand in node.operands:
             made, seen = graph[operand.value], values.get(operand.value)
-            exact = made.op == "to" and not made.operands and made.pinned is None  # made from integers, which are exact
+            exact = made.op == "to" and not made.operands and made.pinned is None  # converted from integers, so it has no rounding error
             if seen is None or exact or not MAGNIFIES * result.amax < seen.amax < MASK:
                 continue
             text = f"{node.name} stays within {result.amax:.3g}, {made.name} reaches {seen.amax:.3g}"
             found.setdefault(node.name, text)
             while made.name not in found:
                 found[made.name] = text
-                if made.kind is OpKind.CLEAR and made.operands:  # a view is no more exact than its base
+                if made.kind is OpKind.CLEAR and made.operands:  # keep the base of a view in fp32, too: a view of a rounded base is rounded
                     made = graph[made.operands[0].value]
     return found

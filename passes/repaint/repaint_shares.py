@@ -59,7 +59,7 @@ def _leading(
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
-        name = max(waiting, key=graph.rank.__getitem__)  # readers before makers
+        name = max(waiting, key=graph.rank.__getitem__)  # the last in graph order, so that all readers of an op are examined before it
         waiting.remove(name)
         node = graph[name]
         behind[name] = [operand.value for operand in node.operands] if node.op not in shares and _kind(node) in kinds else []
