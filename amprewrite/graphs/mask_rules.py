@@ -31,7 +31,7 @@ class MaskRules(ABC, Generic[Value]):
 
     @abstractmethod
     def reads(self, value: Value) -> Iterable[Read[Value]]:
-        """Return the reads of a value."""
+        """Yield one `Read` for each op that reads `value`."""
 
     @abstractmethod
     def made_of(self, value: Value) -> tuple[str, Iterable[Value]] | None:

@@ -41,7 +41,7 @@ class Factor:
         if self.schedules == other.schedules:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
-        if larger.schedules <= self.schedules & other.schedules:  # `1 - schedule`: only the constant part is large
+        if larger.schedules <= self.schedules & other.schedules:  # a number plus a schedule, as `1 - schedule`: the number decides the size
             return larger
         return Factor(1.0, self.schedules | other.schedules)
 
@@ -67,11 +67,11 @@ class SmallSteps(ABC, Generic[Node]):
 
     @abstractmethod
     def terms(self, node: Node) -> dict[Node, Factor]:
-        """Return the summands of an op, each with its factor, without plain numbers; {} if the op is not linear, or if that is unknown."""
+        """Return the summands of an op, each with its factor; {} if the op is not known to be linear. Plain numbers are left out."""
 
     @abstractmethod
     def only(self, node: Node) -> Node | None:
-        """Return the only tensor that an op reads, schedules aside; None if there are several, or if the op is a product."""
+        """Return the only tensor that an op reads, apart from schedules; None if there are several, or if the op is a product."""
 
     @abstractmethod
     def shape(self, node: Node) -> tuple[object, ...] | None:
@@ -115,7 +115,7 @@ class SmallSteps(ABC, Generic[Node]):
             factor = terms.pop(latest)
             for part, times in made[latest].items():
                 terms[part] = terms[part] + factor * times if part in terms else factor * times
-            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # x before `schedule * cos(x)`
+            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # try plain x before terms such as `schedule * cos(x)`
             value = next((each for each in plainest if self.shape(each) == self.shape(node) and self._goes_on(each, terms)), None)
             if value is not None:
                 passed = {value}
@@ -126,7 +126,7 @@ class SmallSteps(ABC, Generic[Node]):
         return None
 
     def _goes_on(self, value: Node, terms: dict[Node, Factor]) -> bool:
-        """True if products of `value` are added to it with small factors, and none with a large factor. `terms` are all summands."""
+        """True if products of `value` are added to `value` with small factors, and none with a large factor. `terms` are all summands."""
         others = {each: factor.is_small(terms[value]) for each, factor in terms.items() if each is not value}
         if not any(others.values()):
             return False
@@ -135,7 +135,7 @@ class SmallSteps(ABC, Generic[Node]):
         return small and not any(self._leads_through(each, step) for step, is_small in others.items() if not is_small for each in alike)
 
     def _alike(self, value: Node) -> Iterator[Node]:
-        """Yield a value, then the values from which it is made one by one: copies, views, activations, scalings by numbers or schedules."""
+        """Yield a value, then the values upstream from which ops with one tensor operand make it: copies, activations, scalings."""
         yield value
         while (only := self.only(value)) is not None:
             value = only

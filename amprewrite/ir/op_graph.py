@@ -127,9 +127,9 @@ class OpGraph:
             self.digraph.add_edge(operand.value, node.name)
 
     def seen(self, name: str) -> OpNode:
-        """Return the vertex that made the values of `name`: the first vertex upstream, itself included, that is no view or similar op.
+        """Return the op that computed the numbers in `name`, behind views and similar ops: the first vertex upstream that is none of these.
 
-        Skipped are CLEAR ops with one operand.
+        Vertices of kind CLEAR with one operand are passed over. The search begins at `name` itself.
         """
         node = self[name]
         while node.role == "op" and node.kind is OpKind.CLEAR and len(node.operands) == 1:

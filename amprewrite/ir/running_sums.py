@@ -134,9 +134,9 @@ class _Sums:
                 yield name, replace(way, branch=branch)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
-        """True if a sum may be continued through `node`: an op that works element by element, moves values, or chooses among them.
+        """True if a sum may be continued through `node`: an elementwise op, or an op that moves or selects elements.
 
-        `to` is the sum in question. An op of kind INTERNAL counts as elementwise if its result has as many elements as the sum.
+        `to` is the sum that is continued. An op of kind INTERNAL counts as elementwise if its result has as many elements as the sum.
         """
         if node.role != "op" or is_product(node) or node.op in LEVEL:
             return False

@@ -115,7 +115,7 @@ def _lower(
 
 
 def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """True if a call of the graph may record gradients: an input or parameter requires them."""
+    """True if a call of the graph may record gradients: an input requires them, or the graph itself asks for them."""
     if any(isinstance(each, torch.Tensor) and each.requires_grad for each in example_inputs):
         return True
     own = any(op_name(node.target) in ("requires_grad_", *GRAD_SWITCHES) for node in module.graph.nodes)

@@ -97,7 +97,7 @@ def _is_whole(node: torch.fx.Node) -> bool:
 
 
 def _names_device(node: torch.fx.Node) -> bool:
-    """True if a node names the device of its result or has operands, so that the result does not depend on the current device."""
+    """True if a node names a definite device for its result, such as "cpu" or "cuda:1", so that the current device does not matter."""
     named = node.kwargs.get("device")
     device = torch.device(named) if isinstance(named, str | torch.device) else None
     return device is not None and (device.type == "cpu" or device.index is not None)

@@ -72,12 +72,12 @@ class Captured:
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
-        """The vertex of each fx node."""
+        """Names of the vertices in the op graph, by fx node."""
         return {node: name for name, node in self.nodes.items()}
 
     @property
     def results(self) -> dict[int, str]:
-        """The vertex of each result of the graph, by position. Results that are no nodes are left out."""
+        """Names of the vertices that compute the results of the graph, by position. Results that are no nodes are left out."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
         given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function returns (results, saved values)
@@ -93,7 +93,7 @@ class Reading:
     training: bool
     """True if the graph is read as a graph with gradients: a backward may follow."""
     grad: bool = True
-    """True if gradients are enabled at the start of the graph. Passes read this only if `training` is True."""
+    """True if gradients are enabled at the start of the graph. Passes read this field only if `training` is True."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class EditedGraph:
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
-        """The vertex of each fx node."""
+        """Names of the vertices in the op graph, by fx node."""
         return {node: name for name, node in self.nodes.items()}
 
     @classmethod
@@ -166,7 +166,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     copied = LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)
     for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
-        if hasattr(module, attribute):  # AOTAutograd reads these to find a graph of Dynamo and its static inputs
+        if hasattr(module, attribute):  # AOTAutograd recognises a graph of Dynamo, and its static inputs, by these
             setattr(copied, attribute, getattr(module, attribute))
     return copied, copies
 

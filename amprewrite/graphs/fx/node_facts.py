@@ -188,14 +188,14 @@ def comparable(size: Any) -> Any:
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
     """Read the facts of `node`, which is at `position` in its graph."""
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
-    op = "autograd.grad" if node.target is torch.autograd.grad else op  # op_name gives "grad", also to the attribute `x.grad`
+    op = "autograd.grad" if node.target is torch.autograd.grad else op  # "grad" would also be the attribute `x.grad`
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
     if isinstance(node.target, HigherOrderOperator):
-        fact.dtype = ""  # the getitems that pick its results have the dtypes
+        fact.dtype = ""  # a higher-order op returns a tuple; the getitems that pick its results have dtypes
     fact.writes, fact.writes_unsaid = written(node), written_unsaid(node)
-    if value is None and fact.writes:  # setitem and similar ops return nothing: they have the dtype of the tensor that they write
+    if value is None and fact.writes:  # setitem and similar ops return nothing, so take the tensor that they write
         fact.value = example_value(fact.writes[0])
         fact.dtype = value_dtype(fact.value)
     return fact
@@ -227,7 +227,7 @@ def _role(node: torch.fx.Node, value: Any) -> str:
 
 
 def held_value(node: torch.fx.Node) -> Any:
-    """Return the value that the get_attr node `node` reads from its module; None if the module has no such attribute."""
+    """Return the value that a get_attr node reads from its module; None if the module has no such attribute."""
     held: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         held = getattr(held, part, None)
@@ -256,7 +256,7 @@ def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
 def forget_inputs(graph: torch.fx.Graph) -> None:
     """Clear the weak references to real input tensors in the fake modes of `graph`. Call it after capture and compilation."""
     modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
-    tracing = tracing_context()  # AOTAutograd has a fake mode of its own, with such references
+    tracing = tracing_context()  # AOTAutograd's own fake mode holds such references, too
     if tracing is not None:
         tracing.tensor_to_context.clear()
     for mode in modes | ({tracing.fake_mode} if tracing is not None and tracing.fake_mode is not None else set()):

@@ -64,7 +64,7 @@ class Readers(MaskRules[ir.Value]):
                     self._leaving.setdefault(value, []).extend((*node.outputs, *body.inputs))
 
     def reads(self, value: ir.Value) -> Iterator[Read[ir.Value]]:
-        """Yield the reads of `value`. An output of a body or of the model counts as a read by the op ""."""
+        """Yield one `Read` for each op that reads `value`. An output of a body or of the model counts as an op with the name ""."""
         for made in self._leaving.get(value, [value] if value.is_graph_output() else []):
             yield Read("", OpKind.CLEAR if made is not value else None, made, floating=is_float(made))
         for use in value.uses():
@@ -80,12 +80,12 @@ class Readers(MaskRules[ir.Value]):
         return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
     def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
-        """True if all readers of the results of a node use numbers beyond the range, on `sides` of zero, only to block positions."""
+        """True if all readers of a node's results use numbers beyond the range, on `sides` of zero, only to block positions."""
         made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
     def masks_scores(self, value: ir.Value) -> bool:
-        """True if every reader of a value makes scores of it for a softmax, and none uses it as a bound."""
+        """True if every reader of a value computes scores for a softmax from it, and none uses it as a bound."""
         uses = value.uses()
         return bool(uses) and all(op_of(use.node) not in BOUNDS and self.reaches_softmax(use.node.outputs[0]) for use in uses)
 

@@ -31,7 +31,7 @@ def infer_types(model: ir.Model) -> list[str]:
     except Exception as error:
         return [f"onnx could not infer types, so ops that read such values stay fp32: {one_line(error)}"]
     _take(missing, inferred.graph)
-    for node in model.graph:  # for values behind ops that onnx does not know
+    for node in model.graph:  # onnx's inference stops at ops that it does not know; their schemas may give the types behind them
         if node.op_type not in FLOW:
             fill_types(node, model.opset_imports[""])
     return []

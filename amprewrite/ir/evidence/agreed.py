@@ -86,7 +86,7 @@ class Agreed:
                 yield calls[call].name, place, match
 
     def joined(self, plan: Iterable[Planned]) -> Agreed:
-        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. A colour that is high stays high."""
+        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. High wins where two graphs differ."""
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
         places, whys, changed = dict(self.places), dict(self.whys), False

@@ -114,8 +114,8 @@ class Read(Generic[Node]):
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Return the sides (BELOW, ABOVE) on which the result of an op may be far beyond the range of `low`, if its operand is so on `side`.
 
-    Empty if the result is the same after the operand is clamped to the range, as for an op that reads only the sign. None if clamping the
-    operand would change the result.
+    The set is empty if clamping the operand to the range does not change the result, as for an op that reads only the sign. None if
+    clamping the operand would change the result.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):
@@ -256,9 +256,9 @@ def bias_drowns(result: ValueRange | None, low: Format) -> bool:
 
 
 def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: Format, depth: int = 4) -> bool:
-    """True if the result of `node` is small and negligible: it, or its products, are only added to far larger values.
+    """True if the result of `node` is small and negligible, because it is only added, perhaps after a product, to far larger values.
 
-    `seen` holds the ranges of values on samples, by vertex. `depth` limits the number of ops that are followed before a sum.
+    `seen` holds the ranges of values on samples, by vertex. The search for a sum follows at most `depth` ops.
     """
     readers = list(graph.readers(node.name))
     for reader in readers:

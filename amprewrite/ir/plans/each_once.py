@@ -29,7 +29,7 @@ def _mode(plan: RegionPlan) -> str:
 def _kind(plan: RegionPlan) -> object:
     """Return a key that is equal for plans of one kind. Nodes of symbolic sizes are left out, since their presence depends on the batch."""
     if not plan.nodes:
-        return object()  # unequal to any other key: each graph that was left in fp32 is shown, since it has a reason of its own
+        return object()  # an object equals no other key: each graph that was left in fp32 is shown with its own reason
     parts = plan.flat("")
     nodes = (node for part in parts for node in part.nodes if node.dtype or node.role == "output")
     padded = (value.value for part in parts for value in part.pads.values)

@@ -128,7 +128,7 @@ class PadPlan:
 
     @property
     def real(self) -> tuple[PadCopy, ...]:
-        """The changes of size of activations. Each costs a kernel, or a view whose backward costs a kernel."""
+        """The pads and slices of activations. Each costs a kernel, or is a view whose backward costs a kernel."""
         return tuple(copy for copy in self.copies if not copy.weight)
 
     def layout(self, value: str) -> Layout:

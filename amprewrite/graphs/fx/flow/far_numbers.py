@@ -136,7 +136,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return None
 
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
-        """True if the op may run low with its floating `constant` clamped to ±max. False for an integer, which is never edited."""
+        """True if the op may run low with its floating `constant` clamped to ±max. False for an integer: no pass edits integers."""
         if type(constant) is int:
             return False
         if fact.op in FILLS:
@@ -146,7 +146,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return all(bound_fits(bound, lower, self.low) for bound, lower in _bounds(fact.op, fact.node) if isinstance(bound, float))
 
     def may_saturate(self, fact: Fact, facts: Mapping[torch.fx.Node, Fact]) -> bool:
-        """True if a low copy of the value may clamp numbers beyond the range to ±max, because they belong to a mask."""
+        """True if a low copy of the op's result may clamp numbers beyond the range to ±max, because they belong to a mask."""
         if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
             return self._may_be_mask(fact.node)
         if fact.role != "op" or fact.dtype != "fp32" or fact.row is None or fact.node in self.computed_with:

@@ -49,7 +49,7 @@ class Way:
 
     @property
     def ops(self) -> tuple[torch.fx.Node, ...]:
-        """`whole`, `spread`, the ops of `between` and `lined`, in this order: the last one of the graph first."""
+        """The ops that repeat the heads, last one first: `whole`, `spread`, the ops of `between`, `lined`."""
         return self.whole, self.spread, *self.between, self.lined
 
 
@@ -95,7 +95,7 @@ def _way_to(whole: object) -> Way | None:
 
 
 def _adds_a_dim(node: torch.fx.Node) -> bool:
-    """True if an op returns all of its operand with one more dim."""
+    """True if an op returns its whole operand with one more dim."""
     if op_name(node.target) == "unsqueeze":
         return True
     index = node.args[1] if op_name(node.target) == "getitem" and len(node.args) == 2 else None

@@ -54,7 +54,7 @@ def by_kernel(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
     if kernels is None:
         return None
     try:
-        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # because Triton launches on the current device
+        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # Triton launches on the current device
             return use(kernels)
     except torch.OutOfMemoryError:
         raise

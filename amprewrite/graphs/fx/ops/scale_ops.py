@@ -76,7 +76,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     first: a CPU kernel would make a copy anyway (for 4 M elements in 1.26 ms against 0.91 ms), and subclasses take 0-dim factors only.
     """
     factor = on_device(factor, gradient.device)
-    if gradient.dtype.itemsize >= 4:  # not in place: `.float()` would return the gradient itself, which other code reads as well
+    if gradient.dtype.itemsize >= 4:  # no in-place product here: `.float()` returns an fp32 gradient itself, which other code reads as well
         return (gradient * factor).to(dtype)
     made = unscale_many((gradient,), factor) if dtype == torch.float32 else None
     if made is not None:
@@ -141,7 +141,7 @@ def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None) -> list[T
 
 
 def _copies(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return fp32 copies of `gradients`, each in its own memory."""
+    """Return fp32 copies of `gradients`, each in memory that nothing else reads or writes."""
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
     if made:
         copy_many(gradients, made)
@@ -163,7 +163,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     levels = []
     for level in range(depth, 0, -1):
         whole = torch._remove_batch_dim(gradient, level, 0, 0)
-        if len(whole):  # empty if this level does not batch the tensor: torch then expands it to the batch size, which is 0 in this call
+        if len(whole):  # torch expands a tensor that this level does not batch to the batch size, 0 here: then there is nothing to unwrap
             gradient = whole
             levels.append(level)
     result = function.apply(gradient, *others)

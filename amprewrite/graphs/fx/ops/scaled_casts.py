@@ -90,10 +90,10 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
         product = torch.mm(a.values(), b.values().t()).to(dtype)
         return product if bias is None else product + bias
     (left, ours), (right, theirs) = ((each.data.contiguous(), each.scale.reciprocal()) for each in (a, b))
-    missing = -left.shape[1] % ALIGNMENT  # k may be the number of rows of x and g, which varies with the batch. Zeros add nothing to a sum
+    missing = -left.shape[1] % ALIGNMENT  # pad k, which may depend on the batch, by zeros: they add nothing to a sum
     if missing:
         left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
-    bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # because the kernel ignores the strides of a bias
+    bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # the kernel ignores the strides of a bias
     if ours.dim() == theirs.dim() == 0:
         return multiply_units(left, right, ours, theirs, bias, dtype, fast)
     if fast:

@@ -45,7 +45,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]  # parameters without a type are
     source = tl.load(row).to(tl.pointer_type(SOURCE))
     target = tl.load(row + 1).to(tl.pointer_type(TARGET))
     count = tl.load(row + 2)
-    if ALIGNED:  # lets the compiler read and write 16 bytes at a time
+    if ALIGNED:  # tells the compiler that it may read and write 16 bytes at a time
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
         count = tl.multiple_of(count, 16)
@@ -70,7 +70,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]  # parameters without a type are
         value = tl.load(source + read, mask=inside, other=0.0).to(tl.float32)
         if SCALED:
             value = value * tl.load(factor)
-            bad += (tl.abs(value) < float("inf")).to(tl.int32) ^ 1  # NaN is not below infinity either
+            bad += (tl.abs(value) < float("inf")).to(tl.int32) ^ 1  # counts infinities and NaN: neither is below infinity
         tl.store(target + written, value.to(TARGET), mask=inside)
         start += tl.num_programs(1) * BLOCK
     if SCALED:

@@ -75,7 +75,7 @@ class Ties:
     size: Counter[torch.fx.Node]
     """Number of nodes in a group, by its representative."""
     kept: set[torch.fx.Node]
-    """Readers of memory that is written later through `.data`. Their backward reads the new values, which a cast copy would not have."""
+    """Readers of memory that is written later through `.data`: their backward must read the new values, which a cast copy lacks."""
 
 
 def note_memory(graph: torch.fx.Graph) -> None:
@@ -144,7 +144,7 @@ def reads_back(node: torch.fx.Node) -> bool:
 
 
 def _wanting(node: torch.fx.Node) -> Any:
-    """Return a copy, with `requires_grad` set, of an operand's example value; the value itself if it cannot have a gradient."""
+    """Return the example value of an operand as a copy with `requires_grad`; the value itself if it cannot have a gradient."""
     value = example_value(node)
     return value.detach().requires_grad_().clone() if differentiable(value) else value
 
@@ -217,12 +217,12 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages in which other nodes see a node's result; an empty set if they read its idle conversion (RETURNED) instead."""
+    """Return the storages through which other nodes see a node's result; {} if they read its idle conversion (RETURNED) instead."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
 def _lies_in(fact: Fact) -> set[int]:
-    """Return the storages of a node's result, or of the tensor that the node writes if it returns nothing."""
+    """Return the storages of a node's result. For a node that returns nothing, return the storages of the tensor that it writes."""
     return memory_of(fact.writes[0] if example_value(fact.node) is None and fact.writes else fact.node)
 
 
@@ -241,7 +241,7 @@ def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
 
 
 def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
-    """Return, by storage, the positions of writes that may write to a cast copy instead, because nothing reads the old tensor later.
+    """Return, by storage, the positions of in-place writes that may write to a cast copy, because nothing reads the old tensor later.
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the sum writes to the cast between them. Writes to
     inputs and weights of the model are left out, because they must change these tensors. So are writes in another grad mode than the
@@ -291,11 +291,11 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         if node.target is hooked:
             union.join(node, node.args[0])
             (inner,) = node.all_input_nodes[:1]
-            while (before := same_tensor(inner)) is not None:  # a dropout with p=0 returns its operand: the hook is on both
+            while (before := same_tensor(inner)) is not None:  # dropout with p=0 returns its operand, which then has the hook
                 union.join(inner, before)
                 inner = before
         for storage in _memory(fact) if writes else ():
-            if fact.position <= max(writes.get(storage, (-1,))):  # after the last write, sharing memory has no effect
+            if fact.position <= max(writes.get(storage, (-1,))):  # a tie matters up to the last write alone
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
         for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():
@@ -307,7 +307,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
     for node, fact in facts.items():
         if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in _lies_in(fact)):
             state.add(union.find(node))
-        if is_opaque(node):  # a body graph writes fp32 to its operands
+        if is_opaque(node):  # the group must be fp32, because a body graph writes fp32 to its operands
             state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}
     group = {node: union.find(node) for node in list(union.parent)}
 

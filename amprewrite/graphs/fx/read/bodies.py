@@ -107,13 +107,13 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
             if not targets <= scaled or not _hands_on_factor(node, scaled, zeros):
                 return False
             scaled.add(node)
-        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # a size does not depend on the factor
+        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # sizes do not depend on the factor
             return False
     return False
 
 
 def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set[torch.fx.Node]) -> bool:
-    """True if multiplying `scaled`, some of which `node` reads, by a factor multiplies its result by it. `zeros` are nodes of zeros."""
+    """True if scaling the nodes `scaled` by a factor scales the result of `node` by it. `zeros` are nodes that hold only zeros."""
     row, leaves = find_op(op_name(node.target)), tree_leaves((node.args, node.kwargs))
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and any(map(differentiable, tensors(example_value(leaf))))]
     if row is None or not all(map(differentiable, tensors(example_value(node)))) or node.kwargs.get("rounding_mode"):
@@ -132,11 +132,11 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 
 
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Return the ops of `body` that lead neither to a result that gets a gradient around `node` nor to state that a loop carries on.
+    """Return the ops of `body` that lead neither to a result with a gradient nor to state that a loop passes to its next iteration.
 
-    `name` is the attribute that holds `body`. Such ops should stay fp32: autograd gives a result a gradient of zeros if nothing reads the
-    result, or only ops that pass no gradient, such as comparisons. If the value of such an op is infinite, the gradients of its operands
-    are NaN. The forward of an autograd Function returns its results and its saved values. The saved values do not count as results.
+    `name` is the attribute that holds `body`, and `node` runs it. Such ops should stay fp32: autograd gives a result a gradient of zeros if
+    nothing that passes a gradient reads the result, and zero times an infinity in such an op would be NaN. The forward of an autograd
+    Function returns results and saved values. The saved values do not count as results.
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):
@@ -178,7 +178,7 @@ def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torc
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]
-    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # from the end, because a leading predicate is no operand
+    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # from the end: a predicate may precede the operands
     return [(inner, given) for inner, given in pairs if _shape(inner) == _shape(given) is not None]
 
 

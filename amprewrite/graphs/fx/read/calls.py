@@ -42,7 +42,7 @@ STATISTICS_AND_WEIGHTS = ((1, "running_mean"), (2, "running_var"), (3, "weight")
 
 
 def read_bare_norms(nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
-    """Return the batch and instance norms on CPU without statistics, weight or bias: no argument sets the dtype of their statistics."""
+    """Return the batch and instance norms on a CPU without statistics, weight or bias: they compute statistics in their input's dtype."""
     return tuple(name for name, node in nodes.items() if op_name(node.target) in NORMS and _is_bare(node))
 
 

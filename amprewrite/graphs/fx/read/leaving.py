@@ -65,7 +65,7 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     """
     memory = Memory(module.graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(module.graph)  # left out below: no cast fits inside, and the ops run high anyway
+    regions = transform_regions(module.graph)  # left out: no cast can be inserted inside a transform, whose ops run high anyway
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
@@ -162,7 +162,7 @@ def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) ->
 
 
 def _view(graph: torch.fx.Graph, node: Node) -> None:
-    """Insert a view of the whole of `node` after it, and let all other readers of `node` read the view."""
+    """Insert `node.view_as(node)` after `node`, and let all other readers of `node` read this view."""
     readers = list(node.users)
     with graph.inserting_after(node):
         whole = graph.call_method("view_as", (node, node))
@@ -172,7 +172,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield the results of `graph` with other readers through which a gradient may flow. Operands of autograd.grad count as results."""
+    """Yield the results of `graph` to which other ops of the graph may send gradients. Operands of autograd.grad count as results."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):
@@ -182,9 +182,9 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield, for each result with hooks, the value below the hooks.
+    """Yield the value on which the hooks are, for each result with hooks.
 
-    `retain_grad` of the caller sees the gradient after the hooks, so the hooks must be on the value that is returned.
+    If the caller calls `retain_grad`, it sees the gradient after the hooks, so the hooks must be on the value that is returned.
     """
     for node in _results(graph):
         maker = _before_hooks(node)
@@ -193,7 +193,7 @@ def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _before_hooks(node: Node) -> Node:
-    """Return the value on which the hooks of `node` are; `node` itself if it is no hook."""
+    """Return the value to which the hook calls at `node` apply; `node` itself if it is no hook call."""
     while node.target is hooked:
         (node,) = node.all_input_nodes[:1]
     return node

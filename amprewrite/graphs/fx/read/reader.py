@@ -235,11 +235,11 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.role == "output" or fact.autocast or fact.transformed or row is None or kind is None:
         return Demand.ANY if fact.role == "op" and fact.op == "getattr" else Demand.HIGH
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
-        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # ANY for indices returned along with low values
+        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # ANY if it picks the indices that an op returns with its low values
     if fact.dtype != "fp32":
         answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
         if fact.may_be_idle:
-            return Demand.ANY  # it returns its operand if the plan makes the operand low
+            return Demand.ANY  # if the plan makes its operand low, it returns the operand itself
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     second = fact.op in LIKE_SECOND and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node
     if second or fact.op in TAKES_SHAPE_ONLY:
@@ -284,7 +284,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value)
-    if fact.writes_unsaid and device not in fact.row.mixed_on:  # a low op would write to a cast copy
+    if fact.writes_unsaid and device not in fact.row.mixed_on:  # a low op would write to a cast copy instead of the model's tensor
         return Colour.HIGH, Reason.WRITES_STATE, ""
     if f"{device}:{low.name}" in fact.row.no_kernel:
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
@@ -310,7 +310,7 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """Let an op with an explicit result dtype read its only operand in any format. Conversions and ops that read bits stay unchanged."""
+    """Let an op that names its result dtype read its only operand in any format. Conversions and views of bits stay unchanged."""
     if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS and len(fact.operands) == 1:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 

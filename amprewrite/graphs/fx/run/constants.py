@@ -38,7 +38,7 @@ class Constants:
             with disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
                 made: tuple[Tensor, ...] = self._module()
             if recording(made[0].device):
-                return made  # the recorded graph computes its own values, because it may be replayed after this object is freed
+                return made  # not kept: a replay of the CUDA graph must compute the values itself, since this object may be freed before
             self._kept = made
         return self._kept
 

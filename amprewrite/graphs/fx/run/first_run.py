@@ -62,7 +62,7 @@ class _Careful(torch.fx.Interpreter):
     def __init__(self, module: torch.fx.GraphModule, refused: Refusals) -> None:
         super().__init__(module)
         self.refused = refused
-        self.extra_traceback = False  # so that the interpreter adds no text to errors that the model raises
+        self.extra_traceback = False  # the interpreter must not add its own text to errors that the model raises
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if not n.op.startswith("call"):
@@ -80,7 +80,7 @@ class _Careful(torch.fx.Interpreter):
             try:
                 result = run(n.target, *_widened((args, kwargs)))
             except _REFUSALS:
-                raise error from None  # the op fails in fp32 too, so the low dtype is not the cause
+                raise error from None  # the op also fails in fp32, so the low dtype is not the cause
             self.refused[op_name(n.target)] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             planned = iter(tensors(example_value(n)))
             return tree_map_only(Tensor, lambda t: t.to(next(planned).dtype), result)

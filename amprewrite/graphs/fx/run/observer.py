@@ -74,8 +74,8 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         for tensor in map(local_part, shown):
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
-        # Other values in the written memory have changed, too, so their ranges grow. Not after a mask was added to attention scores
-        # (`may_saturate`), because the plan may clamp the numbers in this memory.
+        # Observe earlier values in the written memory again, because they changed. Not if a mask was added to attention scores
+        # (`may_saturate`), because the plan may clamp these numbers.
         if written(n) and not vertex.may_saturate:
             self._see_again(n, tensors(result) or shown)
         return result

@@ -95,7 +95,7 @@ class Alike:
         if known is None:
             if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.is_nested:
                 raise _NotAlike
-            if tensor.constant is not None and tensor.numel():  # the value is known, and a result may depend on it
+            if tensor.constant is not None and tensor.numel():  # capture knows the value, so the result of the call may depend on it
                 raise _NotAlike
             sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
             plain = tuple(map(comparable, sizes))
@@ -130,8 +130,8 @@ class RepeatedCalls:
         if given is None:
             value = run()
             lies = storages(value)
-            # A node that writes returns memory of the operands that it writes. Any other operand of it may be the same fake tensor object,
-            # because of a reuse, without sharing this memory.
+            # The result of a node that writes shares memory only with the operands that it writes. Another operand may be the same fake
+            # tensor object, through a reuse, without sharing memory.
             may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]
             aliases = tuple(place for place in may_be if lies & storages(values[place]))
             own = not lies <= {storage for place in aliases for storage in storages(values[place])}
@@ -155,7 +155,7 @@ def _leaves_sizes(node: torch.fx.Node) -> bool:
 
 
 def _may_be_given_again(value: Any) -> bool:
-    """True if `value` may be reused: it consists of plain fake tensors without known values."""
+    """True if `value` may be the value of a later call that is alike: it consists of plain fake tensors without known values."""
     found = value if isinstance(value, tuple | list) else [value]
     return all(type(each) is FakeTensor and each.constant is None for each in found)
 

@@ -101,7 +101,7 @@ class FrozenWeight(Tensor):
         return self.stored.dtype == dtype and self.padded == layout
 
     def of(self, stored: Tensor, high: Tensor | None) -> FrozenWeight:
-        """Return a frozen weight with these tensors, and with the sizes, strides, padding and `trains` of this weight."""
+        """Return a frozen weight that holds `stored` and `high`, with the sizes, strides, padding and `trains` of this weight."""
         return FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
 
     def held(self) -> tuple[Tensor, ...]:
@@ -112,7 +112,7 @@ class FrozenWeight(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         fakes = sys._getframe(1).f_globals.get("__name__") == _MAKES_FAKES
         if fakes or tracing_context() is not None:
-            return super().untyped_storage()  # capture needs the storage of an fp32 tensor of this size, to make a fake tensor of it
+            return super().untyped_storage()  # capture makes a fake fp32 tensor of the weight, and needs a storage of fp32's size
         return self.stored.untyped_storage()
 
     def element_size(self) -> int:
@@ -246,7 +246,7 @@ def _view(low: Tensor, high: Tensor, weight: FrozenWeight) -> FrozenWeight:
 
 
 def _is_as_kept(source: Any, weight: FrozenWeight) -> bool:
-    """True if `source` has the weight's shape, and the dtype of the weight in a state dict, so that copying `source` rounds nothing."""
+    """True if copying `source` to the weight rounds nothing: it has the weight's shape and its dtype in a state dict."""
     plain = isinstance(source, Tensor) and not isinstance(source, FrozenWeight)
     return plain and source.dtype == weight.low_dtype and source.shape == weight.shape
 

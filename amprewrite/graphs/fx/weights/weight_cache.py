@@ -110,7 +110,7 @@ class WeightCache:
         """Return a low copy of each weight: the copy that an open block keeps if it is up to date, otherwise a new copy."""
         streams = streams_of(weights)
         if streams and recording(_CUDA):
-            self._replayed = True  # keep no copies from now on: a replay may step weights, and calls no hook
+            self._replayed = True  # keep no copies from now on: a replay of the CUDA graph may step weights without calling our hook
         block = self.block() if not self._replayed else None
         if block is None:
             return make_copies(weights, dtypes, layouts)
@@ -118,7 +118,7 @@ class WeightCache:
             (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
             for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
         ]
-        copies = block.copies  # a drop replaces the dict of the block: copies that this call adds to the old dict are then not found
+        copies = block.copies  # a drop gives the block a new dict, so that copies made before the drop are not found
         taken: list[Tensor | None] = []
         for weight, key in zip(weights, keys, strict=True):
             found = copies.get(key)
@@ -135,7 +135,7 @@ class WeightCache:
         states = [_state(weight) if is_plain(weight) else None for weight in weights]
         with self._lock:
             _drop_dead(keep)
-        with torch.inference_mode(False):  # no inference tensors, because a call outside of inference mode may read the copies, too
+        with torch.inference_mode(False):  # not inference tensors, because a later call outside of inference mode may read the kept copies
             made = make_copies(weights, [key[1] for key in keys], [key[2] for key in keys])
         with self._lock:
             for weight, key, state, copy in zip(weights, keys, states, made, strict=True):
@@ -278,7 +278,7 @@ class WeightCache:
         for (_, _, layout, _), found in chosen:
             weight = found.weight
             if not found.counted_fresh(weight):
-                continue  # PyTorch counted a write, so the next call that reads the weight makes a new copy
+                continue  # nothing to compare: PyTorch counted a write, so the next call that reads the weight makes a new copy
             if weight.is_cpu and not same(*sample(weight, found.copy, layout, block.turn)):
                 stale.append(weight)
             elif weight.is_cuda and not recording(weight.device):
@@ -351,7 +351,7 @@ def _drop_dead(copies: Copies) -> None:
     for key in copies:
         held.setdefault(key[0], []).append(key)
     for keys in held.values():
-        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # a reference by each copy, and one by this call
+        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # a reference by each copy and one by this call: no other is left
             for key in keys:
                 del copies[key]
 

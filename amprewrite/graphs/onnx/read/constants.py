@@ -48,7 +48,7 @@ class ConstantFacts:
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return the read of a constant in the format of the vertex `reader`. `index` is its position among the operands."""
+        """Return the `ConstantRead` for a constant that the vertex `reader` reads in its own format, as operand `index` of `node`."""
         row = find_op(op)
         summand = row is not None and bool(row.summands) and index == 2 and "beta" not in node.attributes
         pole = op if has_pole(op, index) else ""
@@ -59,18 +59,18 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """Return the harm of each low copy that would change a constant of a node without a float result, such as a comparison."""
+        """Return the harm of each harmful low copy of a constant that a node without a float result reads, such as a comparison."""
         lost = [loss for _, value in constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """Return the type variables of an op that stay fp32 even if its result is low, each with the harm of a low copy of its constant.
+        """Return the type variables of an op that stay fp32 even if its result is low, each with the harm that a low constant would do.
 
-        Statistics stay fp32, too; for them the harm is None.
+        Statistics of a batch norm in training stay fp32, too; for them the harm is None.
         """
         if node.op_type not in SIDE_FOLLOWS:
             return {}
-        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # in training its averages add up over many steps
+        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # its running averages add up over many steps
             return dict.fromkeys({sig.output(index) for index in range(1, len(node.outputs))} - {group})
         return {
             sig.input(index): loss
@@ -81,7 +81,7 @@ class ConstantFacts:
 
     # -- masks and bounds -----------------------------------------------------------------------
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
-        """True if the result may hold clamped numbers of a mask, or scores added to a mask. `beside`: an operand may hold such numbers."""
+        """True if the result may hold clamped numbers of a mask, or scores added to it. `beside`: an operand may hold such numbers."""
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
 

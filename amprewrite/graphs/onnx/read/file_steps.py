@@ -43,7 +43,7 @@ class _OnnxSteps(SmallSteps[str]):
         self.graph, self.nodes = reading.graph, reading.nodes
         self.order = self.graph.rank
         self.names = {value: name for name, value in reading.values.items()}
-        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # no shape, no FLOPs
+        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # FLOPs are 0 if shapes are unknown
         self.exact = set[str]()
         for node in self.graph:
             if self._is_exact(node):
@@ -61,7 +61,7 @@ class _OnnxSteps(SmallSteps[str]):
         return self.graph[node].shape
 
     def given(self, name: str) -> list[ir.Value]:
-        """Return the operands of a node; [] for vertices that are no nodes and at the border of a body."""
+        """Return the operands of a node; [] for a vertex that is no node, or is at the border of a body."""
         node = self.graph[name]
         if node.role != "op" or node.op in BODIES or name not in self.nodes:
             return []

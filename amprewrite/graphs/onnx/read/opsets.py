@@ -55,7 +55,7 @@ def raise_old(model: ir.Model) -> ir.Model:
     old = model.clone()
     _unbroadcast_slopes(old, said)
     proto = ir.to_proto(old)
-    problem = invalid(proto, full=False)  # never give the converter a malformed model
+    problem = invalid(proto, full=False)  # the converter may crash on a malformed model
     if problem:
         raise CaptureError(f"{said}, and not valid ONNX: {problem}; export it again")
     try:
@@ -154,7 +154,7 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.M
         return model, [f"{kept}: the converter has no way"]
     _raise_ir_version(raised, needed)
     refused = refusal(raised)
-    if refused and not refusal(model):  # it has kernels for some new ops only in later releases
+    if refused and not refusal(model):  # the installed ONNX Runtime has no kernels for some ops of the newer opset
         return model, [f"{kept}: ONNX Runtime does not load it then ({refused})"]
     return raised, [f"opset raised from {opset} to {needed}, at which more of its ops take {low.name}"]
 

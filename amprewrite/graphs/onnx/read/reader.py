@@ -181,7 +181,7 @@ class _Reader:
         precision_group: str = "",
         may_saturate: bool = False,
     ) -> str:
-        """Add a vertex for a value that is no node's only result, and return its name: an input, a constant, a value at a body's border."""
+        """Add a vertex for an input, a constant, a value at a body's border, or one of several results, and return its name."""
         name = name or self.unique(str(value.name))
         dtype = format_of(value)
         pinned = pinned if dtype == "fp32" else _PLAIN
@@ -282,7 +282,7 @@ class _Reader:
             if self.constant(value) and demand is not Demand.HIGH:
                 if gives_float:
                     self.reading.constants.append(self.held.read(made, value, name, node, op_of(node), node.outputs[0], index))
-                elif computed:  # a constant follows the value that it is compared with
+                elif computed:  # the constant is stored in the format of the value that the op compares it with
                     self.reading.constants.append(ConstantRead(constant=made, reader=name, follows=self.of[computed[0]]))
                 demand = Demand.ANY
             if demands.setdefault(made, demand) is not demand:
@@ -299,7 +299,7 @@ class _Reader:
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Pin vertices to fp32, because an op reads their numbers beyond the range as numbers, and the vertices that pass these on.
+        """Pin vertices to fp32 because an op computes with their numbers beyond the range; also the vertices that pass on these numbers.
 
         Nothing is pinned if no vertex among them reads a constant of a mask.
         """
@@ -384,7 +384,7 @@ class _Reader:
             self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], precision_group)
 
     def read_turns(self, body: ir.Graph) -> None:
-        """Read a body that runs many times, so that casts in it cost that much more than casts outside."""
+        """Read a body that runs many times. Prices of casts in it count TURNS times."""
         self.turns *= TURNS
         self.read_nodes(body)
         self.turns //= TURNS
@@ -412,7 +412,7 @@ class _Reader:
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
-        """Add a vertex for `value` at the border of a body. `reads` are the values on the other side that it takes."""
+        """Add a vertex for `value` at the border of a body. `reads` are the values outside (or inside) that become `value`."""
         name = self.unique(name)
         demands: dict[str, Demand] = {}
         for slot, read in reads:

@@ -152,7 +152,7 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
     array = np.asarray(given)
     wanted = kind.dtype.numpy() if kind is not None else array.dtype
     if wanted.kind == "O" and array.dtype.kind == "U":
-        array = array.astype(object)  # NumPy made strings of fixed width; ONNX has objects
+        array = array.astype(object)  # NumPy gave the strings a fixed width; ONNX Runtime takes strings as objects
     if array.dtype != wanted:
         raise PolicyError(f"{where} is {array.dtype}, the model wants {wanted}")
     dims = list(value.shape) if value.shape is not None else list(array.shape)
@@ -255,7 +255,7 @@ def observe(
 
 
 def _peek(feeds: Iterable[Feed]) -> tuple[Iterable[Feed], list[Feed]]:
-    """Return (the caller's samples, a list with the first of them)."""
+    """Return (all of the caller's samples, a list with only the first one)."""
     rest = iter(feeds)
     first = list(itertools.islice(rest, 1))
     return itertools.chain(first, rest), first

@@ -74,7 +74,7 @@ def main() -> None:
     except Exception as error:
         said = str(error)
     if not said:
-        with contextlib.suppress(Exception):  # an error shows again when the caller runs the model
+        with contextlib.suppress(Exception):  # ignored here: the caller runs the model again and reports the error
             _run_any(_load(model, providers, plainly=False), feeds)
     sys.stdout.buffer.write(said.encode(errors="replace"))
 

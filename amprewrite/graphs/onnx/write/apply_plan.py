@@ -85,7 +85,7 @@ def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> No
 
 # -- 2. casts -------------------------------------------------------------------------
 def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
-    """Let the users of a cast read `copy`."""
+    """Let the ops that the plan names as users of a cast read `copy` instead of the value."""
     for user in cast.users:
         for slot in reading.slots[user, cast.value]:
             slot.put(copy)
@@ -100,7 +100,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
     low = ir.tensor(rounded(tensor.numpy(), to, cast.value in reading.masks), name=value.name)
     describe(low, tensor)
     node, graph = value.producer(), value.graph
-    if graph is None:  # not `or`: a graph without nodes is false, such as a branch of an If
+    if graph is None:  # tested by `is None`, because a graph without nodes, such as a branch of an If, counts as false
         graph = (node or next(iter(value.uses())).node).graph
     assert isinstance(graph, ir.Graph)
     if {(use.node, use.idx) for use in value.uses()} <= users and not value.is_graph_output():

@@ -112,7 +112,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
             before = scratch / f"{number}.before" if target.exists() else None
             if before is not None:
                 _link(target, before)
-            undo.append((target, before))  # noted before the move, as an interrupt may come in between
+            undo.append((target, before))  # before the move, so that an interrupt between the two lines is undone, too
             source.replace(target)
     except BaseException:
         for target, before in reversed(undo):
@@ -162,7 +162,7 @@ def _remove(old: list[Path], model: Path, kept: str) -> None:
     others = [path for path in model.parent.iterdir() if path != model and path.suffix != ".data" and path.is_file()]
     for path in gone:
         if not any(_mentions(other, path.name) for other in others):
-            with contextlib.suppress(OSError):  # the new model is in place: a leftover file is no failure
+            with contextlib.suppress(OSError):  # ignored: the new model is in place, and a leftover data file harms nobody
                 path.unlink()
 
 
