@@ -70,7 +70,7 @@ class Finding:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes of `lost_at` and `row`, the cause first. One name if both are the same node."""
+        """Names of the nodes of `lost_at` and `row`, in this order; only one name if both rows are of one node."""
         return tuple(dict.fromkeys(_node(row) for row in (self.lost_at, self.row)))
 
     def __str__(self) -> str:
@@ -217,7 +217,7 @@ def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
             yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
         elif _cancels(row, by_name, fmt.eps):
             before, lost = max(_errors(row, by_name), default=0.0), _lost_at(row, by_name)
-            if lost.largest > fmt.max:  # no cancellation: the cast clamped a value out of range, as casts of masks do
+            if lost.largest > fmt.max:  # not a cancellation: the cast clamped a value beyond the range, such as a mask
                 yield Finding("overflow", lost, lost, f"the largest reaches {lost.largest:.3g} and is clamped to {fmt.max:.4g}")
                 continue
             yield Finding("cancellation", row, lost, f"the relative error grows from {before:.2g} to {row.inherited:.2g}")
@@ -290,10 +290,10 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         error = _real_error(amp, run, asked)
         if error <= target or set(kept) >= set(low):
             break
-        # the real rewrite has casts around the kept nodes that the trial did not have: keep the neighbours high, too
+        # the rewrite inserts casts around the kept nodes, which the trial did not have: keep the neighbours high, too
         kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
-        for name in kept:  # drop the override if the planner, given the other overrides, keeps this node high without it
+        for name in kept:  # drop the override if the other overrides alone make the planner keep this node high
             fewer = {key: word for key, word in asked.items() if key != f"node:{glob.escape(name)}"}
             asked = fewer if _real_error(amp, run, fewer) <= target else asked
     if not error <= target:

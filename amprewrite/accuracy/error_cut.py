@@ -147,7 +147,7 @@ class GraphErrors:
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            # the squared error may be infinite if rounding sends a value out of range: 1e6 is enough to avoid such a rounding
+            # limited to 1e6, because the error is infinite if rounding overflows, and capacities are finite
             cost = min(round(price * min(squared, 1e6)), dearest)
             if _hands_on(reader):
                 network.arc(end(value), end(name), cost)

@@ -218,7 +218,7 @@ def _most(metric: Metric) -> float:
 
 
 def _low_of(trial: Trial) -> Format:
-    """Return the low format that `dtype=None` means on the model's device."""
+    """Return the low format of the trial's options, or of the model's device if `dtype` is None."""
     session = session_of(trial.amp)
     return session.policy_for(session._device()).low
 

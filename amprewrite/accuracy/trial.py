@@ -187,7 +187,7 @@ MOST_KEPT = 8
 def tee(batches: Any, into: list[Any]) -> Any:
     """Return an iterable over `batches` that appends the first MOST_KEPT of them to `into` during iteration."""
     if _is_no_list(batches):
-        return batches  # no iterable of batches: `Batches` raises the error
+        return batches  # returned unchanged, because `Batches` raises the error for it
 
     def each() -> Iterator[Any]:
         for batch in batches:

@@ -61,7 +61,7 @@ def export_with_plan(
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    if session.options.low is not None:  # without dtype=, a graph that gains nothing here may stay fp32, so the export binds no other graph
+    if session.options.low is not None:  # without dtype=, other graphs may stay fp32 on this device, so they must not follow the export
         with session.lock:
             session.agreement.join(region, [entry.graphs for entry in list(session.entries.values())], session.note)
     if region.left and session.options.strict:

@@ -119,7 +119,7 @@ class HeldSchedule:
             self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # `copy` asks before the new object has a `scheduler`: avoid endless recursion
+        if name == "scheduler":  # `copy` looks up attributes before `scheduler` is set: avoid endless recursion
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

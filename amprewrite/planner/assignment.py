@@ -115,7 +115,7 @@ class _Search:
             self.vertices[node.name] = vertex
 
     def _end(self, name: str) -> int:
-        """Return the vertex of a node: its own vertex if the node is open, otherwise the terminal for its fixed colour."""
+        """Return the vertex of a node: its own vertex if the node is open, otherwise the source (low) or the sink (high)."""
         vertex = self.vertices.get(name)
         if vertex is not None:
             return vertex
@@ -188,7 +188,7 @@ class _Search:
         self.network.arc(copy, maker, cost)
 
     def _high_copy(self, maker: int, readers: set[int], cost: int, named: bool = False) -> int:
-        """Add the price of a high copy of a value, and return the vertex that stands for "every reader is low".
+        """Add the price of a high copy of a value to the network. Return the vertex that stands for "every reader is low".
 
         With `named` this is a new vertex even for a single reader or none. SINK if some reader is always high, or if nothing is to be paid.
         """

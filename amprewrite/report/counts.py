@@ -113,7 +113,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
     for nodes, casts in by_region(plan):
         first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
         for node in nodes:
-            if node.role != "op":  # an output of the graph: its cast back to the original format counts for the model
+            if node.role != "op":  # casts of results back to fp32 belong to no module, so the root row has them
                 root.casts += first[node.name, False]
                 root.weight_casts += first[node.name, True]
                 continue

@@ -135,7 +135,7 @@ def fp32_rate(row: Device, convolution: bool) -> str:
     """
     if row.type != "cuda":
         return "fp32"
-    cudnn: Any = torch.backends.cudnn  # Any, because its submodules and properties are created at run time, unseen by type checkers
+    cudnn: Any = torch.backends.cudnn  # Any, because type checkers do not see its properties, which torch creates at run time
     backend = cudnn.conv if convolution else torch.backends.cuda.matmul
     asked = backend.fp32_precision
     everywhere = torch.backends.fp32_precision  # type: ignore[attr-defined]

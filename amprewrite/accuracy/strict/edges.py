@@ -79,11 +79,11 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # skip the switch: a plan rounds values inside no_grad as well, so their edges need gradients
+            return None  # keep gradients on: plans also round values inside no_grad, whose edges need gradients
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)
-        in_place = written(n)  # operands without an alias: the op writes them, and other ops must see the write
+        in_place = written(n)  # these operands get no alias, because other ops must see what the op writes to them
 
         def operand(node: torch.fx.Node) -> Any:
             value = self.env[node]

@@ -191,7 +191,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
         ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
-        return rounded.detach()  # a new tensor: autograd makes a returned input a view, which the model could not write in place
+        return rounded.detach()  # autograd makes a returned input a view, which the model could not write in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -243,7 +243,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             args, kwargs = map_aggregate((args, kwargs), self._fit)
         fp8 = self.fp8.get(planned.name) if low else None
         result = getattr(self, n.op)(n.target, args, kwargs) if fp8 is None else self._product(n, planned, fp8)
-        shown = args[0] if result is None and args else result  # ops such as setitem return None: measure the tensor that they write
+        shown = args[0] if result is None and args else result  # setitem and similar ops return None, so measure the tensor that they write
         before = [t.detach().clone() if low else t.detach() for t in floats(shown)]
         if planned.name in self.wide and planned.name not in self.recording.kept:
             x, w, bias = (node and self._operand(planned, node) for node in (*(operands(n) or ()), bias_of(n)))
@@ -334,7 +334,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return rounded
 
         def seen(got: torch.Tensor, before: torch.Tensor) -> None:
-            if not self.recording.backward:  # not measured: the model's own code takes this gradient, since the run has no backward
+            if not self.recording.backward:  # do not measure: without a backward of the run, only the model's own code takes gradients
                 return
             name = self.path + planned.name
             exact = self.recording.gradients.get(name) if planned.role == "op" else None
@@ -363,7 +363,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return value
         rounded = round_to(value, self.low)
         if any(value is operand for operand in first):
-            _round_memory(value.data, self.low)  # `.data` hides the write from autograd, which may have saved the tensor for backward
+            _round_memory(value.data, self.low)  # through `.data`, because autograd may have saved the tensor and would refuse its backward
             return value
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 

@@ -142,7 +142,7 @@ def convert(options: Options) -> int:
         raise UsageError(f"{out}: name the result .onnx" + ("" if isinstance(source, OnnxModel) else ", or .pt2 for a PyTorch model"))
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
-    resolved(out)  # raises if the target is no file that can be replaced: better now than after the work
+    resolved(out)  # raise now, not after the work, if the target is no file that can be replaced
     report = _converted(source, out, options)
     error = report["error"]
     met = options.max_rel_err is None or error <= options.max_rel_err

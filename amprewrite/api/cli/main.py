@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(folders: list[str]) -> None:
-    """Remove from sys.path the folders that loading a MODEL added. `folders` is the earlier sys.path."""
+    """Restore sys.path to `folders`, its content before the command: loading a MODEL may have added folders."""
     for folder, times in (Counter(sys.path) - Counter(folders)).items():
         for _ in range(times):
             sys.path.remove(folder)

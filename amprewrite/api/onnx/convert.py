@@ -209,7 +209,7 @@ def _target(out: Any) -> Path | None:
     target = Path(out).absolute()
     if not os.path.isdir(target.parent):  # noqa: PTH112  # Path.is_dir raises for some names, and os.path.isdir for none
         raise EmitError(f"{target} cannot be written: there is no folder {target.parent}; make it first")
-    resolved(target)  # raises if the target is no file that can be replaced: better now than after the work
+    resolved(target)  # raise now, not after the work, if the target is no file that can be replaced
     return target
 
 

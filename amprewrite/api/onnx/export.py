@@ -161,7 +161,7 @@ def _export(
         with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):
             program = torch.onnx.export(
                 plain,
-                args if kwargs else (*args, {}),  # without kwargs, the exporter would read a dict at the end as keyword arguments
+                args if kwargs else (*args, {}),  # an empty dict, because the exporter takes a last dict for kwargs
                 kwargs=kwargs,
                 dynamo=True,
                 verbose=False,
@@ -182,7 +182,7 @@ def _export(
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the file gives the model's results in fp32, or if they cannot be compared: one cannot run here, or shapes differ."""
+    """True if the file gives the model's results in fp32. Also True if they cannot be compared, as if one of the two cannot run here."""
     if is_large(model) or not has_runtime():
         return True
     try:

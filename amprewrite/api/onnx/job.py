@@ -166,7 +166,7 @@ class Job:
         self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
     ) -> None:
         self.name = name
-        # "step" makes casts of weights free, because a file stores each weight in the format of its readers
+        # with "step", casts of weights have no price: a file stores each weight in the format of its readers
         self.policy = replace(policy, cache_weights="step")
         self.low, self.keep_io = policy.low, keep_io
         self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
@@ -229,7 +229,7 @@ class Job:
         except PolicyError as error:
             if not self.example_inputs:
                 raise
-            samples = Samples(problem=str(error))  # the example inputs ran in PyTorch, so a misfit is no error of the user
+            samples = Samples(problem=str(error))  # these inputs ran in PyTorch, so it is no error of the user if they do not fit the file
         if samples.problem:
             self.notes.append(f"no sample run, so no ranges are known and range-bound ops stay fp32: {samples.problem}")
         elif samples.made_up:
@@ -397,7 +397,7 @@ def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        # a loss marked `kept` whose reader is low after all is skipped: the rounding was found not to harm this reader
+        # skip a loss marked `kept` if the reader runs low: the passes then found that the loss does not harm it
         if read.loss is not None and (kept or not read.loss.kept):
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())

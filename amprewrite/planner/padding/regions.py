@@ -124,7 +124,7 @@ class Regions:
             return Rule(why_opaque=self.refused[call.name])
         makers = (self.calls[name] for name in call.refs() if name in self.calls)
         if not any(shape for each in (call, *makers) for shape in each.shapes):
-            return Rule()  # all 0-dim: rules would index dims that do not exist, as for `sum(0)` of a 0-dim tensor
+            return Rule()  # no operand or result has dims, so nothing can be padded, and rules would index missing dims
         return rule_of(call, self.calls)
 
     def reads(self, call: Call) -> list[str]:
@@ -277,16 +277,16 @@ class Regions:
         for (_, value, axis), (maker, readers) in self._edges().items():
             numel = self.numel(value)
             weight = self.is_weight(value)
-            if weight:  # casts are left out, because they pad the weight at no cost
+            if weight:  # casts pay nothing, because they pad the weight while they copy it
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: a second size would need a second cast
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: a second size needs a second cast
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))
             ends = [vertex(variable) for _, variable in readers]
-            if "#" in value:  # one of several results cannot be padded or sliced, so that maker and readers must agree
+            if "#" in value:  # no pad or slice can follow one of several results, so maker and readers must agree
                 for end in ends:
                     network.arc(end, vertex(maker), INFINITE)
                     network.arc(vertex(maker), end, INFINITE)
@@ -330,7 +330,7 @@ class Regions:
                         ends = [
                             (reader, None if (value, reader) in self.barriers else self.variable(reader, value, dim, leaf))
                             for reader in readers[value]
-                        ]  # None behind a barrier, because there the reader's padding is made anew from the value without padding
+                        ]  # None for a reader behind a barrier: it reads the unpadded value, of which a padded copy is made
                         found[dim, value, leaf] = (self.variable(call.name, i, dim, leaf), ends)
         return found
 

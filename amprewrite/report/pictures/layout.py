@@ -189,7 +189,7 @@ def _order(box: Box) -> None:
 # -- coordinates -------------------------------------------------------------------------------
 @dataclass
 class Rect:
-    """Left end, top, width and height of a box or op, in units of the picture."""
+    """The rectangle of a box or op: left end, top, width and height, in units of the picture."""
 
     x: float
     y: float

@@ -147,7 +147,7 @@ def take_mode(scratch: Path, target: Path) -> None:
         return
     now = scratch.stat()
     if hasattr(os, "chown") and (old.st_uid, old.st_gid) != (now.st_uid, now.st_gid):
-        with contextlib.suppress(PermissionError):  # only root may change owners; others keep the new one
+        with contextlib.suppress(PermissionError):  # only root may change the owner of a file; other users stay its owner
             os.chown(scratch, old.st_uid, old.st_gid)
     scratch.chmod(stat.S_IMODE(old.st_mode))
 

@@ -135,7 +135,7 @@ def op_name(target: Any) -> str:
 
 @cache
 def _target_name(target: Any, name: str) -> str:
-    # The name is a parameter so that it is part of the cache key: builtins that share a C function compare equal (torch.mm == torch.spmm).
+    # `name` is a parameter so that the cache tells builtins apart that share a C function and compare equal (torch.mm == torch.spmm).
     if isinstance(target, OpOverload):
         return _schema_name(target._schema.name)
     if isinstance(target, OpOverloadPacket):
