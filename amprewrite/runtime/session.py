@@ -107,7 +107,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
-        self.overflowed = False  # True once a first call overflowed: exports then observe ranges, too, to make the same decisions
+        self.overflowed = False  # True once a first call overflowed: an export must then observe ranges, too, to make the same decisions
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
@@ -127,7 +127,7 @@ class Session:
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `entry` on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs."""
         state, nested = self.state, self.state.depth > 0
-        recomputes = current_backward() >= 0  # inside a backward: a checkpoint repeats a call, which must run the graphs of its forward
+        recomputes = current_backward() >= 0  # inside a backward, a checkpoint repeats calls, which must run the graphs of their forward
         again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
         inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
         if not recomputes and (inside or entry.regions.changes):
@@ -202,7 +202,7 @@ class Session:
             return result, tuple(state.ran), failures
         except Exception:
             if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
-                entry.capture_anew(Anew.FAILED)  # a wrong input may have caused both errors: then the code itself can be captured
+                entry.capture_anew(Anew.FAILED)  # try a new capture next time: the inputs may have been wrong, not the code
             raise
         finally:
             (state.ran, state.failures), state.depth, state.captured = outer, state.depth - 1, state.captured - captured
@@ -340,7 +340,7 @@ class Session:
         return found.where
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Store the regions `ran` as the latest call. After a call of the whole model first check that overrides and `products=` match."""
+        """Store the regions `ran` as the latest call. After a call of the whole model, first check its overrides and `products=`."""
         if not ran:
             return
         if entry.path == "":
@@ -411,7 +411,7 @@ class Session:
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
         if not (switched_off or said) and (own or (not ran and entry.graphs.empty)):
-            return  # either another thread is capturing, or the entry has no tensor op to rewrite
+            return  # no fault: either another thread is capturing, or the entry has no tensor op to rewrite
         if own and self.runs_recurrent_eagerly and said.startswith(dynamo.RECURRENT):
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
@@ -429,7 +429,7 @@ class Session:
     def _left_out(self, entry: Entry, message: str, cause: str = "", place: str = "") -> None:
         """List code that ran in fp32 outside of rewritten graphs in `plan.skipped`, and warn once for each cause.
 
-        `cause` identifies the warning, "" for `message` itself. `place` names the code, "" for the entry.
+        `cause` identifies the warning; "" stands for `message` itself. `place` names the code; "" stands for the entry.
         """
         entry.graphs.left_out[message] = Skipped(place or entry.path or "the model", message)
         self.warn_fp32(message, cause)

@@ -83,7 +83,7 @@ class _GraphOfMany:
         return [inputs[place] for place in self._places if isinstance(inputs[place], nn.Parameter)]
 
     def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
-        """Return the session of the parameters `read`, and this graph as rewritten for that session. Both are made if missing."""
+        """Return the session for the parameters `read`, and this graph rewritten for it. Make both if they do not exist."""
         self._regions = {session: region for session, region in self._regions.items() if any(True for _ in parameters_in(session.root))}
         session = _session_for((), read, self._options) if read else self._now[0]
         if session in self._regions:
@@ -251,7 +251,7 @@ def _modules_in(value: Any) -> Iterator[nn.Module]:
     elif isinstance(value, types.CellType):
         try:
             inside = value.cell_contents
-        except ValueError:  # an empty cell
+        except ValueError:  # the closure's variable has no value yet
             return
         yield from _modules_in(inside)
 

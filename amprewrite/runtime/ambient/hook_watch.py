@@ -76,7 +76,7 @@ class HookWatch:
 
 def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
     seen, left = {root}, [*root._modules.values()]
-    while left:  # not `modules()`, which takes twice as long: if the user registers tensor hooks, this runs at every call
+    while left:  # by hand, since `modules()` takes twice as long: this runs at each call if the user sets tensor hooks
         module = left.pop()
         if module is None or module in seen:
             continue
@@ -104,7 +104,7 @@ def _unlisted(root: nn.Module) -> Iterator[bool]:
 
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 def _global_hooks() -> bool:
-    """`any_global_hook` as a constant for Dynamo. The captured graph does not depend on the result: both paths give the same graph."""
+    """Return `any_global_hook()` as a constant for Dynamo: no guard is needed, because the graph does not depend on the result."""
     return any_global_hook()
 
 
@@ -133,10 +133,10 @@ _UNSEEN = (
 
 
 def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `module` with its own forward hooks and without global module hooks, and return its result.
+    """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
-    Dynamo captures this function in place of the `__call__` of a part, because global hooks would become part of the graph. A module with
-    hooks that run even if its forward raises is called by PyTorch's own `__call__`.
+    Dynamo captures this function in place of the `__call__` of a part, because global hooks would become part of the graph. If the module
+    has hooks that run even after an exception in its forward, PyTorch's own `__call__` runs instead.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

@@ -102,7 +102,7 @@ def is_low(layer: Any) -> bool:
 
 
 def hold_low(layer: Any, dtype: torch.dtype) -> None:
-    """Make an empty layer store its future keys and values in `dtype`, by a change of its class."""
+    """Make an empty layer store in `dtype` all keys and values that it will get, by a change of its class."""
     cls: Any = type(layer)
     inner = object.__new__(cls)
     inner.__dict__.update(vars(layer))
@@ -164,7 +164,7 @@ class CachesOfModel:
         self.low = given is None or any(_is_conversion(node) for region in given.regions for node in region.nodes)
 
     def of_call(self, low: Format, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LowCaches | None:
-        """Return the object that manages the low caches of one call of `generate()`; None if its caches stay fp32.
+        """Return the low caches of one call of `generate()`; None if its caches stay fp32.
 
         They stay fp32 if code outside of the model reads them, and in fp16, whose narrow range would turn large values into infinities.
         """

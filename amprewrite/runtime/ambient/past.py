@@ -50,7 +50,7 @@ class CallsInRegions:
         """(number of the next autograd node, inside) at each call whose `inside` differs from the previous call."""
 
     def note(self, inside: bool) -> None:
-        """Record a call of a forward. `inside`: it is inside an autocast region of the model."""
+        """Record a call of a forward; `inside` says whether it is inside an autocast region of the model."""
         if inside != (bool(self.changes) and self.changes[-1][1]):
             self.changes = [*self.changes[1 - _CHANGES :], (torch.autograd._get_sequence_nr(), inside)]
 
@@ -62,7 +62,7 @@ class CallsInRegions:
         reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
         if not reentrant and not saved_tensors_are_hooked():
             return False
-        number = node._sequence_nr() + reentrant  # + 1, because a reentrant checkpoint makes its node before it runs its function
+        number = node._sequence_nr() + reentrant  # + 1: a reentrant checkpoint makes its node before it runs its function
         return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 
@@ -75,11 +75,11 @@ class Past(Generic[T]):
         self._before: list[tuple[int, T]] = []
 
     def keep(self, value: T) -> None:
-        """Store `value`, which is being replaced now, for recomputations of earlier forwards."""
+        """Keep `value`, the former value, for recomputations of earlier forwards. Call this when the variable gets a new value."""
         self._before = [*self._before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:
-        """Return the value at the time of the forward whose saved tensors are being recomputed; `now`, the present value, otherwise."""
+        """In a recomputation, return the value at the time of the recomputed forward; otherwise return `now`, the present value."""
         node = asking_node() if self._before else None
         if node is None:
             return now

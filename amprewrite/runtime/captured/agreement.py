@@ -24,7 +24,7 @@ class Agreement:
         self.on, self.colours = on, Agreed()
 
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
-        """Add the colours of a newly planned graph to the colours that all graphs of the model share. Mark the graphs that contradict them.
+        """Add the colours of a newly planned graph to the shared colours, and mark the graphs that contradict these.
 
         `every` holds all graphs. A marked graph is captured anew in its next call, and `note` is called with the reason.
         """
@@ -53,7 +53,7 @@ class Agreement:
         said = [(weight.says(low), weight.now) for each in found.values() for weight in each]
         for graphs in every if said else ():
             if self.on or found.get(graphs):
-                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # the next capture measures its weights anew
+                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # the next capture measures weights anew
         if said and self.on:
             self.colours = Agreed()
         for text, _ in said:

@@ -163,7 +163,7 @@ class Graphs:
         self.entry.session.state.failures.append(failure)
 
     def no_graph(self, read: bool) -> None:
-        """Record that Dynamo made no graph of the entry's own code. `read`: it read all of the code; False: it gave up the code."""
+        """Record that Dynamo made no graph of the entry's own code. `read`: True if it read all of the code, False if it gave up."""
         self.empty = read and self.empty is not False
 
     def leave_early_hooks(self, module: torch.fx.GraphModule) -> None:
@@ -188,7 +188,7 @@ class Graphs:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
         self.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and DISABLE_REASON not in reason.reason:  # warn only here: after other breaks Dynamo captures the rest
+        if "disable()" in why and DISABLE_REASON not in reason.reason:  # no warning for other breaks: Dynamo captures the code after them
             self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
@@ -279,9 +279,9 @@ class Entry:
         """
         self.captured = self._to_capture and why is not Anew.NOT_CAPTURED
         before, self.graphs = self.graphs, Graphs(self)
-        if before.outdated:  # the code is the same, so a backward may still recompute activations of a forward of these graphs
+        if before.outdated:  # only decisions changed, not the code: a backward may still recompute a forward with the old graphs
             self._past.keep(before)
-        # keep checking these weights for changes: graphs of other entries may share colours that were decided for them
+        # keep watching these weights: their fit decided colours that graphs of other entries may share
         self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 
@@ -331,7 +331,7 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager for a call that an activation checkpoint repeats while a forward runs, as in a forward that takes gradients.
+        """Context manager for a recomputation by an activation checkpoint while a forward still runs, as in a forward that takes gradients.
 
         `asked`: the `asking_number()` of the recomputation. `around`: the number of torch.autocast regions around the call. The checkpoint
         has entered some of them to restore the autocast state of its forward, so they do not count as regions of the model.

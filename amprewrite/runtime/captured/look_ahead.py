@@ -119,14 +119,14 @@ class LookAhead:
             seen, finite = self._observed(inputs, brief=not always)
             broken = always or any(dangers(self.captured, self.plan, seen)) or (finite and self._breaks_unobserved(run, inputs))
             if broken and not always:
-                seen, finite = self._observed(inputs, brief=False)  # a second run, because only planning needs the costly histograms
+                seen, finite = self._observed(inputs, brief=False)  # only planning needs the costly histograms
         except torch.OutOfMemoryError:
             self.warn(
                 f"{self._place} was not looked at before it runs in {self._low}: there is no memory to run it in fp32 without gradients; "
                 "call it on a smaller batch first, give a calibration, or use dtype='bf16'"
             )
             return False
-        except Exception as error:  # not raised here: if the model refuses these inputs, the call itself raises the same error
+        except Exception as error:  # not raised: if the model refuses these inputs, the call itself will raise the same error
             self.failed = f"{type(error).__name__}: {one_line(error)}"
             return False
         if broken:
@@ -146,7 +146,7 @@ class LookAhead:
         return _of_all_ranks(observer), finite
 
     def _no_help(self, found: str = "") -> None:
-        """Warn that the graph overflows even after it was planned anew, and observe no further calls. `found` describes the overflow."""
+        """Warn that the graph overflows even though it was planned anew, and stop observing. `found` describes the overflow."""
         if self.left >= 0:
             self.left = -1
             self.warn(
@@ -167,7 +167,7 @@ class LookAhead:
                 return not all_finite((run(copies), [copies[place] for place in self.written]))
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, IndexError):  # an op refused a value that overflowed: in fp32 it did not raise
+        except (RuntimeError, ValueError, IndexError):  # the fp32 run raised nothing, so an op must have refused an overflowed value
             return True
 
     def _copies(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -179,11 +179,11 @@ class LookAhead:
             return value
         learns = value.requires_grad and self.differentiates
         if value.requires_grad:
-            value = value.detach()  # even under no_grad, because a graph may turn gradients on, as after a no_grad block
+            value = value.detach()  # needed under no_grad, too, because the graph itself may turn gradients on
         if not written:
             return value.requires_grad_() if learns else value
         value = value.clone()
-        return value.requires_grad_().clone() if learns else value  # cloned, because autograd forbids writes to a leaf
+        return value.requires_grad_().clone() if learns else value  # a clone is no leaf: autograd would forbid the graph to write to a leaf
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -227,7 +227,7 @@ def rewrite_for(
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # flat, because the runs below skip the module's own flattening
+    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # because the runs below skip the module's own flattening
     if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
         return edited, plan
 
@@ -276,7 +276,7 @@ def _floats(value: Any) -> list[torch.Tensor]:
     return [t for t in leaves if t.is_floating_point() and t.layout == torch.strided]
 
 
-@torch.no_grad()  # so that nothing is saved for backward: an activation checkpoint counts the saved tensors
+@torch.no_grad()  # save no tensor for backward, because an activation checkpoint counts the saved tensors
 def all_finite(value: Any) -> bool:
     """True if all elements of all floating tensors in a nested value are finite."""
     return all(bool(t.isfinite().all()) for t in _floats(value))

@@ -123,7 +123,7 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """After the first call: if ops refused low operands in it, plan the graph anew so that these ops stay fp32."""
+        """After the first call, plan the graph anew if ops refused low operands, so that these ops stay fp32."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)

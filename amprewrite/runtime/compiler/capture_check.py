@@ -245,7 +245,7 @@ class CaptureCheck:
     def captures(self, module: torch.fx.GraphModule) -> None:
         """Record a graph of the call. Called while Dynamo captures the graph."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
-        # both read subgraphs of `module`, which the copy of the graph below does not have
+        # read from `module`, because the copy of the graph made below lacks its subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -287,9 +287,9 @@ class CaptureCheck:
         return far, f"{search.found.name}{f' ({source})' if source else ''}"
 
     def _is_had(self, had: Sequence[Tensor]) -> bool:
-        """True if all results of the plain model are in `had`, the values of the captured graph.
+        """True if all results of the plain model are among `had`, the values of the captured graph.
 
-        The model runs without gradients, to need no memory for a backward. False if it cannot run so.
+        The model runs without gradients, to need no memory for a backward. False if it cannot run that way.
         """
         try:
             return furthest(self._as_written(False), had) <= TOLERANCE

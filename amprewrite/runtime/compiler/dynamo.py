@@ -93,7 +93,7 @@ def compile_afresh(
     calls_that_captured, captured = 0, False
 
     def with_settings(convert: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(convert)  # keeps the attributes by which Dynamo finds the backend whose graphs a call may run
+        @functools.wraps(convert)  # copies the attributes by which Dynamo recognises the backend of a compiled function
         def convert_with_settings(*frame: Any, **state: Any) -> Any:
             nonlocal captured
             graphs, undo = counters["stats"]["unique_graphs"], []
@@ -102,9 +102,9 @@ def compile_afresh(
                     undo.append(_set(name, value))
                 if calls_that_captured >= COUNTS_FROM:
                     undo.append(_set("allow_unspec_int_on_nn_module", True))
-                if own := frame[0].f_code is code:  # an empty graph has guards, so that Dynamo reads the code again in another mode
+                if own := frame[0].f_code is code:  # a graph without ops has guards: in another mode Dynamo reads the code again
                     undo.append(_set("allow_empty_graphs", True))
-                if not whole:  # a user may want errors: Dynamo takes one of the two
+                if not whole:  # Dynamo allows only one of the two settings, and the user may have set the other one
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
                 with Listener(failed), reporting_autocast_on(root, frame[0].f_locals, around()):
                     made = convert(*frame, **state)
@@ -264,7 +264,7 @@ ASKED_FOR = ("RecompileError", "FailOnRecompileLimitHit")
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """True if Dynamo raised `error` because it cannot capture code: by its class, or by an attribute that Dynamo sets on other errors."""
+    """True if `error` says that Dynamo cannot capture code: by its class, or by an attribute that Dynamo sets on other errors."""
     names = ("TorchDynamoException", "FailOnRecompileLimitHit")
     own = tuple(getattr(torch._dynamo.exc, name) for name in names if hasattr(torch._dynamo.exc, name))
     return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
@@ -393,7 +393,7 @@ def without_counting_backwards(backend: Callable[..., Any]) -> Callable[..., Any
 
 
 def _leave_out_of_counts(node: Any, made: list[bool]) -> None:
-    """Subtract the failures that Dynamo counts while the autograd `node` runs. Append to `made` when the node has run."""
+    """While the autograd `node` runs, subtract the failures that Dynamo counts. Append True to `made` when the node has run."""
     began: list[tuple[int, dict[str, int]]] = []
 
     @uncaptured

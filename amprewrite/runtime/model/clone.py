@@ -75,7 +75,7 @@ class _Cloning:
                 items = [*current.__dict__.values(), *(slot.__get__(current) for slot in _filled_slots(current))]
                 owned = True
             else:
-                owned = owned and type(current) in _CONTAINERS  # a dataclass counts as a configuration, which clones share
+                owned = owned and type(current) in _CONTAINERS  # a dataclass counts as a configuration: a clone shares it with the original
                 items = _items(current)
                 if owned:
                     self.owned.add(id(current))
@@ -174,7 +174,7 @@ def _members(value: Any) -> dict[str, Any]:
         return vars(value)
     fields = {field.name for field in dataclasses.fields(value)}
     held = {slot.__name__: slot.__get__(value) for slot in _filled_slots(value) if slot.__name__ in fields}
-    with contextlib.suppress(AttributeError):  # a class with slots may have no __dict__
+    with contextlib.suppress(AttributeError):  # objects of a class with __slots__ may have no __dict__
         held |= object.__getattribute__(value, "__dict__")
     return held
 

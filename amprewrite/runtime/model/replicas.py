@@ -30,7 +30,7 @@ def replica_of(session: Session, module: nn.Module) -> nn.Module:
     Raises PolicyError if the model is frozen.
     """
     refuse_frozen(module, "replicating it")
-    session.gate.look_for_optimizers()  # before the replicas run: no optimizer owns the copies that they run on
+    session.gate.look_for_optimizers()  # search now, because replicas run on copies of the parameters, which no optimizer owns
     replica: nn.Module = nn.Module._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
     replica.__dict__["_compiled_call_impl"] = _ReplicaCall(session, module, replica)
     return replica
@@ -41,7 +41,7 @@ class _ReplicaCall:
 
     def __init__(self, session: Session, module: nn.Module, replica: nn.Module) -> None:
         self.session, self.module = session, module
-        self.replica = weakref.ref(replica)  # weak: a reference cycle would keep the copies of all parameters until the next gc run
+        self.replica = weakref.ref(replica)  # weak: a reference cycle would keep the copies until the next garbage collection
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         replica = self.replica()

@@ -50,7 +50,7 @@ class RewrittenBase(nn.Module):
             session_of(self).schedule.due = True
             state = args[0] if args else kwargs.get("state_dict")
             if isinstance(state, Mapping) and brings_fp32(self, state):
-                session_of(self).thaw()  # the rounded values that this leaves are overwritten by the state dict below
+                session_of(self).thaw()  # unfreeze with rounded values: the state dict below overwrites them
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -340,7 +340,7 @@ def _make_plain(model: nn.Module) -> None:
         before.put_back(model)
         return
     for module in model.modules():
-        module.__dict__.pop("_compiled_call_impl", None)  # in a clone only the rewrite has set this
+        module.__dict__.pop("_compiled_call_impl", None)  # a clone has this attribute only if the rewrite set it
     _unwrap(model)
 
 

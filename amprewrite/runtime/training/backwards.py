@@ -61,7 +61,7 @@ class BackwardEnd:
     def watch(self, results: Iterable[Any]) -> None:
         """Watch for backwards that enter one of `results`. Values without a `grad_fn` are ignored."""
         for result in results:
-            if isinstance(result, Tensor) and result.grad_fn is not None:  # not on a leaf: a hook there would stay after this forward
+            if isinstance(result, Tensor) and result.grad_fn is not None:  # not a leaf, on which a hook would outlive this forward
                 hook_result(result, self._entered)
 
     @uncaptured
@@ -98,11 +98,11 @@ class Noted:
         self._flags: list[Tensor] = []
         """Flags of backwards that no step has read yet."""
         self._heard: Tensor | None = None
-        """Flag of the latest step, if it may have been skipped and its gradients may still exist; None otherwise."""
+        """Overflow flag of the latest step, if it may have been skipped and its gradients may still exist; otherwise None."""
         self._there: dict[int, StorageWeakRef] = {}
-        """Weak references to the memory of the gradients at that step or at the end of a later backward. Keys are addresses."""
+        """By address: weak references to the memory of the gradients at the latest step, or at the end of a later backward."""
         self._sets = 0
-        """Number of steps since `_heard` was None last. A step counts if a backward ended before it."""
+        """Number of steps, each after at least one backward, for which `_heard` has not been None."""
         self._ended = False
         """True if a backward has ended since the latest step."""
         self._place: Tensor | None = None
@@ -163,14 +163,14 @@ class Noted:
         return flags
 
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
-        """Note that a step of `params` has read all flags.
+        """Record that a step of `params` has read all flags.
 
         `flag` is above 0 if the step overflowed. `overflow` is the same as a bool, or None if the host has not read `flag`.
         """
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False
-        # Without an owner these may be copies of weights: there the loop may write new gradients to the memory of the old ones.
+        # Gradients without a known optimizer may be those of copied weights: the loop may write new gradients to the same memory.
         untold = self._owner is None or self._recorded or recording(flag.device)
         if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there = None, {}
@@ -181,7 +181,7 @@ class Noted:
         self._heard, self._there = flag, _memory(gradients)
 
     def inherit(self, others: Iterable[Noted]) -> None:
-        """Add the flags of `others`, which are notes of the same model: their gradients may belong to the optimizer of this one."""
+        """Take over the flags of `others`, notes of the same model: their gradients may belong to the optimizer of this note."""
         for other in others:
             self._flags += other._flags
             if other._recorded and other._place is not None:
@@ -218,7 +218,7 @@ def _values(gradient: Tensor) -> Tensor:
     """Return the tensor whose memory holds the values of `gradient` on this rank: the local shard, or the values of a sparse tensor."""
     if hasattr(gradient, "to_local"):
         gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
-    return gradient._values() if gradient.is_sparse else gradient  # not `coalesce`: its copy has other memory
+    return gradient._values() if gradient.is_sparse else gradient  # not by `coalesce`, which returns a copy in other memory
 
 
 __all__ = ["BackwardEnd", "Noted"]

@@ -148,7 +148,7 @@ class ForwardScale:
         Does nothing if both are copied already, or if the scale is 1 and backwards are not counted.
         """
         scale, inverse = self._first
-        if not self.copied and (self.heard or scale is not inverse):  # a forward that uses 1 has the same tensor for both
+        if not self.copied and (self.heard or scale is not inverse):  # both are one tensor if the forward uses 1
             self.copied = True
             with torch.inference_mode(False), torch.no_grad():
                 self._pairs = {scale.device: self._own((scale.clone(), inverse.clone()))}
@@ -194,9 +194,9 @@ class ForwardScale:
         kept, taken = _gives_gradient(self.weights or self._fed)
         self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
         if self.copied:
-            further = torch.is_grad_enabled()  # create_graph=True: the gradients will be differentiated again
+            further = torch.is_grad_enabled()  # True under create_graph=True: the gradients will be differentiated
             self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
-        # Set last: until then, another thread of this backward also sets the scale, to the same value, before it reads the scale.
+        # Set last: another thread of this backward that comes here before sets the scale itself, to the same value, before it reads it.
         call_after_backward(backward)  # type: ignore[attr-defined]
         self._backward = weakref.ref(backward)
 
@@ -210,7 +210,7 @@ class ForwardScale:
             return
         for device, pair in self._pairs.items():
             for number, true in zip(pair, self._first, strict=True):
-                value = number.data  # not counted as a write: a compiled graph that saved this tensor for backward reads the new number
+                value = number.data  # by `.data`, because a compiled graph may have saved this tensor for backward
                 value.copy_(on_device(true, device)) if scaled else value.fill_(1)
         self._scaled = scaled
 
@@ -236,7 +236,7 @@ def _runs(node: Any) -> bool | None:
     """True if the backward under way runs the autograd node. None for the node of a leaf whose gradient torch.autograd.grad returns."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
-    except RuntimeError:  # during a backward, torch raises this only for a leaf of torch.autograd.grad
+    except RuntimeError:  # during a backward, torch raises this only for a leaf whose gradient torch.autograd.grad returns
         return None
 
 
@@ -262,7 +262,7 @@ class ForwardScales:
         """
         entered = None if self._entered is None else self._entered()
         if entered is not None and entered.in_backward() and asking_node() is not None:
-            return entered  # the backward that entered that forward reads the tensors that this recomputation saves
+            return entered  # the same scale, because the backward of that forward reads the tensors that this recomputation saves
         evaluates = not any(module.training for module in self.root.modules())
         return ForwardScale(self.snapshot(device, evaluates), in_parts, self.static, self._backward_entered, self.listens())
 

@@ -192,7 +192,7 @@ class LossScale:
         return EMPTY if waiting is None else waiting.item()
 
     def stuck(self) -> bool:
-        """True if the schedule demands that training stops now. False for a static scale."""
+        """True if the schedule demands that training stop now. False for a static scale."""
         return False
 
     def report(self) -> LossScaleReport:
@@ -251,7 +251,7 @@ class LossScale:
     def __getstate__(self) -> dict[str, Any]:
         self.apply_pending()
         state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None, "withheld": False}
-        del state["_nothing"]  # __setstate__ makes it: one made here would be freed before a spawned process opens its memory
+        del state["_nothing"]  # __setstate__ makes a new one: the memory of this one would be freed before a spawned process opens it
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -482,7 +482,7 @@ class DynamicLossScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, settings included. PolicyError for any other value."""
         check_state(state)
-        new = object.__new__(type(self))  # a copy whose settings are checked first, so that an invalid state changes nothing here
+        new = object.__new__(type(self))  # check the settings on a copy first, so that an invalid state does not change this object
         new.__dict__.update(self.__dict__)
         own = state.get(OWN_KEY, {})
         new.__dict__.update({name: own[name] for name in _OWN_SETTINGS if name in own})

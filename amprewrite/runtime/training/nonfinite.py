@@ -131,7 +131,7 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | N
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
-        if gradient.requires_grad:  # made with `create_graph=True`: the kernel below would write to it
+        if gradient.requires_grad:  # made with `create_graph=True`, so it must not be written, as the kernel below does
             flags.append((~local_values(gradient.detach()).isfinite().all()).float())
             continue
         if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:
@@ -142,7 +142,7 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | N
         known, left = finite_flags(members) if checked else ([], members)
         here = [flag for flag in known if flag.device == where]
         if here:
-            found.setdefault(where, here[0])  # this flag covers only gradients checked here, so the kernel below may set it in place
+            found.setdefault(where, here[0])  # the kernel below adds its result to this flag, so that a device has one flag
         flags += [flag for flag in known if flag is not found.get(where)]
         if left:
             if where not in found:

@@ -41,7 +41,7 @@ _KNOWN = {
     _ACTIVATION: {"inputs": True, "parameters": True, "outputs": False},
     _LOSS: {"inputs": True, "parameters": True, "outputs": True, "loss": False},
     _GRADIENT: {"inputs": True, "parameters": True, "outputs": True, "loss": True},
-    _SEEN: {},  # a gradient of a parameter is not finite, which does not tell the cause
+    _SEEN: {},  # only a parameter's gradient was seen to be non-finite, which tells nothing about these
 }
 _COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
 
@@ -57,7 +57,7 @@ class FirstNonFinite:
 
     @property
     def finite(self) -> dict[str, bool]:
-        """Whether `inputs`, `parameters`, `outputs` and `loss` were finite, for `StepGate.note`. A key is missing if this is unknown."""
+        """Whether `inputs`, `parameters`, `outputs` and `loss` were finite, as arguments of `StepGate.note`. Unknown ones are missing."""
         return _KNOWN[self.kind]
 
 
@@ -239,7 +239,7 @@ class _FiniteWatch(torch.fx.Interpreter):
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
     @uncaptured
     def look(gradient: Tensor | None) -> None:
-        if gradient is None or probe.backward is not None or _finite(gradient):  # None: the result does not depend on this value
+        if gradient is None or probe.backward is not None or _finite(gradient):  # None if the result does not depend on this value
             return
         if node.target is scale_gradient:
             probe.backward = FirstNonFinite(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # ours: as torch's, with a floor, a cap, and a faster search if the first steps overflow
+    # the default: torch's schedule with a floor, a cap, and a faster search if the first steps overflow
     "auto": {"search_interval": 100},
     # torch/amp/grad_scaler.py: no bounds; the scale grows as long as the grown scale is finite
     "torch": {"floor": None, "cap": None},
@@ -15,7 +15,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "keras": {"init": 2.0**15, "floor": 1.0, "cap": None},
     # Keras 3 LossScaleOptimizer: no floor, and no check that the doubled scale is finite, hence the infinite cap
     "keras3": {"init": 2.0**15, "floor": None, "cap": math.inf},
-    # apex/amp/scaler.py
+    # apex/amp/scaler.py: no floor, and a cap of 2**24
     "apex": {"floor": None, "cap": 2.0**24},
     # deepspeed/runtime/fp16/loss_scaler.py with the defaults of DeepSpeed's config: the first clean step after an overflow does not
     # count towards growth, and an overflow at the floor ends training

@@ -121,7 +121,7 @@ def _constant(weight: Tensor) -> Tensor:
 def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
     """Replace the parameter `old` by `new` in all modules of `model`."""
     for module, name in list(_places(model, old)):
-        setattr(module, name, new)  # not in _parameters directly: setattr also updates the list of weights that an LSTM keeps
+        setattr(module, name, new)  # by setattr, which also updates the list of weights that an LSTM keeps
         if isinstance(module, nn.RNNBase):  # setattr does not update the weak references that an LSTM keeps
             module._flat_weight_refs = [None if each is None else weakref.ref(each) for each in module._flat_weights]
 

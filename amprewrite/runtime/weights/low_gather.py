@@ -214,7 +214,7 @@ class GatheredLow:
                 raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
     def check_call(self, path: str, place: str, whole: bool) -> None:
-        """Raise RoundedRead if other code than the module's graph may have read rounded weights of the module at `path`.
+        """Raise RoundedRead if code other than the module's graph may have read rounded weights of the module at `path`.
 
         `whole`: one graph ran in the call, and it is all of the module's forward. `place` names the module, for the message.
         """

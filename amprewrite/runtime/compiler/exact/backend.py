@@ -74,7 +74,7 @@ class ChooseFused(CustomGraphPass):
                 node.meta["low_precision_pointwise_barrier"] = True
                 continue
             for source in node.all_input_nodes:
-                source.meta["inductor_realize_to_strides"] = True  # eager code's strides: the order of a kernel's sum may depend on them
+                source.meta["inductor_realize_to_strides"] = True  # eager code's strides may determine the order of a kernel's sum
 
     def uuid(self) -> bytes:
         """Return a key of this pass for inductor's cache of compiled graphs: a hash of the source files in this folder."""

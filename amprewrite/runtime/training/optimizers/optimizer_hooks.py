@@ -89,7 +89,7 @@ class Guard:
         self._arrived = Arrived()
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
-        if _SAVES in optimizer.__dict__:  # missing if the class has its own state_dict and never called Optimizer.__init__
+        if _SAVES in optimizer.__dict__:  # an optimizer that never called Optimizer.__init__ lacks this attribute
             self._hooks.append(optimizer.register_state_dict_post_hook(self._saved))
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
@@ -283,9 +283,9 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         elif isinstance(value, OrderedDict) and name.endswith("_hooks"):
             value = OrderedDict()
         idle.__dict__[name] = value
-    idle.__dict__.pop("step", None)  # a scheduler may have set this attribute, bound to the real optimizer
+    idle.__dict__.pop("step", None)  # a scheduler may have put a `step` that is bound to the real optimizer here
     if type(optimizer).__module__.startswith("torch."):
-        idle.param_groups = []  # torch's own optimizers look up no group by index, and Dynamo needs a plain list to compile the step
+        idle.param_groups = []  # a plain list, as Dynamo needs to compile the step: torch's optimizers do not look up groups by index
     else:
         idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
     idle.state = defaultdict(dict)

@@ -117,7 +117,7 @@ def _holder(weights: Sequence[Tensor]) -> Any:
             if id(each) in seen or each is ahead or isinstance(each, _NO_HOLDERS) or len(found) >= _WIDTH:
                 continue
             seen.add(id(each))
-            if isinstance(each, dict) and "__builtins__" in each:  # the globals of a module or a script
+            if isinstance(each, dict) and "__builtins__" in each:  # skip the globals of modules and scripts: they refer to everything
                 continue
             if any(callable(getattr(type(each), method, None)) for method in _METHODS):
                 return each
@@ -139,7 +139,7 @@ def _scales_itself(optimizer: Any) -> bool:
     scale: Callable[[float], Any] | None = getattr(optimizer, "scale_loss", None)
     try:
         return callable(scale) and float(scale(1.0)) != 1.0
-    except (TypeError, ValueError, RuntimeError):  # `scale_loss` takes or returns something else, so it is no known loss scale
+    except (TypeError, ValueError, RuntimeError):  # a `scale_loss` with other arguments or results is no loss scale
         return False
 
 
