@@ -46,7 +46,7 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder" and "val" not in n.meta:  # a "val" of None is an argument None of torch.export
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # a "val" of None stands for an argument that is None
                 self.unknown.add(n)
             return value
         if n.op == "output":
@@ -90,11 +90,11 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
     placeholders = [example_value(node) for node in module.graph.nodes if node.op == "placeholder"]
     grad = torch.is_grad_enabled()
     try:
-        with torch.no_grad(), Quiet():  # quiet, because the plan records a refusal
+        with torch.no_grad(), Quiet():  # Quiet: torch need not log a failed op, because the plan records it
             if fake_mode is None:
                 run.run(*placeholders, enable_io_processing=False)
             else:
-                with fake_mode, enable_python_dispatcher():  # as in Dynamo: oneDNN's LSTM does not take symbolic sizes
+                with fake_mode, enable_python_dispatcher():  # Python implementations, as in Dynamo: oneDNN's LSTM takes no symbolic sizes
                     run.run(*placeholders, enable_io_processing=False)
     except Refused:
         raise

@@ -129,7 +129,7 @@ def hoist_weight_casts(
             source = inputs[cast[0]]
             with graph.inserting_after(last):
                 name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
-                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # a weight padded in two ways has two copies
+                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # two copies may differ in padding alone
             names.add(last.target)
             last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
             made[cast] = last
@@ -178,7 +178,7 @@ def cast_in_blocks(
 
 
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
-    """Return the dtype and the padded layout that `node` gives the weight `source`."""
+    """Return the dtype and the padded layout of the copy that `node` makes of the weight `source`."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
     layout: Any = node.args[2] if node.target is pad_cast else ()
     return dtype, layout

@@ -74,7 +74,7 @@ def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     with module.graph.inserting_before(node):
         for view in reversed(chain[:-1]):
             low[view] = module.graph.node_copy(view, lambda each: low.get(each, each))
-            low[view].target = "reshape" if view.target == "view" else view.target  # low rows may be padded in memory
+            low[view].target = "reshape" if view.target == "view" else view.target  # `view` fails on rows that are padded in memory
     own = {node, *chain}
     wide = given["input"] if any(user not in own for each in chain for user in each.users) else None
     chosen = [given["ignore_index"], given["reduction"]]

@@ -64,7 +64,7 @@ class Roundings:
         """Maps a value to a reader that would magnify its rounding. A value in `needs_bits` maps to the name of the graph."""
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
-        for node in reversed(list(self.graph)):  # readers before makers
+        for node in reversed(list(self.graph)):  # backwards, so that the readers of a value are judged before it
             readers = [each for each in self.graph.readers(node.name) if any(node.name == operand.value for operand in data_of(each))]
             harmed = next((each.name for each in readers if self._harms(each, node.name) or self._hands_harm_on(each, node.name)), "")
             if harmed:

@@ -92,7 +92,7 @@ def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
     for node in problem.graph:
         if not node.carries_fp32 or node.may_saturate:
             continue
-        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a subgraph a weight is an input
+        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a subgraph weights have the role of inputs
         weight = weight or (node.name not in values and _of_weight(problem, node) != node.name)
         text = _too_large_weight(problem, node) if weight else _out_of_range(problem, node, values)
         if text:
@@ -116,7 +116,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # a checkpoint's body decides this colour
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: decided in a checkpoint
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
@@ -183,7 +183,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
     if seen is None or not seen.nonzero:
         return ""
     flushed, thin = seen.underflow(low), seen.subnormal(low)
-    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # one element that becomes zero makes an infinity
+    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # a single zero at the pole makes an infinity
         return ""
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
     return f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"

@@ -131,7 +131,7 @@ def _archive(parts: dict[str, bytes]) -> io.BytesIO:
     buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
     for name, content in parts.items():
-        if name not in ("version", "byteorder") and not name.startswith(".data/"):  # the writer makes these itself
+        if name not in ("version", "byteorder") and not name.startswith(".data/"):  # torch's writer adds these records itself
             writer.write_record(name, content, len(content))
     writer.write_end_of_file()
     buffer.seek(0)

@@ -75,7 +75,7 @@ def exported(
         opset = opset or OPSET
         rules = tuple(rule for rule in policy.products.rules if rule.scope != "node")
         notes += ("rules of products= by node are left out: nodes of the file have other names",) * (rules != policy.products.rules)
-        # fused=True: a runtime compiles the file, as a compiler backend compiles a graph
+        # fused=True, because the runtime of the file fuses casts, as a compiler of a graph does
         policy = replace(policy, products=replace(policy.products, rules=rules, fused=True))
     wide = any(override.word == WIDE for override in policy.overrides)
     notes += ("wide products read fp32 in ONNX files: no op there multiplies bf16 and returns fp32",) * wide
@@ -161,7 +161,7 @@ def _export(
         with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):
             program = torch.onnx.export(
                 plain,
-                args if kwargs else (*args, {}),  # an empty dict, because the exporter takes a last dict for kwargs
+                args if kwargs else (*args, {}),  # {} because the exporter takes a dict at the end for kwargs
                 kwargs=kwargs,
                 dynamo=True,
                 verbose=False,

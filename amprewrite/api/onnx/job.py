@@ -381,7 +381,7 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))
     region = plan_region(problem)
-    # scales in a file are constants, so there is one for each tensor: the scale of a row depends on the input
+    # one scale for each tensor: scales in a file are constants, and scales of rows would depend on the input
     copies = tuple(replace(copy, scales=TENSOR) for copy in region.quantised.copies)
     return replace(region, quantised=replace(region.quantised, copies=copies))
 

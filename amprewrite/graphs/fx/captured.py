@@ -166,7 +166,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     copied = LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)
     for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
-        if hasattr(module, attribute):  # AOTAutograd recognises a graph of Dynamo, and its static inputs, by these
+        if hasattr(module, attribute):  # attributes by which AOTAutograd recognises Dynamo's graphs and their static inputs
             setattr(copied, attribute, getattr(module, attribute))
     return copied, copies
 

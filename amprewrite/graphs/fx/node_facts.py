@@ -188,7 +188,7 @@ def comparable(size: Any) -> Any:
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
     """Read the facts of `node`, which is at `position` in its graph."""
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
-    op = "autograd.grad" if node.target is torch.autograd.grad else op  # "grad" would also be the attribute `x.grad`
+    op = "autograd.grad" if node.target is torch.autograd.grad else op  # not "grad", the name of `x.grad`
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
@@ -298,7 +298,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
-    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ writes all tensors of a list
+    elif node.op == "call_function" and is_inplace(node.target):  # all tensors of a list for torch._foreach_mul_
         written += _leaves_of(torch.fx.Node, first)
     if isinstance(node.target, HigherOrderOperator):
         written += _written_by_bodies(node)
@@ -421,7 +421,7 @@ def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
         try:
             return tuple(inspect.signature(target).parameters)
         except (ValueError, TypeError):
-            pass  # a builtin: its ATen schema has the names
+            pass  # a builtin has no signature, so read its ATen schema below
     packet = getattr(torch.ops.aten, op_name(target), None)
     return _parameters(getattr(packet, packet.overloads()[0])) if packet is not None else ()
 

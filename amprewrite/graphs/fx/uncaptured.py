@@ -86,7 +86,7 @@ def closed_if_raised() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        while _functorch.get_dynamic_layer_stack_depth() > transforms:  # torch 2.11's own function closes two at once
+        while _functorch.get_dynamic_layer_stack_depth() > transforms:  # one by one: torch 2.11's function closes two at once
             _CLOSES[current_transform().key()]()
         if not hooks_barred:
             torch._C._autograd._saved_tensors_hooks_enable()

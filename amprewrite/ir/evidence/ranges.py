@@ -88,7 +88,7 @@ class ValueRange:
                     zeros += part.numel() - size.numel()
                 smallest = min(smallest, size.min().item()) if size.numel() else smallest
         not_finite = int(bins[_NOT_FINITE])
-        bins[0] -= zeros  # bin 0 holds elements with exponent bits of 0: without the zeros, the subnormal numbers
+        bins[0] -= zeros  # bin 0 (exponent bits 0) holds zeros and subnormal numbers: keep only the latter
         exponents = tuple((e - _BIAS, int(n)) for e, n in enumerate(bins.tolist()) if n and e != _NOT_FINITE)
         return cls(tensor.numel(), zeros, nan, not_finite - nan, least, greatest, smallest, 1, exponents)
 

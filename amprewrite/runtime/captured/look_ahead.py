@@ -119,7 +119,7 @@ class LookAhead:
             seen, finite = self._observed(inputs, brief=not always)
             broken = always or any(dangers(self.captured, self.plan, seen)) or (finite and self._breaks_unobserved(run, inputs))
             if broken and not always:
-                seen, finite = self._observed(inputs, brief=False)  # only planning needs the costly histograms
+                seen, finite = self._observed(inputs, brief=False)  # again, with the costly histograms that planning needs
         except torch.OutOfMemoryError:
             self.warn(
                 f"{self._place} was not looked at before it runs in {self._low}: there is no memory to run it in fp32 without gradients; "

@@ -91,7 +91,7 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
             values = local_values(values)
             buckets[values.device, values.dtype].append(values)
     for values_of_a_kind in buckets.values():
-        torch._foreach_lerp_(values_of_a_kind, values_of_a_kind, 0.0)  # x + 0 * (x - x), which is x if that is finite, and NaN otherwise
+        torch._foreach_lerp_(values_of_a_kind, values_of_a_kind, 0.0)  # x + 0 * (x - x): x itself if it is finite, otherwise NaN
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ _KNOWN = {
     _ACTIVATION: {"inputs": True, "parameters": True, "outputs": False},
     _LOSS: {"inputs": True, "parameters": True, "outputs": True, "loss": False},
     _GRADIENT: {"inputs": True, "parameters": True, "outputs": True, "loss": True},
-    _SEEN: {},  # only a parameter's gradient was seen to be non-finite, which tells nothing about these
+    _SEEN: {},  # a parameter's gradient is not finite, and all else is unknown
 }
 _COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
 

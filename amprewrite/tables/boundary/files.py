@@ -166,7 +166,7 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Wait until a folder's entries are on the disk. Do nothing if the file system cannot sync folders."""
-    with contextlib.suppress(OSError), _opened(folder) as handle:  # files are correct without this, so an error does not matter
+    with contextlib.suppress(OSError), _opened(folder) as handle:  # an error does not matter: files are complete without this
         os.fsync(handle)
 
 

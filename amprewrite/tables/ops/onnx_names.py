@@ -35,7 +35,7 @@ VOCABULARY: dict[str, str] = {
     "Div": "div", "Exp": "exp", "Floor": "floor", "Log": "log", "Max": "maximum", "Mean": "mean", "Min": "minimum",
     "Mod": "remainder", "Mul": "mul", "Neg": "neg", "Pow": "pow", "Reciprocal": "reciprocal", "Round": "round", "Sign": "sign",
     "Sin": "sin", "Sinh": "sinh", "Sqrt": "sqrt", "Sub": "sub", "Sum": "add", "Tan": "tan",
-    # moving numbers
+    # ops that move numbers
     "Cast": "to", "CenterCropPad": "pad", "Compress": "masked_select", "Concat": "cat", "ConstantOfShape": "full",
     "DepthToSpace": "pixel_shuffle", "Dropout": "dropout", "Expand": "expand", "Flatten": "flatten", "Gather": "embedding",
     "GatherElements": "gather", "GatherND": "index", "GlobalMaxPool": "amax", "Identity": "alias", "MaxPool": "max_pool2d",
@@ -43,7 +43,7 @@ VOCABULARY: dict[str, str] = {
     "ScatterElements": "scatter", "ScatterND": "index_put", "Slice": "slice", "SpaceToDepth": "pixel_unshuffle",
     "Split": "split", "Squeeze": "squeeze", "Tile": "tile", "TopK": "topk", "Transpose": "permute", "Trilu": "tril",
     "Unsqueeze": "unsqueeze", "Where": "where",
-    # read floats, return none
+    # ops that read floats and return other types
     "ArgMax": "argmax", "ArgMin": "argmin", "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge", "IsInf": "isinf",
     "IsNaN": "isnan", "Less": "lt", "LessOrEqual": "le", "NonZero": "nonzero", "Shape": "size", "Size": "numel",
     # denied

@@ -38,7 +38,7 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
         return
     number = current_backward()
     made = _MADE.get(number)
-    if made is None or number < 0:  # -1 is the number outside of any backward: earlier entries belong to other gradients
+    if made is None or number < 0:  # outside of a backward the number is always -1, so earlier entries belong to other gradients
         made = _MADE[number] = {}
         if len(_MADE) > _LATEST:
             _MADE.popitem(last=False)

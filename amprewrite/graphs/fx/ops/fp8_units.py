@@ -116,7 +116,7 @@ def _shape(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tens
 
 
 def _launch(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # flatten and unflatten set the usual strides: PyTorch accepts any strides for a contiguous matrix with one row, the kernel does not
+    # flatten and unflatten set the strides that the kernel needs. A matrix with one row counts as contiguous with any strides.
     left, right = (each.contiguous().flatten().unflatten(0, each.shape) for each in (left, right))
     return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=fast)
 

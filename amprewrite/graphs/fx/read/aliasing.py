@@ -152,7 +152,7 @@ def _wanting(node: torch.fx.Node) -> Any:
 def _backward(value: torch.Tensor) -> Any:
     try:
         return value.grad_fn
-    except RuntimeError:  # the value is a view of memory that is written, captured without gradients
+    except RuntimeError:  # raised for a view, captured without gradients, of memory that is written
         return None
 
 
@@ -295,7 +295,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
                 union.join(inner, before)
                 inner = before
         for storage in _memory(fact) if writes else ():
-            if fact.position <= max(writes.get(storage, (-1,))):  # a tie matters up to the last write alone
+            if fact.position <= max(writes.get(storage, (-1,))):  # after the last write no tie is needed
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
         for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():

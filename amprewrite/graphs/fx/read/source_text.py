@@ -42,7 +42,7 @@ AROUND = frame_around(frame_around).__code__  # type: ignore[arg-type]
 
 
 def location(stack_trace: str | None) -> tuple[str, int]:
-    """Return (file, line) of the innermost frame that is not of `frame_around`; ("", 0) if there is none."""
+    """Return (file, line) of the innermost frame; ("", 0) if there is none. Frames of `frame_around` are skipped."""
     frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND.co_filename]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
 
@@ -76,7 +76,7 @@ def _call_with_own_dtype() -> tuple[str, int]:
 
     The first call in the wrapper is for a forward without a dtype.
     """
-    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # the wrapper's code is the same for all functions
+    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` stands for any function: the wrapper's code is the same
     lines, first = inspect.getsourcelines(code)
     calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]
     return code.co_filename, calls[-1]

@@ -118,7 +118,7 @@ class WeightCache:
             (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
             for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
         ]
-        copies = block.copies  # a drop gives the block a new dict, so that copies made before the drop are not found
+        copies = block.copies  # taken once: a drop in the meantime gives the block a new dict, without the copies added here
         taken: list[Tensor | None] = []
         for weight, key in zip(weights, keys, strict=True):
             found = copies.get(key)

@@ -73,7 +73,7 @@ def _fold_unsqueezes(model: ir.Model) -> None:
         for node in list(graph):
             value, result = node.inputs[0] if node.inputs else None, node.outputs[0]
             if result.type is None:
-                result.shape = None  # onnx_ir writes no shape without a type
+                result.shape = None  # onnx_ir cannot write a shape without a type
             tensor = constant_tensor(value) if value is not None else None
             if node.op_type != "Unsqueeze" or tensor is None or result.is_graph_output():
                 continue
@@ -165,7 +165,7 @@ def _raise_ir_version(model: ir.Model, opset: int) -> None:
 
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
     """True if a node has fp32 values and the lists let it run low."""
-    if node.op_type in FLOW:  # If, Loop and Scan return results of their bodies
+    if node.op_type in FLOW:  # If, Loop and Scan have no kind: fp32 values of their bodies may become low
         bodies = (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
         return any(format_of(value) == "fp32" for value in (*node.outputs, *(v for body in bodies for v in (*body.inputs, *body.outputs))))
     kind = lists.kind(op_of(node))

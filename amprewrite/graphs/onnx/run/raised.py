@@ -76,7 +76,7 @@ def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
             runner: Any = ReferenceEvaluator(to_proto(model))
             once, again = ([runner.run(None, feed) for feed in samples.feeds] for _ in range(2))
         return once if relative_error(once, again) == 0 else None
-    except Exception:  # the evaluator lacks old forms of some ops
+    except Exception:  # the evaluator does not know the old forms of some ops
         return None
 
 

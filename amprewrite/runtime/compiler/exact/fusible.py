@@ -62,7 +62,7 @@ def is_fusible(node: torch.fx.Node) -> bool:
         return True  # higher-order ops and Python arithmetic of sizes, which inductor must lower itself
     result = node.meta.get("val")
     if not _tensors(result):
-        return True  # a size, not a tensor: there is no kernel
+        return True  # the result is a size, which no kernel computes
     if any(value.is_complex() or value.is_quantized for value in (*_tensors(result), *_operands(node))):
         return False
     target = SPELLINGS.get(node.target, node.target)

@@ -285,7 +285,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         idle.__dict__[name] = value
     idle.__dict__.pop("step", None)  # a scheduler may have put a `step` that is bound to the real optimizer here
     if type(optimizer).__module__.startswith("torch."):
-        idle.param_groups = []  # a plain list, as Dynamo needs to compile the step: torch's optimizers do not look up groups by index
+        idle.param_groups = []  # Dynamo compiles the step only with a plain list, and torch's optimizers look up no group by index
     else:
         idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
     idle.state = defaultdict(dict)
