@@ -130,7 +130,7 @@ def read_problem(
 
 
 def _asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if a product may read fp8 copies, or be wide (bf16 operands, fp32 result). A given plan decides before the policy."""
+    """True if a product may read fp8 copies, or be wide (bf16 operands, fp32 result). A given plan decides, otherwise the policy."""
     if may_quantise(policy, given):
         return True
     if given is None:

@@ -185,7 +185,7 @@ class Chain:
     """Nested sets of nodes to keep high. The first is empty, the last holds every node that the planner runs low."""
 
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
-        """Cut all graphs in `edges`. `own` returns the names of the nodes of a graph that the planner runs low.
+        """Find the chain by cuts of all graphs in `edges`. `own` returns the names of the nodes of a graph that the planner runs low.
 
         `metric` turns squared errors into the errors that reasons name.
         """
@@ -209,7 +209,7 @@ class Chain:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Yield the nodes that cuts with `heavies` keep high, at `prices`, and at prices between if several ops of `heavy` change."""
+        """Yield the nodes that cuts with `heavies` keep high at each of `prices`, and at prices in between if several of `heavy` change."""
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
             if left and len((last - first) & heavy) > 1:

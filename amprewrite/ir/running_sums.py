@@ -101,7 +101,7 @@ class _Sums:
         return self._in_a_row(plain, MANY) | (self._in_a_row(carried, DEEP) if len(sums) >= DEEP else frozenset())
 
     def _in_a_row(self, ways: dict[str, dict[str, _Way]], many: int) -> frozenset[str]:
-        """Return the sums in rows of at least `many` sums, and the ops between them.
+        """Return the sums in chains of at least `many` sums, each of which carries its predecessor, and the ops between them.
 
         `ways` holds for each sum, in the order of the graph, the earlier sums that it carries, with the paths to them.
         """

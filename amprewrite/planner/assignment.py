@@ -286,7 +286,7 @@ class _Search:
         return side, value + constant
 
     def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
-        """Yield the two subproblems that fix a colour of the first operand at which a second bound may be wrong; none if all are exact."""
+        """Yield two subproblems, as (fixed colours, mixers with second bounds), that fix an operand's colour; none if bounds are exact."""
         for index in sorted(second):
             mixer = self.mixers[index]
             free = [o for o in mixer.others if o not in fixed]

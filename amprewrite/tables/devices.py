@@ -95,7 +95,7 @@ def named_device(name: str) -> Device:
 
 
 def device_row(device: str | torch.device) -> Device:
-    """Return the row for `device` on this machine: a GPU's by its name, otherwise by compute capability the nearest.
+    """Return the row for `device` on this machine. A GPU is found by its name, otherwise by the nearest compute capability.
 
     AMD GPUs have the row of the A100. Devices other than CPUs and available CUDA GPUs have the row "other accelerator".
     """

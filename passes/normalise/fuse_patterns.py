@@ -305,7 +305,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """Return (value, v, weight) for a product of a value, a ("rsqrt", v) and perhaps a weight as wide as the last dim; otherwise None."""
+    """Split the factors of a norm, value · 1/√v · weight, into (value, v, weight, or None without one); None for other factors."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):

@@ -147,7 +147,7 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
 
 
 def _of_weight(problem: Problem, node: OpNode) -> str:
-    """Return the name of the weight that a value is a view or part of, and whose bound holds for it; otherwise its own name."""
+    """Return the name of the weight of which a value is a view or part: its range covers the value's. Otherwise the value's name."""
     source = problem.graph.seen(node.name).name
     return source if source in problem.magnitudes else node.name
 

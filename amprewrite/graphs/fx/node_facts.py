@@ -365,7 +365,7 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
 def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Iterable[torch.fx.Node]] = written) -> list[torch.fx.Node]:
     """Return the operands that the body graphs of a higher-order op write; `write` returns the operands that one node writes.
 
-    Only a checkpoint shows which operand an input of its body is. For any other op whose body writes an input, all operands count.
+    Only for a checkpoint it is known which operand an input of the body is. If another op's body writes an input, all operands count.
     """
     operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
     if "mutation" in node.target.name():  # type: ignore[union-attr]

@@ -136,7 +136,7 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Return what `handed_on` returns, for ops that bound their result, such as clamp.
+    """Apply the rules of `handed_on` to ops that bound their result, such as clamp.
 
     Empty if a bound on `side` is near zero, since the result is then that bound. {side} if the number passes: all bounds on `side` are
     beyond the range, and no opposite bound is large on `side`. None in all other cases.
@@ -150,7 +150,7 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Return what `handed_on` returns, for the sums and products between scores, their mask and the softmax."""
+    """Apply the rules of `handed_on` to the sums and products between scores, their mask and the softmax."""
     if read.op in ADDS_UP:
         side = -side if read.op == "sub" and read.place else side
         added = [-number if read.op == "sub" and not read.place else number for number in read.numbers]

@@ -13,7 +13,7 @@ from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
 
 
 class _Outermost:
-    """The CPU random state before the first of the running blocks, counted over all threads, which share one state in PyTorch."""
+    """The CPU random state before the first of the blocks that run now. Blocks of all threads count: PyTorch has one state for them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -216,10 +216,10 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return (kept, taken). `kept`: the backward under way stores a gradient of one of `tensors`, or of a source of it, in `.grad`.
+    """Return (kept, taken), two bools on the gradients of `tensors` in the backward under way.
 
-    `taken`: torch.autograd.grad returns a gradient of one of them. The search ends at the first kept gradient. In most backwards of a loss
-    this is the gradient of the first tensor.
+    `kept`: the backward stores a gradient of one of them, or of a source of it, in `.grad`. `taken`: torch.autograd.grad returns a gradient
+    of one of them. The search ends at the first kept gradient: in most backwards of a loss, the gradient of the first tensor.
     """
     taken = False
     for each in tensors:

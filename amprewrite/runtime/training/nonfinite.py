@@ -123,10 +123,9 @@ def _fresh(noted: Sequence[Tensor]) -> Tensor | None:
 
 
 def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | None = None) -> list[Tensor]:
-    """Return flags that together cover all gradients and the flag `start`, to which this function may write.
+    """Return flags that together cover all gradients. The flag `start` is among them, and this function may write to it.
 
-    With `checked`, gradients that were checked when they were made are not read again: their recorded flags are returned
-    (finite_flags.py).
+    With `checked`, gradients that were checked when they were made are not read again: their recorded flags are returned (finite_flags.py).
     """
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []

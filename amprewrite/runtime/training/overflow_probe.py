@@ -288,7 +288,7 @@ def _finite(gradient: Tensor) -> bool:
 
 
 def _written(node: torch.fx.Node) -> tuple[bool, bool]:
-    """Return (NaN, infinity): two bools, true if such a constant is among the arguments of the node's call."""
+    """Return two bools: whether NaN, and whether an infinity, is among the constant arguments of the node's call."""
     found = [False, False]
 
     def look(leaf: Any) -> Any:

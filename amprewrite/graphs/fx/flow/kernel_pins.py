@@ -56,7 +56,7 @@ def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
 
 
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
-    """True if a convolution has bare taps at its sizes, or, in three dims with padding, a kernel wider than the map.
+    """True if a convolution has bare taps at its sizes, or, in three dims with padding, a kernel wider than its input.
 
     False if the convolution is transposed and `transposed` is False, or the other way round.
     """

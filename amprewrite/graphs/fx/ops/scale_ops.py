@@ -215,9 +215,9 @@ class _Cross(torch.autograd.Function):
 
 
 class _Times(torch.autograd.Function):
-    """Autograd node that multiplies a gradient by `then`, the factor of the backward that computes this gradient.
+    """Autograd node that multiplies a gradient by `then`, the number in `factor` when this gradient was computed.
 
-    A later backward may write another number to `factor`, so the derivative is `then / factor`.
+    A later backward multiplies by `factor`, which may hold another number then, so the derivative of this node is `then / factor`.
     """
 
     @staticmethod

@@ -217,7 +217,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages through which other nodes see a node's result; {} if they read its idle conversion (RETURNED) instead."""
+    """Return the storages through which other nodes see a node's result; none if they read its idle conversion (RETURNED) instead."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 

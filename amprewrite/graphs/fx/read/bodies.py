@@ -44,9 +44,9 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
     """Return the reason why all ops of a body graph stay fp32 in training with a narrow format or a loss scale; None if they need not.
 
-    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled. No sample run shows the range of a
-    user-written backward. With a loss scale, code around such a backward in a body graph, for example of a condition, has gradients that
-    nothing scales. The forward of an autograd Function may run low, because autograd does not differentiate it.
+    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled. Then ops around a nonlinear
+    backward of user code get gradients that nothing scales. The backward itself may overflow, because no sample run shows its range. The
+    forward of an autograd Function may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None

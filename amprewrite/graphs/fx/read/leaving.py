@@ -92,7 +92,7 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
 
 
 def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterator[Node]:
-    """Yield the results with gradients that the backward of their own op reads, as for `tanh`.
+    """Yield the results of the graph that get gradients and that the backward of their own op reads, as for `tanh`.
 
     Ops on the allow list are left out: their backward has no derivative, or does not read their result. Results of ops inside a torch.func
     transform are left out: no cast can be inserted there, and the ops inside do not read the tensor that the caller gets.
@@ -277,7 +277,7 @@ class Memory:
         self.same = {storage for result in found if _read_as_another(result, without_grad) for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """Return the storages to which rule 1 of the module docstring applies, in the order of the first nodes that hold them."""
+        """Return the storages of results that need one fp32 memory (rule 1 above), in the order of the first nodes that hold them."""
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
             found |= (self.results & self.written) | (self.inputs & self.written) | self.same

@@ -337,7 +337,7 @@ def make_copies(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layout
 def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
     """Return the id of the current stream of each accelerator that holds one of `weights`, by device index; {} if none does.
 
-    Otherwise the index -1, which CPU tensors have, has the id 0.
+    If the result is not empty, it maps -1, the index of CPU tensors, to 0.
     """
     if torch.accelerator.current_accelerator() is None:
         return {}

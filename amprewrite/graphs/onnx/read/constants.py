@@ -42,7 +42,7 @@ class ConstantFacts:
         return self._looked_at[value]
 
     def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
-        """Return the harm of a low copy of a constant that `node` reads; None if the copy only rounds."""
+        """Return the `Loss` if `node` reads a constant in a low copy; None if the copy only rounds."""
         found = self.facts(value)
         masks_scores = bool(found.overflow) and self.readers.masks_scores(value)
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
@@ -59,14 +59,15 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """Return the harm of each harmful low copy of a constant that a node without a float result reads, such as a comparison."""
+        """Return the `Loss` of each constant that a node without a float result, such as a comparison, must not read in a low copy."""
         lost = [loss for _, value in constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """Return the type variables of an op that stay fp32 even if its result is low, each with the harm that a low constant would do.
+        """Return the type variables of an op that stay fp32 even if its result is low, each with the `Loss` of the constant that needs
+        fp32.
 
-        Statistics of a batch norm in training stay fp32, too; for them the harm is None.
+        Statistics of a batch norm in training stay fp32, too; their `Loss` is None.
         """
         if node.op_type not in SIDE_FOLLOWS:
             return {}

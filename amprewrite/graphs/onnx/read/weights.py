@@ -99,7 +99,7 @@ def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
 
 
 def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores: bool = False) -> Loss | None:
-    """Return the harm of a low copy of a constant; None if the copy only rounds.
+    """Return the `Loss` of a constant in the low format; None if a low copy only rounds.
 
     `saturates`: the reader uses a large number as a mask or a bound. `masks_scores`: all readers use the constant as a mask of scores.
     """

@@ -86,7 +86,7 @@ class _UnroundedNames:
         return name + self.mark
 
     def round(self, name: str, low: int) -> list[onnx.NodeProto]:
-        """Return two casts that round the raw value to the type `low` and back to fp32, under its own name."""
+        """Return two casts that round the raw value to the type `low` and back to fp32. The result has the value's own name."""
         down = f"{self.raw(name)}_down"
         return [_cast(self.raw(name), down, low), _cast(down, name, FP32)]
 

@@ -309,7 +309,7 @@ def _bytes(arrays: Iterable[Any]) -> int:
 
 
 def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
-    """Yield the values in lists of at most CHUNK elements."""
+    """Yield the values in lists. The values of a list have at most CHUNK elements together."""
     chunk: list[ir.Value] = []
     held = 0
     for value in wanted:

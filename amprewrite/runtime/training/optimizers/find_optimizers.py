@@ -32,7 +32,7 @@ def existing_optimizers() -> list[Optimizer]:
 
 
 def every_optimizer() -> list[Optimizer]:
-    """Return all optimizers of the process that have the attribute `param_groups`, wrappers with the groups of another one included."""
+    """Return all optimizers of the process with an attribute `param_groups`, also wrappers that have the groups of another optimizer."""
     classes = {Optimizer}
     ahead = [Optimizer]
     while ahead:

@@ -153,7 +153,7 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer) -> Tensor | None:
-        """Return a flag, above 0 if gradients hold inf or NaN now or did after a backward that still counts; None without gradients."""
+        """Return a flag, above 0 if gradients hold inf or NaN, or held it after a backward that still counts; None without gradients."""
         params = list(params_of(optimizer))
         noted = [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)]
         return find_nonfinite(params, noted, self._beside)
@@ -219,7 +219,7 @@ class Guard:
         self._tell(self.gates(), optimizer, closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
-        """Remember whether the latest step was skipped, and tell `wrappers`."""
+        """Record whether the latest step was skipped, and report it to `wrappers`."""
         self._latest = skipped
         for wrapper in wrappers:
             tell(wrapper, self.skipped)
@@ -314,7 +314,7 @@ def _running_step(optimizer: Optimizer) -> FrameType:
 
 
 def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
-    """True if the `step` in frame `caller` was called by a `step` of the same optimizer, as by that of a subclass, whose hooks have run."""
+    """True if another `step` of the same optimizer, such as a subclass's, called the `step` in frame `caller`: the hooks have run then."""
     frame = caller.f_back
     for _ in range(_FRAMES):
         if frame is None:
