@@ -264,6 +264,22 @@ def test_the_first_products_are_those_of_the_recipe(preset: str, units: Any) -> 
     assert len(calls) == len(PRESETS[preset].recipe.gemms)
 
 
+@PRESET
+def test_the_first_products_have_fp32_scales_whatever_the_default_dtype_is(preset: str, units: Any) -> None:
+    torch.set_default_dtype(BF16)
+    try:
+        assert fp8_units.fails_on(torch.device("cpu"), PRESETS[preset].recipe) == ""
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_export_does_not_try_the_kernels_and_says_nothing_of_them(units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "_is_compiling_flag", True)
+        assert fp8_units.makes_copies(torch.device("cpu"))
+    assert not fp8_units.makes_copies(torch.device("cpu")), "the fixture has kernels that fail"
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_copies_that_no_kernel_makes_are_priced_as_torch_makes_them(works: bool, units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")

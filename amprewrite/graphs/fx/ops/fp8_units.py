@@ -159,9 +159,9 @@ def _trial(device: torch.device, recipe: Recipe) -> str:
 def makes_copies(device: torch.device) -> bool:
     """False if `device` has fp8 units and our Triton kernels fail there or make wrong copies; otherwise True.
 
-    While a CUDA graph is recorded the result is True, because the copies cannot be read.
+    While a CUDA graph is recorded, and while a program is exported, the result is True, because the kernels cannot be tried then.
     """
-    return not multiplies_fp8(device) or recording(device) or _copies_ones(device)
+    return not multiplies_fp8(device) or recording(device) or torch.compiler.is_compiling() or _copies_ones(device)
 
 
 @cache
@@ -183,7 +183,7 @@ def _multiply_ones(device: torch.device, recipe: Recipe, gemm: str) -> Tensor:
     fast = gemm in recipe.fast
     by_rows = fast and any(recipe.scaling(role, way) == ROWS for role, way in READS[gemm])
     left, right = (torch.ones(TRIAL, TRIAL, device=device).to(recipe.format(role).dtype) for role, _ in READS[gemm])
-    factor = torch.ones((TRIAL, 1) if by_rows else (), device=device)
+    factor = torch.ones((TRIAL, 1) if by_rows else (), device=device, dtype=torch.float32)
     bias = torch.zeros(TRIAL, dtype=BASE.dtype, device=device) if fast else None
     return _launch(left, right, factor, factor, bias, BASE.dtype, fast)
 
