@@ -286,7 +286,7 @@ class Regions:
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))
             ends = [vertex(variable) for _, variable in readers]
-            if "#" in value:  # no pad or slice can follow one of several results, so maker and readers must agree
+            if "#" in value:  # "node#1", one of several results, cannot be padded or sliced itself, so maker and readers must agree
                 for end in ends:
                     network.arc(end, vertex(maker), INFINITE)
                     network.arc(vertex(maker), end, INFINITE)

@@ -196,7 +196,7 @@ class ForwardScale:
         if self.copied:
             further = torch.is_grad_enabled()  # True under create_graph=True: the gradients will be differentiated
             self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
-        # Set last: another thread of this backward that comes here before sets the scale itself, to the same value, before it reads it.
+        # Set last, so that another thread of this backward that comes here earlier sets the scale, too, before it reads the scale.
         call_after_backward(backward)  # type: ignore[attr-defined]
         self._backward = weakref.ref(backward)
 

@@ -163,7 +163,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     levels = []
     for level in range(depth, 0, -1):
         whole = torch._remove_batch_dim(gradient, level, 0, 0)
-        if len(whole):  # a tensor that this level does not batch comes back with size 0: keep it
+        if len(whole):  # size 0 if this level does not batch the tensor: then keep the tensor
             gradient = whole
             levels.append(level)
     result = function.apply(gradient, *others)

@@ -63,7 +63,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     Checked are parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset common to
     all rows counts, too. The host reads once for each device.
 
-    Weights before a norm need no exception. Training gives them no offset, because the norm removes an offset and the gradient of it.
+    Weights before a norm are checked like all others. Training gives them no offset, because the norm removes an offset and its gradient.
     """
     found, looked_up = summands(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
