@@ -57,6 +57,8 @@ def exported(
         raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")
     if args is None and kwargs is None:
         raise PolicyError("export_onnx needs example inputs: pass args=, kwargs= or both")
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise PolicyError(f"export_onnx takes args as a tuple of the positional inputs, not {type(args).__name__}: write (x,)")
     args, kwargs = tuple(args or ()), dict(kwargs or {})
     plain, session = plain_of(amp), session_of(amp)
     device = next((t.device.type for t in (*parameters_in(plain), *buffers_in(plain))), "cpu")

@@ -98,6 +98,8 @@ def test_mistakes_get_an_answer_and_leave_nothing(block, tmp_path):
     amp = amprewrite.rewrite(block, dtype="fp16")
     with pytest.raises(PolicyError, match="needs example inputs"):
         export_onnx(amp, tmp_path / "m.onnx")
+    with pytest.raises(PolicyError, match=r"not Tensor: write \(x,\)"):
+        export_onnx(amp, tmp_path / "m.onnx", torch.randn(4, 16))  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match=r"takes a model from amprewrite\.rewrite"):
         export_onnx(block, tmp_path / "m.onnx", (torch.randn(4, 16),))
     with pytest.raises(EmitError, match="make it first"):
