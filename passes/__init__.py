@@ -87,7 +87,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanClamps(),  # clamp constants of low ops to the range of the low format
     PlanKernelNeeds(),  # on a CPU: fp32 statistics for norms without weights, separate pads for convolutions
     PlanGradientBlocks(),  # group weights that share an autograd node in training
-    PlanMasks(),  # drop attention masks that are causal or allow all positions; without capture, models skip these by themselves
+    PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
 """Passes that keep values in fp32 at any price. Most of these values torch.autocast does not round either."""
@@ -108,9 +108,9 @@ WEIGH: tuple[Deciding, ...] = (
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
-    SpreadCopies(),  # give a value with many readers several low copies, padded or not
+    SpreadCopies(),  # give a value with many readers several low copies, so that fp32 adds up their gradients
     PadApart(),  # move the padding of the convolutions that the plan names into a separate op
-    InsertNormWeights(),  # give fp32 weights of one to the norms that the plan names
+    InsertNormWeights(),  # give norms without weights fp32 weights of one where the plan says so: then statistics are fp32 on a CPU, too
     ScaleLoss(),  # with a loss scale, multiply gradients that enter the graph by the scale, and divide gradients that it returns
     FoldMasks(),  # remove the masks from the attention calls that the plan names
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share one

@@ -113,7 +113,7 @@ class _Reading:
         given = [each.value for each in data_of(node) if not each.scalar]
         found = [self.found[each] for each in given]
         if node.may_saturate and not any(self.found[each] is Held.EXACT and each in self.from_inputs for each in given):
-            # a mask, or values to which a mask was added: not EXACT, because constants that only block positions need no exact digits
+            # a mask, or values plus a mask: not EXACT, because the digits of a constant that blocks positions do not matter
             return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
         if node.op in DRAWS | UNIFORM and not given:
             return Held.PLAIN

@@ -46,7 +46,7 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder" and "val" not in n.meta:  # if "val" is set, the argument is None
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # a "val" of None is known: the argument is None
                 self.unknown.add(n)
             return value
         if n.op == "output":

@@ -76,7 +76,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule) -> bool:
-    """Insert `marked` after casts of weights for products whose kernel depends on the weight's requires_grad. True if any was inserted."""
+    """Give casts of weights the weight's requires_grad, for products whose kernel depends on it. True if there are any."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, training=False)
@@ -129,7 +129,7 @@ def hoist_weight_casts(
             source = inputs[cast[0]]
             with graph.inserting_after(last):
                 name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
-                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # two copies may differ in padding alone
+                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # taken if two copies differ only in padding
             names.add(last.target)
             last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
             made[cast] = last

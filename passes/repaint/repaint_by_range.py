@@ -60,7 +60,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
         values = seen.values if seen is not None else {}
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
-        # No note if calibration has no model: it then learns the ranges in the first calls.
+        # No note for a calibration without a model, because its ranges are learnt in the first calls.
         if low.narrow and seen is None and problem.calibration is not None and problem.calibration.model:
             decisions.note("calibration never ran this graph: no ranges are known here")
         risks = find_risks(problem, values)
@@ -173,7 +173,7 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
         yield node.operands[1].value
-    elif node.op == "div" and node.name in found:  # the other operand is a number, so this one may be the divisor
+    elif node.op == "div" and node.name in found:  # one operand is a number, so the tensor may be the divisor
         yield from (operand.value for operand in node.operands)
 
 
@@ -183,7 +183,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
     if seen is None or not seen.nonzero:
         return ""
     flushed, thin = seen.underflow(low), seen.subnormal(low)
-    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # a single zero at the pole makes an infinity
+    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # not one value may become zero: it gives an infinity
         return ""
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
     return f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"

@@ -137,7 +137,7 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
             return False
         if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
             return False
-    low = planned.colour is Colour.LOW  # ASKED for a low colour that the user chose: later passes then keep it, with a note on its risk
+    low = planned.colour is Colour.LOW  # if the user chose low, the reason is ASKED, so that later passes keep it and note its risk
     reason = Reason.ASKED if planned.reason is Reason.ASKED or (chosen and low) else Reason.IN_PLAN
     pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
     reading.graph.nodes[name] = replace(vertex, pinned=pinned)

@@ -59,7 +59,7 @@ class Axes:
         while left and right:
             a, b = self.find(left.pop()), self.find(right.pop())
             a_parts, b_parts = self._parts.get(a), self._parts.get(b)
-            if a_parts is not None or b_parts is not None:  # an earlier round has split this axis, which occurs twice in a list
+            if a_parts is not None or b_parts is not None:  # this axis is twice in a list, and was split at its first place
                 left += a_parts or (a,)
                 right += b_parts or (b,)
                 continue

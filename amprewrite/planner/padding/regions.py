@@ -458,7 +458,7 @@ def _merged(factors: Factors) -> Factors:
         if found and found[-1][0] == found[-1][1] and n == m:
             found[-1] = (found[-1][0] * n, found[-1][1] * m)
         elif found and found[-1][0] != found[-1][1] and n == m:
-            found[-1] = (found[-1][0] * n, found[-1][1] * m)  # padding of whole rows at the end is padding at the end of both axes
+            found[-1] = (found[-1][0] * n, found[-1][1] * m)  # rows added at the end of a matrix lie at the end of the flat axis, too
         else:
             found.append((n, m))
     if len(found) > 1 and found[0] == (1, 1):

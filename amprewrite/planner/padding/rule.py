@@ -138,7 +138,7 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
             if not view.is_tensor(ref) or ref.name in rule.ignored:
                 continue
             shape = view.shape(ref)
-            if shape is None:  # no floating tensor, but perhaps a mask, which cannot be padded: a dim that it has gets no tie
+            if shape is None:  # not floating, such as a mask: it cannot be padded, so its dims get no tie
                 masks = view.calls[ref.name].shapes
                 if any(len(s) >= back and s[-back] != 1 for s in masks):
                     legs = []

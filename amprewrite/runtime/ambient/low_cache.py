@@ -127,7 +127,7 @@ def _is_settings(value: Any) -> bool:
 
 
 class LowCaches:
-    """The low caches of one call of `generate()`."""
+    """The key-value caches that one call of `generate()` holds in the low format."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

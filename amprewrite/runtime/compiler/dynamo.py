@@ -102,7 +102,7 @@ def compile_afresh(
                     undo.append(_set(name, value))
                 if calls_that_captured >= COUNTS_FROM:
                     undo.append(_set("allow_unspec_int_on_nn_module", True))
-                if own := frame[0].f_code is code:  # a graph without ops has guards: in another mode Dynamo reads the code again
+                if own := frame[0].f_code is code:  # so that code without ops gets guards, by which Dynamo reads it again in another mode
                     undo.append(_set("allow_empty_graphs", True))
                 if not whole:  # Dynamo allows only one of the two settings, and the user may have set the other one
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))

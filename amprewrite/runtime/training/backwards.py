@@ -170,7 +170,7 @@ class Noted:
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False
-        # Gradients without a known optimizer may be those of copied weights: the loop may write new gradients to the same memory.
+        # Do not keep the flag for the next step. If no optimizer is known, the loop may write new gradients to the same memory.
         untold = self._owner is None or self._recorded or recording(flag.device)
         if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there = None, {}

@@ -148,7 +148,7 @@ class ForwardScale:
         Does nothing if both are copied already, or if the scale is 1 and backwards are not counted.
         """
         scale, inverse = self._first
-        if not self.copied and (self.heard or scale is not inverse):  # both are one tensor if the forward uses 1
+        if not self.copied and (self.heard or scale is not inverse):  # scale and inverse are one tensor if both are 1
             self.copied = True
             with torch.inference_mode(False), torch.no_grad():
                 self._pairs = {scale.device: self._own((scale.clone(), inverse.clone()))}
@@ -196,7 +196,7 @@ class ForwardScale:
         if self.copied:
             further = torch.is_grad_enabled()  # True under create_graph=True: the gradients will be differentiated
             self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
-        # Set last, so that another thread of this backward that comes here earlier sets the scale, too, before it reads the scale.
+        # Set last: until then, other threads of this backward also set the scale, so that none reads it before it is set.
         call_after_backward(backward)  # type: ignore[attr-defined]
         self._backward = weakref.ref(backward)
 

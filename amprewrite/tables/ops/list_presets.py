@@ -58,7 +58,7 @@ TF_OPS: dict[str, str] = {
     "Sqrt": "sqrt",
     "Square": "square",
     "Tanh": "tanh tanhshrink",
-    # deny in fp16, infer in bf16; layer norm and similar ops are in the row of Mean, the deciding part when TensorFlow decomposes them
+    # deny in fp16, infer in bf16; norms are in the row of Mean, because TensorFlow decomposes them, and Mean decides
     "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
     "layer_norm group_norm instance_norm rms_norm",
     "Sum": "sum nansum",

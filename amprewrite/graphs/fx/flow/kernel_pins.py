@@ -56,14 +56,14 @@ def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
 
 
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
-    """True if a convolution has bare taps at its sizes, or, in three dims with padding, a kernel wider than its input.
+    """True if a convolution has bare taps (rule 3 of this file), or, in three dims with padding, a kernel wider than its input.
 
     False if the convolution is transposed and `transposed` is False, or the other way round.
     """
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or isinstance(given.get("padding"), str):
-        return False  # no bare taps with a string: "same" requires a stride of one, "valid" does not pad
+        return False  # "same" requires a stride of one and "valid" does not pad, so there are no bare taps
     if ("output_padding" in given) is not transposed:
         return False
     dims = weight.dim() - 2

@@ -167,7 +167,8 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
-        """True if `node` is exact (or learnt, in a `mul` or `div`), and varies along one dim at most and along fewer dims than `beside`."""
+        """True if `node` may be a step size for `beside`: exact or, in a product, learnt; over fewer dims than `beside`, and at most one.
+        """
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)
 

@@ -269,7 +269,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # multiples of the smallest piece, as in a fused weight with fewer keys than queries
+        if first is not None:  # all pieces are multiples of the smallest, as in fused weights with fewer keys than queries
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:

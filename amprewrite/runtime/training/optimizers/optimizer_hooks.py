@@ -125,7 +125,7 @@ class Guard:
         self.resume()
 
     def remove(self, gate: Gate) -> None:
-        """Stop guarding the optimizer for `gate`."""
+        """Stop guarding the optimizer for the model of `gate`."""
         for ref in [each for each in self._refs if each() is gate]:
             self.drop(ref)
 
