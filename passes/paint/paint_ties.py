@@ -21,7 +21,7 @@ class PaintTies(Pass[Problem, Decisions]):
 
 
 def paint_ties(problem: Problem, decisions: Decisions) -> None:
-    """Give every tie one colour: high if a member is high, otherwise low if a member is low. A tie without painted members stays open."""
+    """Give all members of a tie one colour: high if a member is high, otherwise low if a member is low, otherwise none."""
     for members in problem.graph.precision_groups().values():
         painted = [name for name in members if name in decisions.paints]
         high = next((name for name in painted if decisions.paints[name].colour is Colour.HIGH), None)

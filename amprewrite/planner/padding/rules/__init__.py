@@ -1,1 +1,1 @@
-"""Padding rules of ops. "A dim passes" means that it may be padded in the operands and, in the same way, in the result of an op."""
+"""Padding rules of ops: which dims may be padded in the operands of an op and, in the same way, in its result."""

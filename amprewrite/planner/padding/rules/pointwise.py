@@ -1,7 +1,7 @@
 """Padding rules of element-wise ops, which compute the content of the result's padding from the content of the operands' padding.
 
 By name it knows `where`, which has its condition first, and arithmetic, which it does on the content of the padding: `rsub`, `mul`, `div`,
-`maximum`, and `minimum`. "A dim passes" means that it may be padded in the operands and, in the same way, in the result.
+`maximum`, and `minimum`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 
 # -- pointwise ------------------------------------------------------------------------------
 def pointwise(view: View) -> Rule:
-    """Return the rule of an op with one tensor operand: all dims pass, and the op is applied to the content of the padding."""
+    """Return the padding rule of an op with one tensor operand. All dims may be padded. The op is applied to the padding's content."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     rule = Rule(content=_unary(call.op))
@@ -115,7 +115,7 @@ def pointwise(view: View) -> Rule:
 
 
 def prelu(view: View) -> Rule:
-    """Return the rule of prelu: all dims pass. If it has a slope for each channel, slopes and channels are padded together."""
+    """Return the padding rule of prelu. All dims may be padded; slopes for each channel are padded together with the channels."""
     x, w = view.call.get(0, "input"), view.call.get(1, "weight")
     xs, ws = view.shape(x), view.shape(w)
     rule = Rule(content=_unary("prelu"))
@@ -130,7 +130,7 @@ def prelu(view: View) -> Rule:
 
 
 def binary(view: View) -> Rule:
-    """Return the rule of arithmetic with two operands: a dim passes if both operands have it in full, or if one of them lacks it."""
+    """Return the padding rule of arithmetic on two operands. A dim may be padded if each operand has it in full or lacks it."""
     call = view.call
     rule = Rule(content=_arithmetic(view, call.op))
     if call.kwargs.get("rounding_mode") is not None or call.kwargs.get("out") is not None:
@@ -140,7 +140,7 @@ def binary(view: View) -> Rule:
 
 
 def clamp(view: View) -> Rule:
-    """Return the rule of a clamp between numbers: all dims pass. A clamp between tensors must not be padded."""
+    """Return the padding rule of a clamp. All dims may be padded if the bounds are numbers, none if they are tensors."""
     low, high = view.call.get(1, "min"), view.call.get(2, "max")
     if isinstance(low, Ref) or isinstance(high, Ref):
         return Rule(why_opaque="clamp between tensors")
@@ -158,7 +158,7 @@ def clamp(view: View) -> Rule:
 
 
 def power(view: View) -> Rule:
-    """Return the rule of a power: all dims pass if the value and the slope of the power are finite in the padding."""
+    """Return the padding rule of a power. All dims may be padded if the power and its slope are finite in the padding."""
     exponent = view.call.get(1, "exponent")
 
     def content(contents: Contents) -> Content:
@@ -176,7 +176,7 @@ def power(view: View) -> Rule:
 
 
 def where(view: View) -> Rule:
-    """Return the rule of `where` and `masked_fill`: a dim passes if both choices are zero in the padding and the condition lacks it."""
+    """Return the padding rule of `where` and `masked_fill`. A dim may be padded if the condition lacks it and both choices are zero."""
     call = view.call
     if call.op == "where":
         condition, sides = call.get(0, "condition"), call.args[1:3]

@@ -1,7 +1,6 @@
 """Padding rules of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
 
 By name it knows products whose operands have other names (`mm`, `bmm`, `addmm`, `baddbmm`), and `transpose` in that of a convolution.
-"A dim passes" means that it may be padded in the operands and, in the same way, in the result.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard
 
 # -- sums and norms ---------------------------------------------------------------------------------
 def reduction(view: View) -> Rule:
-    """Return the rule of sums and means: dims that are not summed pass.
+    """Return the padding rule of sums and means. Dims that are not summed may be padded.
 
     Summed dims keep their size without padding. A slice to that size costs little, since it is a view, without a kernel.
     """
@@ -36,7 +35,7 @@ def reduction(view: View) -> Rule:
 
 
 def batch_norm(view: View) -> Rule:
-    """Return the rule of batch norm: the channels pass.
+    """Return the padding rule of batch norm. The channels may be padded.
 
     A scale is padded with zeros, so that the padding of the result is zero. Without a scale the padding of the operand must be zero. In
     training the op pads the running statistics itself.
@@ -57,12 +56,12 @@ def batch_norm(view: View) -> Rule:
 
 
 def normalised(view: View) -> Rule:
-    """Return the rule of other norms and softmax: no dim passes, since their results depend on the size without padding."""
+    """Return the padding rule of other norms and softmax. No dim may be padded, because each result depends on the real size."""
     return Rule(why_opaque=f"{view.call.op} runs over the logical size")
 
 
 def channels(view: View) -> Rule:
-    """Return the rule of pooling and interpolation: the channels pass."""
+    """Return the padding rule of pooling and interpolation. The channels may be padded."""
     source = view.call.get(0, "input")
     shape = view.shape(source)
     spatial = int(digits[0]) if (digits := [c for c in view.call.op if c.isdigit()]) else None
@@ -90,7 +89,7 @@ def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
 
 
 def linear(view: View) -> Rule:
-    """Return the rule of a linear layer: its weight is padded with zeros in both dims, and its bias together with the result."""
+    """Return the padding rule of a linear layer. Its weight is padded with zeros in both dims, and its bias together with the result."""
     x, w, b = (view.call.get(i, name) for i, name in enumerate(("input", "weight", "bias")))
     xs, ws = view.shape(x), view.shape(w)
     if xs is None or ws is None or len(ws) != 2 or not xs:
@@ -107,7 +106,7 @@ _BOTH_ZERO = "a product of two activations needs zero padding on both sides"
 
 
 def matmul(view: View, first: int = 0) -> Rule:
-    """Return the rule of a product of two activations: the padding of both must be zero. `first` is the position of the first of them."""
+    """Return the padding rule of a product of two activations, `first` the position of the first. The padding of both must be zero."""
     names = ("input", "mat2") if view.call.op in ("mm", "bmm") else ("input", "other")
     names = ("mat1", "mat2") if view.call.op == "addmm" else ("batch1", "batch2") if view.call.op == "baddbmm" else names
     a, b = view.call.get(first, names[0]), view.call.get(first + 1, names[1])
@@ -133,14 +132,14 @@ def matmul(view: View, first: int = 0) -> Rule:
 
 
 def with_addend(view: View) -> Rule:
-    """Return the rule of addmm and baddbmm, which add a matrix product to their first operand."""
+    """Return the padding rule of addmm and baddbmm, which add a matrix product to their first operand."""
     return matmul(view, 1)
 
 
 def conv(view: View) -> Rule:
-    """Return the rule of convolutions: input and output channels pass.
+    """Return the padding rule of convolutions. Input and output channels may be padded.
 
-    In a depthwise convolution they are padded together. Channels of other grouped convolutions do not pass.
+    In a depthwise convolution they are padded together. Channels of other grouped convolutions are not padded.
     """
     call = view.call
     transposed = "transpose" in call.op
@@ -165,7 +164,7 @@ def conv(view: View) -> Rule:
 
 
 def attention(view: View) -> Rule:
-    """Return the rule of attention: the head size passes. If queries, keys and values have one head size, it is padded in all of them.
+    """Return the padding rule of attention. If queries, keys and values have one head size, it may be padded in all of them.
 
     The scale stays the scale for the size without padding.
     """
@@ -187,7 +186,7 @@ def attention(view: View) -> Rule:
 
 
 def einsum(view: View) -> Rule:
-    """Return the rule of an einsum of two operands, without an ellipsis and without a repeated letter in a term: all dims pass."""
+    """Return the padding rule of an einsum of two operands. All dims may be padded, except with an ellipsis or a letter twice in a term."""
     call = view.call
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple) else call.args[1:]
     equation = call.args[0].replace(" ", "") if call.args and isinstance(call.args[0], str) else ""
@@ -213,7 +212,7 @@ def einsum(view: View) -> Rule:
 
 
 def embedding(view: View) -> Rule:
-    """Return the rule of an embedding: the features pass. The table may also get more rows, since these are never looked up."""
+    """Return the padding rule of an embedding. The features may be padded, and the table may get rows that are never looked up."""
     call = view.call
     weight = call.get(1, "weight")
     shape = view.shape(weight)
@@ -228,7 +227,7 @@ def embedding(view: View) -> Rule:
 
 
 def recurrent(view: View, gates: int) -> Rule:
-    """Return the rule of a recurrent layer whose weights hold `gates` gates: input and hidden size pass. Each gate is padded by itself.
+    """Return the padding rule of a recurrent layer with `gates` gates. Input and hidden size may be padded, each gate by itself.
 
     The padding of weights and initial states must be zero, so that the padding of all states stays zero.
     """

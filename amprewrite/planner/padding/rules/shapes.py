@@ -1,7 +1,6 @@
 """Padding rules of ops that return the numbers of their operands in another shape: views, pieces, and joined tensors.
 
 By name it knows how `t`, `permute` and `transpose` give the order of dims, and that `unbind` has no dim where it cuts.
-"A dim passes" means that it may be padded in the operands and, in the same way, in the result.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def _others(view: View, source: Any) -> set[str]:
 
 
 def like(view: View) -> Rule:
-    """Return the rule of copies and conversions, which return the same shape and numbers: all dims pass."""
+    """Return the padding rule of copies and conversions, which return the same shape and numbers. All dims may be padded."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
@@ -67,7 +66,7 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[
 
 
 def reshape(view: View) -> Rule:
-    """Return the rule of a reshape: runs of dims that hold the same numbers before and after have the same padding."""
+    """Return the padding rule of a reshape. Runs of dims that hold the same numbers before and after have the same padding."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     shape = view.shape(source)
     if shape is None or not view.call.shapes:
@@ -82,7 +81,7 @@ def reshape(view: View) -> Rule:
 
 
 def permuted(view: View) -> Rule:
-    """Return the rule of a permutation: all dims pass, each to its new place in the result."""
+    """Return the padding rule of a permutation. All dims may be padded; padding moves to the new place of its dim."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     shape = view.shape(source)
@@ -119,7 +118,7 @@ def permutation(call: Call, rank: int) -> list[int] | None:
 
 
 def expand(view: View) -> Rule:
-    """Return the rule of an expand: the dims that the operand has in full pass."""
+    """Return the padding rule of an expand. The dims that the operand has in full may be padded."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
@@ -130,7 +129,7 @@ def expand(view: View) -> Rule:
 
 
 def zeros(view: View) -> Rule:
-    """Return the rule of `zeros`, which makes for example initial states: all dims may be padded, since the padding is zero as well."""
+    """Return the padding rule of `zeros`, which makes for example initial states. All dims may be padded, because padding is zero, too."""
     rule = Rule(content=lambda contents: 0.0)
     rule.ignored = {ref.name for ref in view.call.args if isinstance(ref, Ref)}
     for dim, size in enumerate(view.out):
@@ -177,7 +176,7 @@ def index_of(call: Call, shape: Shape) -> list[tuple[int, Any]] | None:
 
 
 def getitem(view: View) -> Rule:
-    """Return the rule of getitem: dims that are taken in full pass, and dims of which one of several equal pieces is taken."""
+    """Return the padding rule of getitem. A dim may be padded if it is taken in full, or if one of several equal pieces is taken."""
     call = view.call
     if call.item is not None and isinstance(call.args[0], Ref):
         rule, source = Rule(), call.args[0]
@@ -211,7 +210,7 @@ def _slice_tie(rule: Rule, name: str, dim: int, size: Any, cut: slice, after: in
 
 
 def narrow(view: View) -> Rule:
-    """Return the rule of `narrow`: the other dims pass, and the narrowed dim if the result is one of several equal pieces."""
+    """Return the padding rule of `narrow`. The other dims may be padded, and the narrowed dim if it is cut into equal pieces."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
@@ -229,7 +228,7 @@ def narrow(view: View) -> Rule:
 
 
 def select(view: View) -> Rule:
-    """Return the rule of `select`: all dims but the selected dim pass."""
+    """Return the padding rule of `select`. All dims except the selected dim may be padded."""
     call = view.call
     source, dim = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")
     shape = view.shape(source)
@@ -243,9 +242,9 @@ def select(view: View) -> Rule:
 
 
 def chunks(view: View) -> Rule:
-    """Return the rule of chunk, split and unbind: the other dims pass.
+    """Return the padding rule of chunk, split and unbind. The other dims may be padded.
 
-    The cut dim passes as well if its pieces are equal, or multiples of the smallest piece. It is then padded inside each piece.
+    The cut dim may be padded, too, if its pieces are equal, or multiples of the smallest piece. It is then padded inside each piece.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
@@ -278,7 +277,7 @@ def chunks(view: View) -> Rule:
 
 
 def cat(view: View) -> Rule:
-    """Return the rule of a concatenation: the other dims pass, and the joined dim if all parts are equally long."""
+    """Return the padding rule of a concatenation. The other dims may be padded, and the joined dim if all parts are equally long."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", call.kwargs.get("axis", 0))
     shapes = [view.shape(t) for t in tensors_] if isinstance(tensors_, tuple) else [None]
@@ -297,7 +296,7 @@ def cat(view: View) -> Rule:
 
 
 def stack(view: View) -> Rule:
-    """Return the rule of a stack: all dims of its operands pass."""
+    """Return the padding rule of a stack. All dims of its operands may be padded."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", 0)
     if not isinstance(tensors_, tuple) or not all(view.shape(t) is not None for t in tensors_) or not isinstance(dim, int):
@@ -309,7 +308,7 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Return the rule of a pad in the model's code: dims that it does not pad pass. The content stays zero if it pads with zeros."""
+    """Return the padding rule of a pad in the model's code. Dims that it does not pad may be padded. If it adds zeros, zeros stay zeros."""
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:

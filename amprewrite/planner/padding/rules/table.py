@@ -84,9 +84,8 @@ RULES: dict[str, Callable[[View], Rule]] = {
 
 
 def rule_of(call: Call, calls: Mapping[str, Call]) -> Rule:
-    """Return the rule of `call`. If the op has no row, or the call is opaque, the rule has no ties, so that padding stops before the call.
-
-    `calls` are all calls of the graph by name.
+    """Return the padding rule of `call`, one of `calls`. It has no ties if the op has no row or the call is opaque: then padding stops
+    there.
     """
     if call.opaque:
         return Rule(why_opaque=call.opaque)
