@@ -166,7 +166,7 @@ class OpGraph:
 def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, the colour in which the kernel computes with it) for each operand whose format matters if `node` runs in `colour`.
 
-    A promoting op takes 0-dim operands in any format, unless all of its operands are 0-dim. Such operands are left out.
+    Left out are 0-dim operands of a promoting op, which takes them in any format, unless all of its operands are 0-dim.
     """
     free_scalars = any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
     for operand in node.operands:

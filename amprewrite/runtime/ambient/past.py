@@ -55,7 +55,7 @@ class CallsInRegions:
             self.changes = [*self.changes[1 - _CHANGES :], (torch.autograd._get_sequence_nr(), inside)]
 
     def of_forward(self) -> bool:
-        """True if this call is a recomputation and the forward call was inside such a region; False in any other call."""
+        """True in a recomputation of a forward that was called inside an autocast region of the model; False in any other call."""
         if not self.changes or current_backward() < 0:
             return False
         node = torch._C._current_autograd_node()

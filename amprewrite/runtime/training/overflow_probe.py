@@ -85,7 +85,7 @@ class OverflowProbe:
     def find(self, graphs: Sequence[Probed], latest: LatestInputs | None) -> FirstNonFinite | None:
         """Return the first non-finite value of the step that was just skipped; None if it is not found. Sets `armed`.
 
-        `graphs` ran in the latest forward. `latest` has the inputs of that graph if it was a single one.
+        `graphs` are the graphs of the latest forward. `latest` has the inputs if there was one graph, otherwise it is None.
         """
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:

@@ -94,7 +94,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (sides of zero, largest magnitude) of the far constants that an op writes into its result or adds to it."""
+        """Return (sides of zero, largest magnitude) of constants beyond the range that an op writes into its result or adds to it."""
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
         if fact.op in _WRITE_DOWN:
@@ -104,7 +104,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (sides of zero, largest magnitude) of the far constants that an op passes on from its operand `given`."""
+        """Return (sides of zero, largest magnitude) of constants beyond the range that an op passes on from its operand `given`."""
         sides, size = set[int](), 0.0
         for read in (each for each in self.reads(given) if each.made is fact.node):
             size = max(size, self.sizes[given] * max(map(abs, read.factors), default=1.0))

@@ -56,8 +56,8 @@ class _InParts(torch.autograd.Function):
         ignored = target == ignore_index
         chosen = target.masked_fill(ignored, 0).unsqueeze(1)
         picked = [torch.log_softmax(read[part], 1, dtype=torch.float32).gather(1, chosen[part]) for part in _parts(len(read))]
-        # `picked` has only one class, the target's, so each target is now class 0. nll_loss adds up rows of one class in the same order
-        # as rows of all classes, so that the mean is the same bit for bit.
+        # `picked` has one class only, the target's, so each target is class 0 here. nll_loss adds up these rows in the same order as rows
+        # with all classes, so the mean is the same bit for bit.
         only = torch.zeros_like(target).masked_fill(ignored, _IGNORED)
         loss, weight = _aten.nll_loss_forward(torch.cat(picked), only, None, REDUCTIONS[reduction], _IGNORED)
         ctx.save_for_backward(logits, target, weight)

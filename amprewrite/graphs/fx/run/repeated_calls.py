@@ -130,8 +130,8 @@ class RepeatedCalls:
         if given is None:
             value = run()
             lies = storages(value)
-            # The result of a node that writes shares memory only with the operands that it writes. Another operand may be the same fake
-            # tensor object, through a reuse, without sharing memory.
+            # The result of a node that writes shares memory only with the operands that it writes. Any other operand may be the same fake
+            # tensor only because an earlier value was reused for both.
             may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]
             aliases = tuple(place for place in may_be if lies & storages(values[place]))
             own = not lies <= {storage for place in aliases for storage in storages(values[place])}

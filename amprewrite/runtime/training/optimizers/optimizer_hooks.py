@@ -75,7 +75,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
 
 
 class Guard:
-    """The hooks on one optimizer. If it trains several models, their gates share them: gradients are checked once, for all gates."""
+    """The hooks on one optimizer. If it trains several models, each has a StepGate, and gradients are checked once for all gates."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
