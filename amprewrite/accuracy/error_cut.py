@@ -209,7 +209,7 @@ class Chain:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Yield the nodes that cuts with `heavies` keep high at each of `prices`, and at prices in between if several of `heavy` change."""
+        """Yield the nodes that a cut keeps high at each of `prices`, and at prices in between if several nodes of `heavy` change."""
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
             if left and len((last - first) & heavy) > 1:

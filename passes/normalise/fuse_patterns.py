@@ -292,7 +292,7 @@ def _softmax(end: Node) -> Pattern | None:
 
 
 def _largest(node: Any, dim: int) -> list[Node] | None:
-    """Return the nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], last the node that reads x; None for any other node."""
+    """Return the nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], from the last to the first; None for any other node."""
     found = []
     while _op(node) == "detach" or (_op(node) == "getitem" and node.args[1] == 0):
         found.append(node)

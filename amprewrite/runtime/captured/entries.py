@@ -264,7 +264,7 @@ class Entry:
         return Anew.SWITCHED_ON if self.graphs.anew is None and self.graphs.asleep and not dynamo.disabled() else self.graphs.anew
 
     def _patched(self) -> bool:
-        """True if the forward of the class was replaced since. The new forward then becomes the function of this entry."""
+        """True if the forward of the class was replaced after this entry was made. The entry then calls the new forward."""
         now = None if self._home is None else self._home.forward
         if now is getattr(self.function, "__func__", None) or not isinstance(now, FunctionType):
             return False

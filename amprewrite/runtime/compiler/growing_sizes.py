@@ -33,7 +33,7 @@ def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
         elif value.dim() == 3:
             yield value, _IN_STATES
     elif isinstance(value, Mapping):
-        for inner in value.values():  # such as the outputs of an encoder
+        for inner in value.values():  # a mapping is, for example, the outputs of an encoder
             yield from _growing(inner)
     else:
         for layer in layers_of(value):

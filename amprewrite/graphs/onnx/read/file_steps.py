@@ -43,7 +43,7 @@ class _OnnxSteps(SmallSteps[str]):
         self.graph, self.nodes = reading.graph, reading.nodes
         self.order = self.graph.rank
         self.names = {value: name for name, value in reading.values.items()}
-        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # FLOPs are 0 if shapes are unknown
+        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # kind: unknown shapes give 0 FLOPs
         self.exact = set[str]()
         for node in self.graph:
             if self._is_exact(node):

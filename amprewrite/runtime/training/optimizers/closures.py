@@ -175,7 +175,7 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
 
 # -- the kind of an optimizer, by the source of its step --------------------------------------------
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
-    """Return the closure that the step gets in place of `closure`: `Evaluated` for optimizers of kinds 1 and 2, `Checked` for kind 3."""
+    """Return the closure that the step gets in place of `closure`: `Evaluated` for kinds 1 and 2 (see this file), `Checked` for kind 3."""
     first = isinstance(optimizer, torch.optim.LBFGS) or calls_closure_first(inspect.unwrap(type(optimizer).step))
     return (Evaluated if first else Checked)(optimizer, closure, look)
 
