@@ -60,7 +60,7 @@ class Finding:
     kind: str
     """overflow, underflow or cancellation."""
     row: Row
-    """The row in which it shows."""
+    """The row in which the fault shows."""
     lost_at: Row
     """The row whose rounding lost the bits: the same row as `row`, or a row upstream."""
     detail: str

@@ -219,7 +219,7 @@ class Session:
             self._remember(entry, ran)
 
     def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-        """Run a call as written, in fp32, inside a torch.func transform or forward-mode derivatives, of which `why` speaks.
+        """Run a call as written, in fp32, because of `why`: a torch.func transform or forward-mode derivatives are active.
 
         Of nested calls only the outermost is listed in the plan.
         """

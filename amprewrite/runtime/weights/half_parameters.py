@@ -26,7 +26,7 @@ def _trainable(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 
 
 def refuse_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise PolicyError if one of these parameters is in half precision and takes gradients."""
+    """Raise PolicyError if a parameter in `named` is in half precision and takes gradients."""
     found = _trainable(named)
     if found:
         name, first = found[0]

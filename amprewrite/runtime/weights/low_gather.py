@@ -201,7 +201,7 @@ class GatheredLow:
     """The modules of one rewritten model whose weights are sent low, and checks that no code reads the rounded weights in fp32."""
 
     gathers: dict[str, LowGather] = field(default_factory=dict)
-    """The gather of each such module, by the module's path."""
+    """The gather of each module with weights that are sent low, by the module's path."""
 
     def __post_init__(self) -> None:
         self._of = {name: gather for gather in self.gathers.values() for name in gather.names}

@@ -89,7 +89,7 @@ def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.No
     """Return, for each attention call of `graph` that may run without its mask, the edit that makes this possible.
 
     A mask of fixed sizes is dropped. A mask that depends on sizes alone is looked up by these sizes at run time. A boolean mask on a CPU is
-    looked at in each call. A call that needs its mask is not in the result. In the body graph of a checkpoint, `around` maps each input to
+    checked in each call. A call that needs its mask is not in the result. In the body graph of a checkpoint, `around` maps each input to
     its value in the outer graph; in an outer graph `around` is {}.
     """
     found: dict[torch.fx.Node, Edit] = {}
