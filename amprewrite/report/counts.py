@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan
+from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan, RegionPlan
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.recipes import OUT
-from amprewrite.tables.vocabulary import Colour, Reason
+from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 _OTHERS = {"fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 BYTES = {row.name: row.bytes for row in FORMATS.values()} | _OTHERS
@@ -58,14 +58,18 @@ def fp8_counts(plan: ModelPlan) -> list[str]:
     ]
 
 
-def is_heavy_high(node: NodePlan) -> bool:
-    """True if the node is a matmul or convolution that stays fp32. False if the model's own code runs it in half precision."""
-    return node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
+def is_heavy_high(region: RegionPlan, node: NodePlan) -> bool:
+    """True if `node` of `region` is a matmul or convolution that multiplies fp32.
+
+    False if the model's own code runs it in half precision, and for a wide product, which multiplies low operands.
+    """
+    heavy = node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
+    return heavy and node.name.rpartition("/")[2] not in region.edited(Edit.WIDE_PRODUCT)
 
 
-def by_impact(nodes: Iterable[NodePlan]) -> list[NodePlan]:
-    """Return the matmuls and convolutions that stay fp32, most FLOPs first."""
-    return sorted(filter(is_heavy_high, nodes), key=lambda node: -node.flops)
+def by_impact(plan: ModelPlan) -> list[NodePlan]:
+    """Return the matmuls and convolutions that multiply fp32, most FLOPs first."""
+    return sorted((node for region, node in plan.in_regions() if is_heavy_high(region, node)), key=lambda node: -node.flops)
 
 
 @dataclass

@@ -209,7 +209,7 @@ class ModelPlan:
     @property
     def nodes(self) -> tuple[NodePlan, ...]:
         """All nodes of all regions. If there are several regions, names have the form "region/node"."""
-        return tuple(node for _, node in self._named())
+        return tuple(node for _, node in self.in_regions())
 
     @property
     def casts(self) -> tuple[Cast, ...]:
@@ -222,7 +222,8 @@ class ModelPlan:
             for cast in region.casts
         )
 
-    def _named(self) -> Iterator[tuple[RegionPlan, NodePlan]]:
+    def in_regions(self) -> Iterator[tuple[RegionPlan, NodePlan]]:
+        """Yield each of `nodes` with its region."""
         several = len(self.regions) > 1
         for region in self.regions:
             for node in region.nodes:
@@ -233,7 +234,7 @@ class ModelPlan:
 
         Raises PlanError, with similar names, if there is neither.
         """
-        named = list(self._named())
+        named = list(self.in_regions())
         hits = [node for _, node in named if name in (node.name, node.name.partition("/")[2])]
         hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(name + "."))]
         if hits:

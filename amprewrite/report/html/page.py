@@ -84,7 +84,7 @@ def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[st
             "bytes": [sum(node_bytes(node) for node in ops if node.colour is colour) for colour in (Colour.LOW, Colour.HIGH)],
         },
         "modules": _modules(plan),
-        "heavy": [place[node.name] for node in by_impact(plan.nodes)],
+        "heavy": [place[node.name] for node in by_impact(plan)],
         "notes": [*plan.notes, *(note for region in plan.regions for note in region.notes), *getattr(report, "notes", ())],
         "skipped": [[part.where, part.why] for part in plan.skipped],
         "error": _number(getattr(report, "output_error", None)),

@@ -25,12 +25,13 @@ def explain(plan: ModelPlan, name: str = "") -> str:
     Raises PlanError for an unknown name; the message lists similar names.
     """
     if not name:
-        every = f"no heavy op was left high: every matmul and convolution runs in {plan.low}"
+        every = f"no heavy op was left high: every matmul and convolution multiplies {plan.low}"
         whole = heavy(plan) or [every] * any(node.flops for node in plan.nodes)
         return "\n".join(map(printable, [*whole, *_by_reason(plan)]))
     found = plan.find(name)
     if len(found) > MOST_TRIED:
-        return "\n".join(printable(line) for node in _heavy_first(found) for line in _sentences(plan, node, None))
+        heavy_first = sorted(found, key=lambda node: not is_heavy_high(region_of(plan, node), node))
+        return "\n".join(printable(line) for node in heavy_first for line in _sentences(plan, node, None))
     asked: dict[str, WhatIf | None] = {}
     lines = []
     for node in found:
@@ -39,10 +40,6 @@ def explain(plan: ModelPlan, name: str = "") -> str:
             asked[region.name] = WhatIf.of(region)
         lines += _sentences(plan, node, asked[region.name])
     return "\n".join(map(printable, lines))
-
-
-def _heavy_first(nodes: tuple[NodePlan, ...]) -> list[NodePlan]:
-    return [*(n for n in nodes if is_heavy_high(n)), *(n for n in nodes if not is_heavy_high(n))]
 
 
 def region_of(plan: ModelPlan, node: NodePlan) -> RegionPlan:
@@ -62,16 +59,15 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
     With `asked`, changes are tried. Without it, only a heavy op in fp32 gets a sentence on its general condition.
     """
     bare, region = bare_name(plan, node), region_of(plan, node)
-    lines = [node.sentence()]
-    if is_heavy_high(node):
-        lines[0] = _left_high(node)
+    heavy_high = is_heavy_high(region, node)
+    lines = [_left_high(node) if heavy_high else node.sentence()]
     lines += [f"  its result is cast: {cast}" for cast in region.casts if cast.value == bare]
     lines += [f"  it reads a cast copy of {cast.value} in {cast.to}" for cast in region.casts if bare in cast.users]
     lines += region.quantised.about(bare) + region.pads.about(bare)
     lines += [f"  {edit}" for edit in region.edits if edit.node == bare]
     together = next((len(block) for block in region.gradient_blocks if bare in block), 1)
     lines += [f"  its gradient comes back together with those of {together - 1} more"] * (together > 1)
-    if asked is not None or is_heavy_high(node):
+    if asked is not None or heavy_high:
         lines += [f"  {line}" for line in what_would_change(node, bare, plan.low, asked)]
     return lines
 
@@ -109,7 +105,7 @@ def _and(names: tuple[str, ...]) -> str:
 
 def heavy(plan: ModelPlan) -> list[str]:
     """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, each with the condition to run low."""
-    found = by_impact(plan.nodes)
+    found = by_impact(plan)
     lines = []
     for node in found[:MOST_HEAVY]:
         lines.append(_left_high(node))

@@ -108,6 +108,18 @@ def test_every_layout_is_brought_into_the_one_that_cuda_takes(recipe: str, layou
         close(found, step(x, w if transposed else w.t(), bias, recipe, transposed))
 
 
+@RECIPE
+def test_the_kernels_are_given_a_weight_as_it_lies_if_a_product_transposes_it(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read contiguous matrices. Only the amax of columns is torch's."""
+    given: list[bool] = []
+    monkeypatch.setattr(scaled_casts, "by_kernel", lambda matrix, use: given.append(matrix.is_contiguous()))
+    w, gemms = torch.randn(32, 48, dtype=BF16), RECIPES[recipe].gemms
+    quantise(w, "w", recipe, gemms)
+    plain = len(given)
+    quantise(w, "w", recipe, gemms, transposed=True)
+    assert all(given) and len(given) >= 2 * plain - 1 > 1
+
+
 def test_a_bias_of_one_number_is_that_of_every_column(units: Any) -> None:
     """As in torch.addmm. The kernel reads as many numbers as there are columns."""
     a = Scaled(torch.ones(16, 32).to(E4M3.dtype), torch.tensor(1.0))
@@ -273,11 +285,20 @@ def test_the_first_products_have_fp32_scales_whatever_the_default_dtype_is(prese
         torch.set_default_dtype(torch.float32)
 
 
-def test_an_export_does_not_try_the_kernels_and_says_nothing_of_them(units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "_is_compiling_flag", True)
-        assert fp8_units.makes_copies(torch.device("cpu"))
-    assert not fp8_units.makes_copies(torch.device("cpu")), "the fixture has kernels that fail"
+@pytest.mark.parametrize("works", [True, False])
+def test_the_kernels_are_tried_while_a_graph_is_compiled(works: bool, units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made then, and from torch 2.13 on the whole of Dynamo's work counts as compilation."""
+
+    class Kernels:
+        amax_of = staticmethod(torch.amax)
+        cast_both = staticmethod(lambda matrix, scale, dtype, *ways: (matrix.to(dtype), matrix.t().to(dtype)))
+        cast_rows = staticmethod(lambda matrix, dtype, *rest: ((matrix if works else 2 * matrix).to(dtype), torch.ones(len(matrix), 1)))
+
+    monkeypatch.setattr(fp8_units, "_failed", set())
+    monkeypatch.setattr(fp8_units, "_imported", lambda: Kernels)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    with contextlib.nullcontext() if works else pytest.warns(AmpRewriteWarning, match="gives wrong ones"):
+        assert fp8_units.makes_copies(torch.device("cpu")) == works
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -50,6 +50,10 @@ def by_kernel(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
     """
     if not multiplies_fp8(matrix.device) or torch.compiler.is_compiling() or not is_plain(matrix) or not matrix.is_contiguous():
         return None
+    return _launched(matrix, use)
+
+
+def _launched(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
     kernels = _imported() if ("casts", matrix.device) not in _failed else None
     if kernels is None:
         return None
@@ -159,18 +163,19 @@ def _trial(device: torch.device, recipe: Recipe) -> str:
 def makes_copies(device: torch.device) -> bool:
     """False if `device` has fp8 units and our Triton kernels fail there or make wrong copies; otherwise True.
 
-    While a CUDA graph is recorded, and while a program is exported, the result is True, because the kernels cannot be tried then.
+    While a CUDA graph is recorded the result is True, because the copies cannot be read.
     """
-    return not multiplies_fp8(device) or recording(device) or torch.compiler.is_compiling() or _copies_ones(device)
+    return not multiplies_fp8(device) or recording(device) or _copies_ones(device)
 
 
 @cache
 def _copies_ones(device: torch.device) -> bool:
     with disable_dispatch_modes(), torch.no_grad():
         ones = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device)
-        amax = by_kernel(ones, lambda kernels: kernels.amax_of(ones))
-        made = by_kernel(ones, lambda kernels: kernels.cast_both(ones, ones.new_ones((), dtype=torch.float32), E4M3.dtype, True, True))
-        by_rows = by_kernel(ones, lambda kernels: kernels.cast_rows(ones, E4M3.dtype, 1.0, True))
+        # not by_kernel, which runs no kernel while Dynamo compiles a graph: plans are made then
+        amax = _launched(ones, lambda kernels: kernels.amax_of(ones))
+        made = _launched(ones, lambda kernels: kernels.cast_both(ones, ones.new_ones((), dtype=torch.float32), E4M3.dtype, True, True))
+        by_rows = _launched(ones, lambda kernels: kernels.cast_rows(ones, E4M3.dtype, 1.0, True))
         if amax is None or made is None or by_rows is None:
             return False
         right = bool(amax == 1) and all(bool((each.float() == 1).all()) for each in (*made, by_rows[0].float() / by_rows[1]))

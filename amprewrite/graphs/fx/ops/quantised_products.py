@@ -14,6 +14,7 @@ are the derivatives of a product in the operands' own format, not in fp8.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply, quantise_matrix, quantise_rows, scale_of
 from amprewrite.graphs.fx.uncaptured import uncaptured
-from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES, ROWS, STRAIGHT, TENSOR, TURNED, G, Recipe
+from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES, ROWS, STRAIGHT, TENSOR, TURNED, WAYS, G, Recipe
+
+_AS_READ = {way: way for way in WAYS}
 
 
 class Quantised(NamedTuple):
@@ -45,29 +48,34 @@ def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], tran
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ.
     """
     matrix = value.detach()  # no gradient passes through copies and scales: `link` passes it on to `value`
-    matrix = matrix.t() if transposed else matrix.reshape(-1, matrix.shape[-1])
     link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
-    return Quantised(link, *copies(matrix, role, RECIPES[recipe], gemms))
+    if transposed:
+        return Quantised(link, *reversed(copies(matrix, role, RECIPES[recipe], gemms, {STRAIGHT: TURNED, TURNED: STRAIGHT})))
+    return Quantised(link, *copies(matrix.reshape(-1, matrix.shape[-1]), role, RECIPES[recipe], gemms))
 
 
-def copies(matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...]) -> tuple[Scaled | None, Scaled | None]:
+def copies(
+    matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], layouts: Mapping[str, str] = _AS_READ
+) -> tuple[Scaled | None, Scaled | None]:
     """Return (straight copy, transposed copy) of `matrix`; each is None if no GEMM of `gemms` reads it.
 
-    If the recipe has one scale for a tensor, both copies share the scale. If only the straight copy has a scale for each row, the scale of
-    the transposed copy is the smallest of these: it is the scale of the whole tensor.
+    `layouts` gives, for each layout in which GEMMs read the operand, the layout relative to `matrix`: a transposed operand exchanges both.
+    If the recipe has one scale for a tensor, both copies share the scale. If one of them has a scale for each row, the scale of the other
+    is the smallest of these: it is the scale of the whole tensor.
     """
-    fmt, wanted = recipe.format(role), ways(role, gemms)
-    by_rows = [way for way in wanted if recipe.scaling(role, way) == ROWS]
-    made = {STRAIGHT: quantise_rows(matrix, fmt, recipe.power_of_two)} if STRAIGHT in by_rows else {}
-    whole = [way for way in wanted if way not in by_rows]
-    if whole:
-        known = made[STRAIGHT].scale if made and not guard_or_false(matrix.numel() == 0) else None
-        scale = scale_of(matrix, fmt, TENSOR, recipe.power_of_two) if known is None else known.amin()
-        straight, turned = quantise_matrix(matrix, fmt, scale, STRAIGHT in whole, TURNED in whole)
-        made |= {way: Scaled(straight if way == STRAIGHT else turned, scale) for way in whole}
-    if TURNED in by_rows:
+    fmt, scalings = recipe.format(role), {layouts[way]: recipe.scaling(role, way) for way in ways(role, gemms)}
+    made: dict[str, Scaled] = {}
+    if scalings.get(STRAIGHT) == ROWS:
+        made[STRAIGHT] = quantise_rows(matrix, fmt, recipe.power_of_two)
+    if scalings.get(TURNED) == ROWS:
         scale = scale_of(matrix.t(), fmt, ROWS, recipe.power_of_two)
         made[TURNED] = Scaled(quantise_matrix(matrix, fmt, scale.t(), False, True)[1], scale)
+    whole = [way for way in scalings if way not in made]
+    if whole:
+        known = [each.scale for each in made.values()] if not guard_or_false(matrix.numel() == 0) else []
+        scale = known[0].amin() if known else scale_of(matrix, fmt, TENSOR, recipe.power_of_two)
+        straight, turned = quantise_matrix(matrix, fmt, scale, STRAIGHT in whole, TURNED in whole)
+        made |= {way: Scaled(straight if way == STRAIGHT else turned, scale) for way in whole}
     return made.get(STRAIGHT), made.get(TURNED)
 
 
