@@ -239,7 +239,7 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Append the union of `kept` and the last set to the chain, after intermediate sets if it adds many nodes.
+        """Append to the chain its last set with the nodes `kept` added, after intermediate sets if many nodes are new.
 
         Nodes that the planner keeps high anyway are left out. Nothing is appended if no node is new.
         """

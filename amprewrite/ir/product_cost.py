@@ -66,7 +66,7 @@ class ProductPrices:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)
                 yield way, self._pass(numel, WIDE + NARROW)
         else:
-            # no traffic for the amax: it follows from the scales of rows, or the fused kernel that makes the value computes it as well
+            # no pass for the amax if it follows from the scales of rows, or if the fused kernel that makes the value computes it, too
             known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):

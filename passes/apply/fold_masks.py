@@ -96,7 +96,7 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Insert a node `question(*about, query, key)` for each pair of query and key lengths. `calls` read mask and is_causal from it."""
+    """Insert a node `question(*about, query, key)`, which returns the mask and is_causal for all `calls` with the same lengths."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = queries_and_keys(call)

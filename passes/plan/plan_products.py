@@ -106,7 +106,7 @@ class _Choice:
         policy = self.problem.policy.products
         assert policy is not None
         self.policy, self.recipe = policy, policy.preset.recipe
-        named = self.problem.policy.device  # a plan for an ONNX file uses prices of a device only if the policy names one
+        named = self.problem.policy.device  # the device that the user named, also for an ONNX file, whose own costs ignore it
         device = named_device(named) if named else self.problem.costs.device
         self.prices = ProductPrices(device, policy.fused, kernel=policy.kernel and find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None

@@ -34,7 +34,7 @@ def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None
     if not any(node.flops for node in captured.problem.graph) and not any(map(is_opaque, nodes)):
         return
     held = _held(captured.module.graph, inputs)
-    # Suppose first that all constants are large counts. Only if this marks a product, their values are read.
+    # To avoid reading constants, suppose first that all are large counts. Only if this marks a product, they are read.
     supposed = _propagate(nodes, {**dict.fromkeys(held, Count.LARGE), **(around or {})}, low)
     graph = _kept(captured, supposed)
     if any(node.counted for node in graph):

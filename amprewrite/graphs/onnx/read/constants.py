@@ -87,7 +87,7 @@ class ConstantFacts:
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
 
     def takes_mask(self, node: ir.Node, op: str) -> bool:
-        """True if `node` reads a mask whose clamped numbers are in its result."""
+        """True if `node` reads a mask, not a bound, whose numbers beyond the range are clamped to ±max."""
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
@@ -105,7 +105,7 @@ class ConstantFacts:
         return blocks and self._only_blocks(found, node, op)
 
     def _only_blocks(self, found: Facts, node: ir.Node, op: str) -> bool:
-        """True if numbers beyond the range in a constant of `node` only block positions, in all readers of the node's results."""
+        """True if all readers of the node's results use numbers beyond the range, in a constant of `node`, only to block positions."""
         sides = {side for side, far in ((BELOW, found.least < -self.low.max), (ABOVE, found.most > self.low.max)) if far}
         moved = op in FILLS or op in BORDERS or op == "add"
         return self.readers.results_only_block(node, sides if moved else {BELOW, ABOVE})
