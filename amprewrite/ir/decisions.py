@@ -59,12 +59,11 @@ class Decisions:
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))
 
-    def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> bool:
-        """Add the edit `what` of each of `nodes` that runs low. Return True if any of them does."""
-        found = [name for name in nodes if self.paints[name].colour is Colour.LOW]
-        for name in found:
-            self.edit(problem, name, what)
-        return bool(found)
+    def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
+        """Add the edit `what` of each of `nodes` that runs low."""
+        for name in nodes:
+            if self.paints[name].colour is Colour.LOW:
+                self.edit(problem, name, what)
 
     def note(self, text: str) -> None:
         """Add `text` to the notes of the plan, unless they hold it already."""

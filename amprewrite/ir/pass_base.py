@@ -1,4 +1,4 @@
-"""The base class of passes (requires, call, ensures), and a function that runs a pipeline of them.
+"""The base class of passes and a function that runs a pipeline of them.
 
 A pass reads one object and edits another. Deciding passes read a `Problem` and edit `Decisions`. Applying passes read a `RegionPlan` and
 edit an fx graph. So a deciding pass cannot change a graph, and an applying pass cannot decide.
@@ -7,10 +7,8 @@ edit an fx graph. So a deciding pass cannot change a graph, and an applying pass
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from amprewrite.tables.errors import AmpRewriteError, PassError
@@ -21,49 +19,25 @@ Edited = TypeVar("Edited")
 """Type of the object that a pass edits."""
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """The result of one pass: whether it changed anything, and its time."""
-
-    name: str
-    modified: bool
-    seconds: float
-
-
 class Pass(Generic[Read, Edited]):
-    """One named step of a pipeline. A subclass defines `name` and `call`, and calls plain functions to do the work."""
+    """One named step of a pipeline. A subclass defines `name` and `__call__`, which calls plain functions to do the work."""
 
     name: ClassVar[str]
 
-    def requires(self, read: Read, edited: Edited) -> None:
-        """Raise PassError if `read` or `edited` is not ready for this pass."""
-
-    def call(self, read: Read, edited: Edited) -> bool:
-        """Run the pass on `edited`. Return True if anything changed."""
-        raise PassError(f"{type(self).__name__} does nothing: it has no call method")
-
-    def ensures(self, read: Read, edited: Edited) -> None:
-        """Raise PassError if `edited`, after the pass, breaks a promise of this pass."""
-
-    def __call__(self, read: Read, edited: Edited) -> PassResult:
-        started = time.perf_counter()
-        self.requires(read, edited)
-        modified = self.call(read, edited)
-        self.ensures(read, edited)
-        return PassResult(self.name, modified, time.perf_counter() - started)
+    def __call__(self, read: Read, edited: Edited) -> None:
+        """Run the pass on `edited`. Raise PassError if `read` or `edited` is not ready for it."""
+        raise PassError(f"{type(self).__name__} does nothing: it has no __call__ method")
 
 
-def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited, where: str = "graph") -> tuple[PassResult, ...]:
-    """Run passes in order, and return the result of each. `where` is the name of the graph in error messages.
+def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited, where: str = "graph") -> None:
+    """Run passes in order. `where` is the name of the graph in error messages.
 
     An unexpected exception becomes a PassError that names the pass and the passes that ran before it.
     """
-    results: list[PassResult] = []
-    for each in passes:
-        before = ", ".join(result.name for result in results) or "nothing"
+    for place, each in enumerate(passes):
+        before = ", ".join(earlier.name for earlier in passes[:place]) or "nothing"
         with failing_as_pass(f"pass {each.name}", f" on {where} after {before}"), no_collection():
-            results.append(each(read, edited))
-    return tuple(results)
+            each(read, edited)
 
 
 @contextmanager

@@ -43,18 +43,14 @@ DROPPED = (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK)
 class FoldMasks(Pass[RegionPlan, EditedGraph]):
     name = "fold-masks"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         asked = {edited.nodes[name]: what for name, what in plan.edited(*DROPPED, Edit.LOOK_UP_MASK, Edit.LOOK_AT_MASK).items()}
-        modified = False
         for place, (mask, calls) in enumerate(mask_readers(edited.module.graph).items()):
             chosen = {call: asked[call] for call in calls if call in asked}
             if chosen:
                 fold_mask(edited.module, mask, chosen, f"amprewrite_masks_{place}")
-                modified = True
         for name in plan.edited(Edit.GROUP_HEADS):
             group_heads(edited.nodes[name])
-            modified = True
-        return modified
 
 
 def group_heads(call: torch.fx.Node) -> None:

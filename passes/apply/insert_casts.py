@@ -45,7 +45,7 @@ CAST = "amprewrite_cast"
 class InsertCasts(Pass[RegionPlan, EditedGraph]):
     name = "insert-casts"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         graph = edited.module.graph
         order = {node: position for position, node in enumerate(graph.nodes)}
         clamped = plan.edited(Edit.CLAMP_CONSTANTS)
@@ -58,7 +58,6 @@ class InsertCasts(Pass[RegionPlan, EditedGraph]):
             users = sorted((edited.nodes[name] for name in cast.users), key=order.__getitem__)
             place = outside(openings, value, leave_with_gradients(value, users[0]))
             insert_cast(graph, value, FORMATS[cast.to], users, cast.saturate, cast.weight, place)
-        return bool(plan.casts)
 
 
 def insert_cast(

@@ -21,11 +21,9 @@ from amprewrite.tables.vocabulary import Edit
 class InsertNormWeights(Pass[RegionPlan, EditedGraph]):
     name = "insert-norm-weights"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
-        found = plan.edited(Edit.FP32_STATISTICS)
-        for name in found:
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
+        for name in plan.edited(Edit.FP32_STATISTICS):
             give_ones(edited.nodes[name])
-        return bool(found)
 
 
 def give_ones(node: torch.fx.Node) -> None:

@@ -37,11 +37,9 @@ FRESH = ops_with(Trait.FRESH) | {"cast"}
 class InsertPads(Pass[RegionPlan, EditedGraph]):
     name = "insert-pads"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
-        if not plan.pads:
-            return False
-        _Insertion(plan, edited).run()
-        return True
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
+        if plan.pads:
+            _Insertion(plan, edited).run()
 
 
 class _Insertion:

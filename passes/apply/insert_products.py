@@ -39,12 +39,10 @@ KEPT = ("nn_module_stack", "stack_trace")
 class InsertProducts(Pass[RegionPlan, EditedGraph]):
     name = "insert-products"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         _ProductInsertion(plan, edited).run()
-        wide = plan.edited(Edit.WIDE_PRODUCT)
-        for name in wide:
+        for name in plan.edited(Edit.WIDE_PRODUCT):
             _widen(edited.nodes[name])
-        return bool(wide) or any(plan.quantised.chosen)
 
 
 def _widen(node: torch.fx.Node) -> None:

@@ -24,7 +24,7 @@ from amprewrite.passes.apply.insert_casts import CAST
 class KeepViews(Pass[RegionPlan, EditedGraph]):
     name = "keep-views"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         graph = edited.module.graph
         output = graph.find_nodes(op="output")[0]
         copies = [node for node in output.all_input_nodes if plan.training and _is_copy(node) and list(node.users) == [output]]
@@ -34,7 +34,6 @@ class KeepViews(Pass[RegionPlan, EditedGraph]):
                 view = graph.call_method("view_as", (node, node))
             view.meta = {key: value for key, value in node.meta.items() if key not in (CAST, LEAVES, MEMORY)}
             output.replace_input_with(node, view)
-        return bool(made)
 
 
 def _is_copy(node: torch.fx.Node) -> bool:

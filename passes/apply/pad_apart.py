@@ -23,11 +23,9 @@ from amprewrite.tables.vocabulary import Edit
 class PadApart(Pass[RegionPlan, EditedGraph]):
     name = "pad-apart"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
-        found = plan.edited(Edit.PAD_APART)
-        for name in found:
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
+        for name in plan.edited(Edit.PAD_APART):
             _pad_apart(edited.nodes[name])
-        return bool(found)
 
 
 def _pad_apart(node: torch.fx.Node) -> None:

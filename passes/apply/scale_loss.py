@@ -59,18 +59,18 @@ SCALE, INVERSE = "amprewrite_scale", "amprewrite_inverse"
 class ScaleLoss(Pass[RegionPlan, EditedGraph]):
     name = "scale-loss"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         if not plan.scales_loss:
-            return False
+            return
         weights = {edited.nodes[node.name] for node in plan.nodes if node.role == "parameter"}
         high = {edited.nodes[node.name] for node in plan.nodes if node.colour is not Colour.LOW}
-        return scale_loss(edited.module.graph, weights, high)
+        scale_loss(edited.module.graph, weights, high)
 
 
-def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bool:
+def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> None:
     """Scale the gradients inside `graph`, in place. `weights` are its parameters, `high` the nodes that do not run low.
 
-    False if no input or result is differentiable. The graph gets the two inputs for the scale even then.
+    The graph gets the two inputs for the scale even if no input or result is differentiable.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output")
@@ -95,7 +95,6 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
     still = [node for node in sources if not memory_of(node) & memory]
     _leave_elsewhere(graph, {node: readers[node] for node in still}, weights, inverse)
     _leave_at_readers(graph, {node: readers[node] for node in crossed if node not in set(still)}, outside, inverse)
-    return bool(results or sources)
 
 
 # -- nodes that are outside ----------------------------------------------------------------------

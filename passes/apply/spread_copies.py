@@ -26,13 +26,12 @@ READERS = 2
 class SpreadCopies(Pass[RegionPlan, EditedGraph]):
     name = "spread-copies"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         copies = [copy for name in plan.edited(Edit.SPREAD_COPIES) for copy in edited.nodes[name].users if _is_low(copy)]
         for copy in copies:
             for padded in [reader for reader in copy.users if reader.target is resize]:
                 spread(padded)
             spread(copy)
-        return bool(copies)
 
 
 def _is_low(copy: torch.fx.Node) -> bool:

@@ -60,23 +60,25 @@ _READ = ("torch", "amprewrite")
 class HoistWeightCasts(Pass[Target, EditedGraph]):
     name = "hoist-weight-casts"
 
-    def call(self, target: Target, edited: EditedGraph) -> bool:
+    def __call__(self, target: Target, edited: EditedGraph) -> None:
         cache = target.weight_cache
         if cache is None:
-            return target.eager and not target.training and mark_copies(edited.module)
+            if target.eager and not target.training:
+                mark_copies(edited.module)
+            return
 
         def chosen(place: int) -> bool:
             return place not in target.frozen
 
         if target.training:
             edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
-            return cast_in_blocks(edited.module, cache, target.blocks, chosen)
-        edited.hoisted = hoist_weight_casts(edited.module, chosen=chosen)
-        return bool(edited.hoisted)
+            cast_in_blocks(edited.module, cache, target.blocks, chosen)
+        else:
+            edited.hoisted = hoist_weight_casts(edited.module, chosen=chosen)
 
 
-def mark_copies(module: torch.fx.GraphModule) -> bool:
-    """Give casts of weights the weight's requires_grad, for products whose kernel depends on it. True if there are any."""
+def mark_copies(module: torch.fx.GraphModule) -> None:
+    """Give casts of weights the weight's requires_grad, for products whose kernel depends on it."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, training=False)
@@ -88,7 +90,6 @@ def mark_copies(module: torch.fx.GraphModule) -> bool:
             copy = module.graph.call_function(marked, (node, inputs[place]))
         copy.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")}
         node.replace_all_uses_with(copy, functools.partial(operator.is_not, copy))
-    return bool(found)
 
 
 def _folds_perhaps(operand: Any) -> bool:
@@ -142,8 +143,8 @@ def hoist_weight_casts(
 
 def cast_in_blocks(
     module: torch.fx.GraphModule, cache: WeightCache, blocks: Sequence[Sequence[str]], chosen: Callable[[int], bool] = lambda _: True
-) -> bool:
-    """Replace the casts of each block of weights by one node, before the first op that reads a copy. True if a cast was replaced.
+) -> None:
+    """Replace the casts of each block of weights by one node, before the first op that reads a copy.
 
     The node is outside any torch.func transform around that op. `blocks` are the weights that share a node, by their names in the plan. Any
     other weight has a node of its own. Weights on different devices never share one, because autograd runs a node on one device.
@@ -174,7 +175,6 @@ def cast_in_blocks(
                     graph.erase_node(node)
     if shared:
         module.recompile()
-    return bool(shared)
 
 
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:

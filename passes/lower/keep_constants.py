@@ -39,12 +39,10 @@ NAME = "amprewrite_constants"
 class KeepConstants(Pass[Target, EditedGraph]):
     name = "keep-constants"
 
-    def call(self, target: Target, edited: EditedGraph) -> bool:
-        if not target.eager or not _results(edited.module):
-            return False
-        edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its ops
-        keep_constants(edited.module)
-        return True
+    def __call__(self, target: Target, edited: EditedGraph) -> None:
+        if target.eager and _results(edited.module):
+            edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its ops
+            keep_constants(edited.module)
 
 
 def keep_constants(module: torch.fx.GraphModule) -> None:

@@ -34,16 +34,15 @@ CompiledFn = Callable[..., Any]
 class ReadFrozenWeights(Pass[Target, EditedGraph]):
     name = "read-frozen-weights"
 
-    def call(self, target: Target, edited: EditedGraph) -> bool:
+    def __call__(self, target: Target, edited: EditedGraph) -> None:
         if not target.frozen:
-            return False
+            return
         _refuse_writes(edited.module, target.frozen)
         if target.training and target.weight_cache is None:
             edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
         edited.stored = hoist_weight_casts(edited.module, target.training, target.frozen.__contains__)
         edited.cast_up = cast_up(edited.module, target.frozen)
         edited.module.recompile()
-        return True
 
 
 def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> None:

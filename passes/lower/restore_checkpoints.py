@@ -21,18 +21,19 @@ from amprewrite.ir.pass_base import Pass
 class RestoreCheckpoints(Pass[Target, EditedGraph]):
     name = "restore-checkpoints"
 
-    def call(self, target: Target, edited: EditedGraph) -> bool:
-        return target.eager and restore_checkpoints(edited.module)
+    def __call__(self, target: Target, edited: EditedGraph) -> None:
+        if target.eager:
+            restore_checkpoints(edited.module)
 
 
-def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) -> bool:
-    """Call `torch.utils.checkpoint.checkpoint` for each higher-order checkpoint op in the graph and its subgraphs. True if there was one.
+def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) -> None:
+    """Call `torch.utils.checkpoint.checkpoint` for each higher-order checkpoint op in the graph and its subgraphs.
 
     `held` are the positions of inputs that the model holds, for a subgraph in which capture does not mark them all.
     """
     found = [node for node in module.graph.nodes if node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES]
     if not found:
-        return False
+        return
     inputs = module.graph.find_nodes(op="placeholder")
     own = {inputs[place] for place in held} | {node for node in module.graph.nodes if is_held(node)}
     memory = {storage for node in own for storage in memory_of(node)}
@@ -47,4 +48,3 @@ def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) 
         node.target = checkpoint_with_state if state else checkpoint
         node.kwargs = {**({"state": state} if state else {}), "use_reentrant": False, **node.kwargs}
     module.recompile()
-    return True

@@ -33,13 +33,13 @@ _PLAIN: dict[str, Any] = {"weight": None, "size_average": None, "reduce": None, 
 class SplitLosses(Pass[Target, EditedGraph]):
     name = "split-losses"
 
-    def call(self, target: Target, edited: EditedGraph) -> bool:
+    def __call__(self, target: Target, edited: EditedGraph) -> None:
         if not (target.eager and target.training) or not _large(edited.module.graph):
-            return False
+            return
         edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its losses
-        found = [split_loss(edited.module, node) for node in _large(edited.module.graph)]
+        for node in _large(edited.module.graph):
+            split_loss(edited.module, node)
         edited.module.recompile()
-        return any(found)
 
 
 def _large(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -59,17 +59,17 @@ def _qualifies(given: dict[str, Any]) -> bool:
     return math.prod(map(hint, logits.shape)) * 4 >= cross_entropy.FROM_BYTES
 
 
-def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
-    """Let a loss read in parts the low logits of which it reads an fp32 copy. False, without an edit, if there is no such copy.
+def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+    """Let a loss read in parts the low logits of which it reads an fp32 copy.
 
-    False, too, if the graph writes to the low logits.
+    The loss stays if there is no such copy, or if the graph writes to the low logits.
     """
     given = named_arguments(node)
     chain = [given["input"]]
     while chain[-1].op.startswith("call") and op_name(chain[-1].target) in VIEWS:
         chain.append(chain[-1].args[0])
     if not widens(chain[-1]) or not written_storages(module).isdisjoint(memory_of(chain[-1].args[0])):
-        return False
+        return
     low = {chain[-1]: chain[-1].args[0]}
     with module.graph.inserting_before(node):
         for view in reversed(chain[:-1]):
@@ -82,4 +82,3 @@ def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     node.target, node.args, node.kwargs = cross_entropy.cross_entropy_of_low, (low[given["input"]], given["target"], *kept, wide), {}
     for each in chain if wide is None else ():
         module.graph.erase_node(each)
-    return True

@@ -30,14 +30,13 @@ CompiledFn = Callable[..., Any]
 class SuitCompiler(Pass[Target, EditedGraph]):
     name = "suit-compiler"
 
-    def call(self, target: Target, edited: EditedGraph) -> bool:
+    def __call__(self, target: Target, edited: EditedGraph) -> None:
         if target.eager:
-            return False
+            return
         if target.training:
             self._keep_low(edited)
         for node in edited.module.graph.find_nodes(op="placeholder"):
             node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
-        return True
 
     def _keep_low(self, edited: EditedGraph) -> None:
         """Return low values instead of their fp32 casts, and mark all casts to fp32 for recomputation."""

@@ -24,32 +24,24 @@ _ZEROS_AND_ONES = ops_with(Trait.UNIFORM) - ops_with(Trait.FILLS)
 class Tidy(Pass[RegionPlan, EditedGraph]):
     name = "tidy"
 
-    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
-        removed = remove_idle_conversions(edited.module.graph)
-        made = make_in_format(edited.module.graph)
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
+        remove_idle_conversions(edited.module.graph)
+        make_in_format(edited.module.graph)
         edited.module.recompile()
-        return removed + made > 0
 
 
-def remove_idle_conversions(graph: torch.fx.Graph) -> int:
-    """Remove each `x.to(dtype)` whose x has that dtype, and casts without readers. Needs example values. Returns the number removed."""
-    removed = 0
+def remove_idle_conversions(graph: torch.fx.Graph) -> None:
+    """Remove each `x.to(dtype)` whose x has that dtype, and casts without readers. Needs example values."""
     for node in list(graph.nodes):
         if node.op == "call_method" and op_name(node.target) in CONVERSIONS and _is_idle(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-            removed += 1
         elif CAST in node.meta and not node.users:
             graph.erase_node(node)
-            removed += 1
-    return removed
 
 
-def make_in_format(graph: torch.fx.Graph) -> int:
-    """Make zeros and ones directly in the dtypes of their casts, if only casts read them. Return how many zeros and ones were changed.
-
-    This saves launches.
-    """
+def make_in_format(graph: torch.fx.Graph) -> None:
+    """Make zeros and ones directly in the dtypes of their casts, if only casts read them. This saves launches."""
     found = [node for node in graph.nodes if node.users and _is_made_of_sizes(node) and all(_copies(user, node) for user in node.users)]
     for node in found:
         for copy in list(node.users):
@@ -59,7 +51,6 @@ def make_in_format(graph: torch.fx.Graph) -> int:
             copy.replace_all_uses_with(made)
             graph.erase_node(copy)
         graph.erase_node(node)
-    return len(found)
 
 
 def _is_made_of_sizes(node: torch.fx.Node) -> bool:

@@ -22,14 +22,14 @@ from amprewrite.tables.ops.op_lists import op_name
 class FollowWrites(Pass[Reading, EditedGraph]):
     name = "follow-writes"
 
-    def call(self, reading: Reading, edited: EditedGraph) -> bool:
-        return _follow(edited.module.graph) > 0
+    def __call__(self, reading: Reading, edited: EditedGraph) -> None:
+        _follow(edited.module.graph)
 
 
-def _follow(graph: torch.fx.Graph) -> int:
-    """Let later nodes read the results of in-place ops. Returns the number of in-place ops for which a reader was changed."""
+def _follow(graph: torch.fx.Graph) -> None:
+    """Let later nodes read the results of in-place ops."""
     places: dict[torch.fx.Node, int] = {}
-    apart, switch, followed = transformed_nodes(graph), -1, 0
+    apart, switch = transformed_nodes(graph), -1
     for place, node in enumerate(graph.nodes):
         places[node] = place
         if op_name(node.target) in GRAD_SWITCHES:
@@ -40,8 +40,6 @@ def _follow(graph: torch.fx.Graph) -> int:
         later = [user for user in target.users if user is not node and user not in places]
         for user in later:
             user.replace_input_with(target, node)
-        followed += bool(later)
-    return followed
 
 
 def _gives(node: torch.fx.Node, operand: torch.fx.Node) -> bool:

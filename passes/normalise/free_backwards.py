@@ -31,8 +31,9 @@ from amprewrite.torch_internals.autograd import set_grad_enabled
 class FreeBackwards(Pass[Reading, EditedGraph]):
     name = "free-backwards"
 
-    def call(self, reading: Reading, edited: EditedGraph) -> bool:
-        return sum(_free(body, call) for call, body in list(_backwards(edited.module))) > 0
+    def __call__(self, reading: Reading, edited: EditedGraph) -> None:
+        for call, body in list(_backwards(edited.module)):
+            _free(body, call)
 
 
 def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, torch.fx.GraphModule]]:
@@ -45,20 +46,19 @@ def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, to
             yield from _backwards(body)
 
 
-def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> bool:
-    """Remove Dynamo's grad-mode calls around the backward graph `body` of `call`. True if the graph was changed."""
+def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> None:
+    """Remove Dynamo's grad-mode calls around the backward graph `body` of `call`."""
     ops = [node for node in body.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     switches = [node for node in ops if op_name(node.target) in SET_GRAD]
     if not switches or switches[0] is not ops[0] or switches[-1] is not ops[-1] or switches[0].args[0] or not switches[-1].args[0]:
-        return False
+        return
     modes = dict(_modes(ops, call))
     if all(mode is not None for mode in modes.values()):
-        return False
+        return
     for node in switches:
         body.graph.erase_node(node)
     _switch(body.graph, modes)
     body.recompile()
-    return True
 
 
 def _modes(ops: list[torch.fx.Node], call: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, bool | None]]:

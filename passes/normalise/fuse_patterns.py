@@ -62,12 +62,9 @@ class Pattern:
 class FusePatterns(Pass[Reading, EditedGraph]):
     name = "fuse-patterns"
 
-    def call(self, reading: Reading, edited: EditedGraph) -> bool:
-        if reading.low is FP32:
-            return False
-        before = edited.module
-        edited.module = fuse_patterns(before, reading.lists)
-        return edited.module is not before
+    def __call__(self, reading: Reading, edited: EditedGraph) -> None:
+        if reading.low is not FP32:
+            edited.module = fuse_patterns(edited.module, reading.lists)
 
 
 def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.GraphModule:

@@ -20,10 +20,9 @@ from amprewrite.tables.formats import FP32
 class MarkLeaving(Pass[Reading, EditedGraph]):
     name = "mark-leaving"
 
-    def call(self, reading: Reading, edited: EditedGraph) -> bool:
+    def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         if reading.low is FP32:
-            return False
-        before = edited.module
-        note_memory(before.graph)
-        edited.module = mark_leaving(before, copy_graph, without_grad(before.graph, reading.grad) if reading.training else None)
-        return edited.module is not before
+            return
+        graph = edited.module.graph
+        note_memory(graph)
+        edited.module = mark_leaving(edited.module, copy_graph, without_grad(graph, reading.grad) if reading.training else None)

@@ -20,22 +20,18 @@ from amprewrite.torch_internals.autograd import set_grad_enabled
 class OpenGradRegions(Pass[Reading, EditedGraph]):
     name = "open-grad-regions"
 
-    def call(self, reading: Reading, edited: EditedGraph) -> bool:
-        return open_grad_regions(edited.module) > 0
+    def __call__(self, reading: Reading, edited: EditedGraph) -> None:
+        open_grad_regions(edited.module)
 
 
-def open_grad_regions(module: torch.fx.GraphModule) -> int:
-    """Replace each `wrap_with_set_grad_enabled` subgraph by its nodes between two calls that set the grad mode; returns their number.
+def open_grad_regions(module: torch.fx.GraphModule) -> None:
+    """Replace each `wrap_with_set_grad_enabled` subgraph by its nodes between two calls that set the grad mode.
 
     The result has the form in which Dynamo captures such regions. torch.export wraps them again when the edited graph is exported.
     """
-    opened = 0
     while node := next((n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled), None):
         _open(module, node)
-        opened += 1
-    if opened:
-        module.recompile()
-    return opened
+    module.recompile()
 
 
 def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:

@@ -14,5 +14,5 @@ from amprewrite.ir.pass_base import Pass
 class RestoreHooks(Pass[Reading, EditedGraph]):
     name = "restore-hooks"
 
-    def call(self, reading: Reading, edited: EditedGraph) -> bool:
-        return restore_hooks(edited.module)
+    def __call__(self, reading: Reading, edited: EditedGraph) -> None:
+        restore_hooks(edited.module)

@@ -23,25 +23,22 @@ GUARDS = "_guards_fn"
 class StripChecks(Pass[Reading, EditedGraph]):
     name = "strip-checks"
 
-    def call(self, reading: Reading, edited: EditedGraph) -> bool:
-        return strip_checks(edited.module) > 0
+    def __call__(self, reading: Reading, edited: EditedGraph) -> None:
+        strip_checks(edited.module)
 
 
-def strip_checks(module: torch.fx.GraphModule) -> int:
-    """Remove dtype checks and guards, in subgraphs too, and repair `node.users`. Returns the number of nodes removed."""
-    removed = 0
+def strip_checks(module: torch.fx.GraphModule) -> None:
+    """Remove dtype checks and guards, in subgraphs too, and repair `node.users`."""
     for graph_module in module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
             continue
-        before = removed
-        _mend_users(graph_module.graph)
-        for node in list(graph_module.graph.nodes):
-            if node.target in _CHECKS or (node.op == "call_module" and node.target == GUARDS):
-                graph_module.graph.erase_node(node)
-                removed += 1
-        if removed != before:
+        graph = graph_module.graph
+        _mend_users(graph)
+        checks = [node for node in graph.nodes if node.target in _CHECKS or (node.op == "call_module" and node.target == GUARDS)]
+        for node in checks:
+            graph.erase_node(node)
+        if checks:
             graph_module.recompile()
-    return removed
 
 
 def _mend_users(graph: torch.fx.Graph) -> None:

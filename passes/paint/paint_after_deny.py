@@ -29,10 +29,8 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
         """`past_bounded` says to start at denied ops whose results always fit the low format, too."""
         self.past_bounded = past_bounded
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = len(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         paint_after_deny(problem, decisions, self.past_bounded)
-        return len(decisions.paints) != before
 
 
 def paint_after_deny(problem: Problem, decisions: Decisions, past_bounded: bool) -> None:

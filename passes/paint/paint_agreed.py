@@ -19,10 +19,9 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class PaintAgreed(Pass[Problem, Decisions]):
     name = "paint-agreed"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before, whys = dict(decisions.paints), problem.agreed.whys_of(problem.graph)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
+        whys = problem.agreed.whys_of(problem.graph)
         for name, colour in problem.agreed.of(problem.graph).items():
             painted = decisions.paints.get(name)
             if painted is None or (colour is Colour.HIGH and painted.colour is Colour.LOW and painted.reason is Reason.ON_ALLOWLIST):
                 decisions.paint(name, colour, Reason.AGREED, detail=whys[name])
-        return decisions.paints != before

@@ -11,8 +11,7 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class PaintAllLow(Pass[Problem, Decisions]):
     name = "paint-all-low"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         open_nodes = [node.name for node in problem.graph if node.name not in decisions.paints]
         for name in open_nodes:
             decisions.paint(name, Colour.LOW, Reason.FORCED)
-        return bool(open_nodes)

@@ -18,13 +18,9 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class PaintAsGiven(Pass[Problem, Decisions]):
     name = "paint-as-given"
 
-    def requires(self, problem: Problem, decisions: Decisions) -> None:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if problem.given is None:
             raise PassError("paint-as-given follows a plan, and none is given")
-
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        assert problem.given is not None
-        before = dict(decisions.paints)
         for node in problem.given.nodes:
             if node.name in problem.graph.nodes:
                 decisions.paint(node.name, node.colour, node.reason, node.because_of, node.detail)
@@ -32,4 +28,3 @@ class PaintAsGiven(Pass[Problem, Decisions]):
             if vertex.name not in decisions.paints:
                 decisions.paint(vertex.name, Colour.PLAIN, Reason.NO_FLOAT)
         paint_ties(problem, decisions)
-        return decisions.paints != before

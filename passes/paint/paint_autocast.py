@@ -22,7 +22,7 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class PaintAutocast(Pass[Problem, Decisions]):
     name = "paint-autocast"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         open_nodes = [node for node in problem.graph if node.name not in decisions.paints]
         high = {name for name, paint in decisions.paints.items() if paint.colour is not Colour.LOW}
         for node in open_nodes:
@@ -33,4 +33,3 @@ class PaintAutocast(Pass[Problem, Decisions]):
                 decisions.paint(node.name, Colour.HIGH, Reason.WIDEST_INPUT if value else Reason.NOT_REACHED, because_of=value)
                 high.add(node.name)
         paint_ties(problem, decisions)
-        return bool(open_nodes)

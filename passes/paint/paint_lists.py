@@ -23,16 +23,10 @@ YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
 class PaintLists(Pass[Problem, Decisions]):
     name = "paint-lists"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         paint_facts(problem, decisions)
         paint_lists(problem, decisions)
-        return decisions.paints != before
-
-    def ensures(self, problem: Problem, decisions: Decisions) -> None:
-        for node in problem.graph:
-            if not node.carries_fp32 and decisions.paints[node.name].colour is not Colour.PLAIN:
-                raise PassError(f"{node.name} carries no fp32 value and was painted {decisions.paints[node.name].colour}")
+        check_facts(problem, decisions)
 
 
 def paint_facts(problem: Problem, decisions: Decisions) -> None:
@@ -42,6 +36,13 @@ def paint_facts(problem: Problem, decisions: Decisions) -> None:
         elif node.pinned is not None:
             colour, reason, detail = node.pinned
             decisions.paint(node.name, colour, reason, detail=detail)
+
+
+def check_facts(problem: Problem, decisions: Decisions) -> None:
+    """Raise PassError if a node without an fp32 value has a colour of its own."""
+    for node in problem.graph:
+        if not node.carries_fp32 and decisions.paints[node.name].colour is not Colour.PLAIN:
+            raise PassError(f"{node.name} carries no fp32 value and was painted {decisions.paints[node.name].colour}")
 
 
 def paint_lists(problem: Problem, decisions: Decisions) -> None:

@@ -26,8 +26,7 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 class PaintTF(Pass[Problem, Decisions]):
     name = "paint-tf"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = len(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         paint_between_allow(problem, decisions)
         if problem.lists.infer_after_allow:
             paint_after_allow(problem, decisions)
@@ -36,7 +35,6 @@ class PaintTF(Pass[Problem, Decisions]):
         for node in problem.graph:
             if node.name not in decisions.paints:
                 decisions.paint(node.name, Colour.HIGH, Reason.NOT_REACHED)
-        return len(decisions.paints) != before
 
 
 def _free(decisions: Decisions, node: OpNode, *kinds: OpKind) -> bool:

@@ -14,10 +14,8 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class PaintTies(Pass[Problem, Decisions]):
     name = "paint-ties"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         paint_ties(problem, decisions)
-        return decisions.paints != before
 
 
 def paint_ties(problem: Problem, decisions: Decisions) -> None:

@@ -23,17 +23,13 @@ from amprewrite.tables.vocabulary import Colour, Edit
 class PlanCasts(Pass[Problem, Decisions]):
     name = "plan-casts"
 
-    def requires(self, problem: Problem, decisions: Decisions) -> None:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         bare = [node.name for node in problem.graph if node.name not in decisions.paints]
         if bare:
             raise PassError(f"plan-casts wants every node painted; {bare[0]} and {len(bare) - 1} more are not")
-
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = decisions.casts
         decisions.casts = plan_casts(problem, decisions)
         for value in dict.fromkeys(cast.value for cast in decisions.casts if _is_spread(problem, cast)):
             decisions.edit(problem, value, Edit.SPREAD_COPIES)
-        return decisions.casts != before
 
 
 def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:

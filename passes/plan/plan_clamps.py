@@ -15,5 +15,5 @@ from amprewrite.tables.vocabulary import Edit
 class PlanClamps(Pass[Problem, Decisions]):
     name = "plan-clamps"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        return decisions.edit_low(problem, problem.far_constants, Edit.CLAMP_CONSTANTS)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
+        decisions.edit_low(problem, problem.far_constants, Edit.CLAMP_CONSTANTS)

@@ -19,10 +19,8 @@ from amprewrite.tables.vocabulary import Colour
 class PlanConstants(Pass[Problem, Decisions]):
     name = "plan-constants"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        found = plan_constants(problem, decisions)
-        decisions.casts += found
-        return bool(found)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
+        decisions.casts += plan_constants(problem, decisions)
 
 
 def plan_constants(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:

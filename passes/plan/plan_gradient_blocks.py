@@ -26,9 +26,9 @@ MOST = 64
 class PlanGradientBlocks(Pass[Problem, Decisions]):
     name = "plan-gradient-blocks"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if not problem.block_size:
-            return False
+            return
         weights = [node for node in problem.graph if node.role == "parameter"]
         if problem.given is not None and problem.given.gradient_blocks:
             decisions.gradient_blocks = _checked(problem.given.gradient_blocks, {node.name for node in weights})
@@ -37,7 +37,6 @@ class PlanGradientBlocks(Pass[Problem, Decisions]):
             chosen = [node for node in weights if problem.scale_loss or node.name in cast]
             found = blocks([node.numel for node in chosen], problem.block_size)
             decisions.gradient_blocks = tuple(tuple(chosen[place].name for place in block) for block in found)
-        return bool(decisions.gradient_blocks)
 
 
 def _checked(given: tuple[tuple[str, ...], ...], weights: Set[str]) -> tuple[tuple[str, ...], ...]:

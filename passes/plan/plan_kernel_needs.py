@@ -17,6 +17,6 @@ from amprewrite.tables.vocabulary import Edit
 class PlanKernelNeeds(Pass[Problem, Decisions]):
     name = "plan-kernel-needs"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        norms = decisions.edit_low(problem, problem.bare_norms, Edit.FP32_STATISTICS)
-        return decisions.edit_low(problem, problem.bare_taps, Edit.PAD_APART) or norms
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
+        decisions.edit_low(problem, problem.bare_norms, Edit.FP32_STATISTICS)
+        decisions.edit_low(problem, problem.bare_taps, Edit.PAD_APART)

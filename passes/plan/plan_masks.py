@@ -26,14 +26,13 @@ FIXED = (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK)
 class PlanMasks(Pass[Problem, Decisions]):
     name = "plan-masks"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         found = {call: edit for call, edit in problem.masks.items() if edit in FIXED or problem.fold_masks == "any"}
         for call, edit in found.items():
             decisions.edit(problem, call, edit)
         found |= _group_heads(problem, decisions)
         for what, count in Counter(edit.what for edit in decisions.edits if edit.on and edit.node in found).items():
             decisions.note(f"{f'each of {count} attention calls' if count > 1 else 'an attention call'} {what.says}")
-        return bool(found)
 
 
 def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:

@@ -36,9 +36,8 @@ FEW = 4
 class PlanPads(Pass[Problem, Decisions]):
     name = "plan-pads"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         decisions.pads = plan_pads(problem, decisions)
-        return bool(decisions.pads)
 
 
 def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:

@@ -57,7 +57,7 @@ RANKS, SHARES = ops_with(Trait.RANKS), ops_with(Trait.SHARES_OUT)
 class PlanProducts(Pass[Problem, Decisions]):
     name = "plan-products"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         wide = [name for name in problem.matrix_products if _is_wide(problem, decisions, name)]
         for name in wide:
             decisions.edit(problem, name, Edit.WIDE_PRODUCT)
@@ -67,14 +67,13 @@ class PlanProducts(Pass[Problem, Decisions]):
         low = {name: product for name, product in problem.matrix_products.items() if decisions.paints[name].colour is Colour.LOW}
         given = problem.given.quantised if problem.given is not None else None
         if given is not None:
-            plans, recipe = _as_given(problem, given, low), RECIPES.get(given.recipe)
+            plans, recipe = _as_given(given, low), RECIPES.get(given.recipe)
         elif problem.policy.products is not None:
             plans, recipe = _Choice(problem, low).plans(), problem.policy.products.preset.recipe
         else:
-            return bool(wide)
+            return
         if recipe is not None and plans:
             decisions.quantised = QuantisedProducts(recipe.name, plans, copies_of(problem, plans, recipe))
-        return bool(plans or wide)
 
 
 def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
@@ -86,7 +85,7 @@ def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
     return problem.policy.is_wide(name, problem.graph[name].module)
 
 
-def _as_given(problem: Problem, given: QuantisedProducts, low: Mapping[str, MatrixProduct]) -> tuple[ProductPlan, ...]:
+def _as_given(given: QuantisedProducts, low: Mapping[str, MatrixProduct]) -> tuple[ProductPlan, ...]:
     return tuple(plan for plan in given.products if plan.node in low)
 
 

@@ -56,13 +56,12 @@ class WeighPlans(Pass[Problem, Decisions]):
         """`by_cost` are the passes that choose colours by prices."""
         self.by_cost = by_cost
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = decisions.candidates
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if problem.given is not None:
             decisions.candidates = problem.given.candidates
-            return decisions.candidates != before
+            return
         if problem.lists.rule != "cost":
-            return False
+            return
         prices = Prices(problem.graph, problem.own_costs.time)
         found = []
         for name, colours in {PLANNED: decisions.colours, **painted_otherwise(problem, decisions)}.items():
@@ -71,7 +70,6 @@ class WeighPlans(Pass[Problem, Decisions]):
         decisions.candidates = tuple(found)
         _tell_of_weights(problem, decisions)
         _tell_of_parity(problem, decisions, self.by_cost)
-        return decisions.candidates != before
 
 
 def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:

@@ -20,25 +20,24 @@ MARGIN = 0.05
 class DeclineSmallGraphs(Pass[Problem, Decisions]):
     name = "decline-small-graphs"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if not problem.policy.may_decline:
-            return False
+            return
         colours = decisions.colours
         if Colour.LOW in problem.agreed.of(problem.graph).values():
-            return False
+            return
         fp32 = all_high(problem, decisions)
         if fp32 == colours:
-            return False
+            return
         prices = Prices(problem.graph, problem.costs)
         planned, plain = prices.of(colours).total, prices.of(fp32).total
         if planned <= plain * (1 + MARGIN):
-            return False
+            return
         told = f"low precision would take {1e6 * planned * TICK:.4g} µs a pass instead of {1e6 * plain * TICK:.4g} µs"
         for name, colour in fp32.items():
             if colour is not colours[name]:
                 decisions.paint(name, colour, Reason.DEVICE, detail=told)
         decisions.note(f"stays fp32: {told}, casts included; pass dtype={problem.policy.low.name!r} to rewrite anyway")
-        return True
 
 
 def all_high(problem: Problem, decisions: Decisions) -> dict[str, Colour]:

@@ -43,16 +43,13 @@ WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
 class RepaintAsAutocast(Pass[Problem, Decisions]):
     name = "repaint-as-autocast"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         found = Roundings(problem)
         for node in problem.graph:
             if node.role == "op" and found.held[node.name] < Held.LOW and not is_product(node) and not found.is_free(node):
                 reader = found.magnifies.get(node.name, "")
                 decisions.keep_high(problem, node.name, Reason.MAGNIFIED if reader else Reason.UNROUNDED, because_of=reader)
-        if decisions.paints != before:
-            paint_ties(problem, decisions)
-        return decisions.paints != before
+        paint_ties(problem, decisions)
 
 
 class Roundings:

@@ -23,10 +23,10 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 class RepaintByCost(Pass[Problem, Decisions]):
     name = "repaint-by-cost"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         open_nodes = [node for node in problem.graph if node.name not in decisions.paints]
         if not open_nodes:
-            return False
+            return
         try:
             found = cheapest(problem.graph, decisions.colours, open_nodes, problem.costs)
         except Contradiction as error:
@@ -37,7 +37,6 @@ class RepaintByCost(Pass[Problem, Decisions]):
             decisions.paint(node.name, Colour.LOW if node.name in found.low else Colour.HIGH, Reason.NOT_REACHED)
         for node in open_nodes:
             _give_reason(problem, decisions, node)
-        return True
 
 
 def _give_reason(problem: Problem, decisions: Decisions, node: OpNode) -> None:

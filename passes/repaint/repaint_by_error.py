@@ -17,17 +17,15 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class RepaintByError(Pass[Problem, Decisions]):
     name = "repaint-by-error"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if problem.keep_high is None:
-            return False
+            return
         keep = problem.keep_high.of(problem.graph)
         if keep is None:
             decisions.note("the search for an accuracy never ran this graph: it is planned without regard to accuracy")
-            return False
-        before = dict(decisions.paints)
+            return
         for name, why in keep.items():
             paint = decisions.paints.get(name)
             if paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.ASKED):
                 decisions.paint(name, Colour.HIGH, Reason.SENSITIVE, detail=why)
         paint_ties(problem, decisions)
-        return decisions.paints != before

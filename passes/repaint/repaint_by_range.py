@@ -54,8 +54,8 @@ MAGNIFIES = 16
 class RepaintByRange(Pass[Problem, Decisions]):
     name = "repaint-by-range"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        low, before = problem.policy.low, dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
+        low = problem.policy.low
         seen = problem.calibration.of(problem.graph) if problem.calibration is not None else None
         values = seen.values if seen is not None else {}
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
@@ -70,10 +70,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
         for name, text in find_cancelling(problem, values).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CANCELS)
-        if decisions.paints == before:
-            return False
         paint_ties(problem, decisions)
-        return True
 
 
 @dataclass

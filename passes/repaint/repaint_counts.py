@@ -17,14 +17,11 @@ from amprewrite.tables.vocabulary import Reason
 class RepaintCounts(Pass[Problem, Decisions]):
     name = "repaint-counts"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         for node in problem.graph:
             if node.counted:
                 decisions.keep_high(problem, node.name, Reason.COUNTS, because_of=node.counted)
-        if decisions.paints != before:
-            paint_ties(problem, decisions)
-        return decisions.paints != before
+        paint_ties(problem, decisions)
 
 
 __all__ = ["RepaintCounts"]

@@ -19,15 +19,12 @@ from amprewrite.tables.vocabulary import Reason
 class RepaintReadByMany(Pass[Problem, Decisions]):
     name = "repaint-read-by-many"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         wide = held_wide(problem.graph, problem.device, problem.held) if problem.read_by_many else set()
         for name in problem.read_by_many:
             if name in wide:
                 decisions.keep_high(problem, name, Reason.READ_BY_MANY)
-        if decisions.paints != before:
-            paint_ties(problem, decisions)
-        return decisions.paints != before
+        paint_ties(problem, decisions)
 
 
 __all__ = ["RepaintReadByMany"]

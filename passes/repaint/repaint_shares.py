@@ -32,8 +32,7 @@ SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
 class RepaintShares(Pass[Problem, Decisions]):
     name = "repaint-shares"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         graph, rounded = problem.graph, SHARES if problem.policy.low.narrow else SHARES - SOFTMAX
         for node in graph:
             if node.op in LOSSES:
@@ -47,9 +46,7 @@ class RepaintShares(Pass[Problem, Decisions]):
                 continue
             for name in kept:
                 decisions.keep_high(problem, name, Reason.TOLD_APART, because_of=node.name)
-        if decisions.paints != before:
-            paint_ties(problem, decisions)
-        return decisions.paints != before
+        paint_ties(problem, decisions)
 
 
 def _leading(

@@ -26,16 +26,13 @@ from amprewrite.tables.vocabulary import Reason
 class RepaintSmallSteps(Pass[Problem, Decisions]):
     name = "repaint-small-steps"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         for name in problem.small_steps:
             decisions.keep_high(problem, name, Reason.SMALL_STEPS)
         running = running_sums(problem)
         for name in (node.name for node in problem.graph if node.name in running):
             decisions.keep_high(problem, name, Reason.RUNNING_SUM)
-        if decisions.paints != before:
-            paint_ties(problem, decisions)
-        return decisions.paints != before
+        paint_ties(problem, decisions)
 
 
 __all__ = ["RepaintSmallSteps"]

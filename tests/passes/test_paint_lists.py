@@ -9,7 +9,7 @@ from chains import LETTERS, Case, chain, decided
 
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_as_given import PaintAsGiven
-from amprewrite.passes.paint.paint_lists import PaintLists, paint_facts
+from amprewrite.passes.paint.paint_lists import PaintLists, check_facts, paint_facts
 from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.tables.errors import PassError, PolicyError
 from amprewrite.tables.ops.op_lists import OPS, OpLists
@@ -173,4 +173,4 @@ def test_a_colour_on_a_value_that_is_not_fp32_breaks_the_promise() -> None:
     paint_facts(case.problem, case.decisions)
     case.decisions.paint("relu", Colour.LOW, Reason.ASKED)
     with pytest.raises(PassError, match="relu carries no fp32 value"):
-        PaintLists().ensures(case.problem, case.decisions)
+        check_facts(case.problem, case.decisions)

@@ -38,7 +38,9 @@ X, W = torch.randn(4, 8), torch.randn(8, 8)
 def test_conversions(capture: Capture, convert: Callable[..., Any], removed: int) -> None:
     module = capture(lambda x: convert(torch.relu(x)) + 1, X)
     want = module(X)
-    assert remove_idle_conversions(module.graph) == removed
+    before = len(module.graph.nodes)
+    remove_idle_conversions(module.graph)
+    assert before - len(module.graph.nodes) == removed
     module.recompile()
     torch.testing.assert_close(module(X), want, rtol=0, atol=0)
 
@@ -51,7 +53,7 @@ def test_a_copy_that_nobody_reads_is_removed_and_the_models_own_dead_ends_stay(c
         theirs = module.graph.call_method("to", (first, torch.float16))
     ours.meta = {**first.meta, CAST: "bf16"}
     theirs.meta = dict(first.meta)
-    assert remove_idle_conversions(module.graph) == 1
+    remove_idle_conversions(module.graph)
     assert theirs in module.graph.nodes
     assert ours not in module.graph.nodes
 
@@ -63,11 +65,14 @@ def test_a_conversion_that_the_casts_made_idle_goes(capture: Capture) -> None:
     assert sum(node.target in ("to", "float") for node in module.graph.nodes) == len(plan.casts)
 
 
-def test_the_pass_says_whether_it_changed_anything(capture: Capture) -> None:
+def test_twice_is_once(capture: Capture) -> None:
     captured = read_problem(capture(lambda x: torch.relu(x.to(torch.float32)), X), Policy(BF16))
     plan, edited = plan_region(captured.problem), EditedGraph.of(captured)
-    assert Tidy()(plan, edited).modified
-    assert not Tidy()(plan, edited).modified
+    before = edited.module.code
+    Tidy()(plan, edited)
+    once = edited.module.code
+    Tidy()(plan, edited)
+    assert before != once == edited.module.code
 
 
 def test_zeros_that_copies_alone_read_are_made_low(capture: Capture) -> None:

@@ -87,14 +87,11 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 class RepaintEnds(Pass[Problem, Decisions]):
     name = "repaint-ends"
 
-    def call(self, problem: Problem, decisions: Decisions) -> bool:
-        before = dict(decisions.paints)
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
         products = [node.name for node in problem.graph if node.kind is OpKind.ALLOW]
         for name in (*products[:1], *products[-1:]):
             decisions.keep_high(problem, name, Reason.SENSITIVE)
-        if decisions.paints != before:
-            paint_ties(problem, decisions)
-        return decisions.paints != before
+        paint_ties(problem, decisions)
 '''
 
 

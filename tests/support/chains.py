@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from amprewrite.ir.decisions import Decisions, Painted
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
-from amprewrite.ir.pass_base import Pass, PassResult, run_passes
+from amprewrite.ir.pass_base import Pass, run_passes
 from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.ir.policies.policy import Policy, parse_overrides
 from amprewrite.ir.problem import Problem
@@ -55,9 +55,9 @@ class Case:
         self.decisions = decide(self.problem)
         return self
 
-    def run(self, *passes: Pass[Problem, Decisions]) -> tuple[PassResult, ...]:
+    def run(self, *passes: Pass[Problem, Decisions]) -> None:
         """Run these passes on what has been decided."""
-        return run_passes(passes, self.problem, self.decisions)
+        run_passes(passes, self.problem, self.decisions)
 
     @property
     def graph(self) -> OpGraph:

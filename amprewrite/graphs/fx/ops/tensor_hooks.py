@@ -21,16 +21,13 @@ Body = Callable[..., Tensor]
 """The function of a hook: takes the gradient and the other values that the hook reads, and returns the new gradient."""
 
 
-def restore_hooks(module: torch.fx.GraphModule) -> bool:
-    """Replace each higher-order hook op in the graph of `module` by a call of `hooked`. Return True if the graph had any."""
-    found = False
-    for node in module.graph.nodes:
-        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook":
-            node.target = hooked
-            found = True
-    if found:
+def restore_hooks(module: torch.fx.GraphModule) -> None:
+    """Replace each higher-order hook op in the graph of `module` by a call of `hooked`."""
+    hooks = [node for node in module.graph.nodes if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook"]
+    for node in hooks:
+        node.target = hooked
+    if hooks:
         module.recompile()
-    return found
 
 
 def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
