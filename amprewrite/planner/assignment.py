@@ -87,7 +87,7 @@ def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode
 
 
 class _Search:
-    """The flow network of one graph, and a branch-and-bound search over its mixers."""
+    """The flow network of one graph, and a branch-and-bound search over its promoting ops (`_Mixer`)."""
 
     def __init__(self, graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> None:
         self.graph, self.colours, self.model = graph, colours, model

@@ -147,7 +147,7 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """Return the fp32 ops that read outside values alone and that only outside ops or the output read: a loss of returned logits."""
+    """Return the fp32 ops that read only `outside` nodes, and that only `outside` nodes or the output read: a loss of returned logits."""
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}
     found: set[Node] = set()

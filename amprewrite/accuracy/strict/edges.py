@@ -83,7 +83,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)
-        in_place = written(n)  # these operands get no alias, because other ops must see what the op writes to them
+        in_place = written(n)  # written operands get no alias, because other ops must see the write
 
         def operand(node: torch.fx.Node) -> Any:
             value = self.env[node]

@@ -74,7 +74,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         for tensor in map(local_part, shown):
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
-        # Observe earlier values in the written memory again, because they changed. Not if a mask was added to attention scores
+        # A write changes earlier values in the same memory: observe them again. Except if a mask was added to attention scores
         # (`may_saturate`), because the plan may clamp these numbers.
         if written(n) and not vertex.may_saturate:
             self._see_again(n, tensors(result) or shown)

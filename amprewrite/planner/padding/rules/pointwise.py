@@ -69,7 +69,7 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """Return the content rule of `op`: add, sub, rsub, mul, div, maximum or minimum of two tensors, or of a tensor and a number."""
+    """Return the function that gives the padding's content after `op`: arithmetic on two tensors, or on a tensor and a number."""
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
     alpha = call.kwargs.get("alpha", 1)

@@ -113,7 +113,7 @@ def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
 
 
 def in_a_step() -> bool:
-    """True if a thread is inside the `step` of an optimizer. It iterates over hooks, so none may be removed then."""
+    """True if a thread is inside the `step` of an optimizer. PyTorch iterates over hooks there, so none may be removed then."""
     for frame in sys._current_frames().values():
         at = frame
         while at is not None:
