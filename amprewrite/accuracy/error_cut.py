@@ -230,7 +230,7 @@ class Chain:
     def _prices(self, typical: int) -> list[float]:
         """Return the prices of a unit of squared error to try, ascending; empty if there is no error or `typical` is 0.
 
-        At the first, all errors together cost about 1e-4 of `typical`. At the last, a billionth of them costs about 10 times `typical`.
+        At the first price, all errors cost about 1e-4 of `typical`; at the last, a billionth of them costs about 10 times `typical`.
         """
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:

@@ -309,7 +309,7 @@ class Regions:
         return [variable for variable in found if variable is not None]
 
     def met(self, want: Want) -> bool:
-        """True if the cut pads all axes of a want."""
+        """True if the cut pads all axes that the dim of `want` needs padded."""
         needs = self._needs(want)
         return bool(needs) and all(variable in self.padded for variable in needs)
 

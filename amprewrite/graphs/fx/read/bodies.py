@@ -66,7 +66,7 @@ def backward_of(node: torch.fx.Node) -> torch.fx.GraphModule | None:
 
 
 def _is_forward(node: torch.fx.Node, name: str) -> bool:
-    """True if the body graph at attribute `name` is the forward of an autograd Function, which is its first body graph."""
+    """True if the body graph at attribute `name` is the first one of `node`, a call of an autograd Function: its forward."""
     return bool(_graphs(node)) and name == str(_graphs(node)[0].target)
 
 

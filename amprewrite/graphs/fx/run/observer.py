@@ -74,8 +74,8 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         for tensor in map(local_part, shown):
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
-        # A write changes earlier values in the same memory: observe them again. Except if a mask was added to attention scores
-        # (`may_saturate`), because the plan may clamp these numbers.
+        # A write changes earlier values in the same memory, so observe them again, except if a mask was added to attention scores
+        # (`may_saturate`): the plan may clamp these numbers.
         if written(n) and not vertex.may_saturate:
             self._see_again(n, tensors(result) or shown)
         return result

@@ -52,7 +52,7 @@ def compile_exactly(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call
 
 
 def check_inductor() -> None:
-    """Raise PolicyError if this torch's inductor lacks one of the settings."""
+    """Raise PolicyError if this torch's inductor lacks a setting that exact rounding needs."""
     missing = sorted(name for name in SETTINGS if name not in config._config)  # type: ignore[attr-defined]
     if missing:
         raise PolicyError(
