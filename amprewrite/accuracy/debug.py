@@ -370,6 +370,3 @@ def _override(key: str, word: str) -> Override:
     if not colon:
         return Override(key, "op", key, word)
     return Override(key, scope, pattern, "high" if word == "fp32" else word)  # type: ignore[arg-type]
-
-
-__all__ = ["DebugReport", "Finding", "debug", "op_table"]

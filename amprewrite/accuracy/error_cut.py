@@ -268,6 +268,3 @@ class Chain:
         kept = self._sets[index][0]
         graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
         return KeepHigh(graphs)
-
-
-__all__ = ["Chain", "movable"]

@@ -141,6 +141,3 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Met
             probe.leaves.clear()
             advance()
     return list(probe.edges.values())
-
-
-__all__ = ["Cause", "Sensitivity", "measure_edges", "sensitivity"]

@@ -205,6 +205,3 @@ def _kind(leaf: Any) -> str:
 def _outline(spec: TreeSpec, kinds: list[str]) -> str:
     text = ", ".join(kinds)
     return f"{spec.type.__name__ if spec.type else 'a tensor'} of ({text})" if spec.num_children else text
-
-
-__all__ = ["Batches", "CallArguments", "Forward", "GraphRunner", "Trial", "call_on", "tee"]

@@ -106,6 +106,3 @@ def compiled(module: nn.Module) -> Compiled:
             "amprewrite.rewrite(model), whose result has a plan"
         )
     return Compiled(found[-1])
-
-
-__all__ = ["OPTIONS", "Compiled", "compile_backend", "compiled"]

@@ -145,6 +145,3 @@ def _keep_out_of_state(edited: nn.Module, plain: nn.Module) -> None:
         path, _, last = name.rpartition(".")
         if name not in kept and name in edited.state_dict():
             edited.get_submodule(path)._non_persistent_buffers_set.add(last)
-
-
-__all__ = ["capture", "export_program", "export_with_plan"]

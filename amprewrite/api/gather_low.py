@@ -121,6 +121,3 @@ def _not_in_one_graph(session: Session, sharded: Sharded) -> str:
     if entry.graphs.left_out or not all(region.whole for region in entry.graphs.regions):
         return f"{place} has code outside its graph (amp.plan.skipped has it)"
     return "hooks of others on it see its weights" if own_hooks(sharded.module) else ""
-
-
-__all__ = ["LowGathers", "gather_low"]

@@ -109,6 +109,3 @@ def _cannot_write(path: Any, error: Exception) -> EmitError:
     if isinstance(error, OSError):
         return cannot_write(path, error)
     return EmitError(f"{printable(path)} cannot be written: {error}; give another path")
-
-
-__all__ = ["ScalarWriter", "TrainingLog"]

@@ -32,6 +32,3 @@ class Quiet(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return threading.get_ident() != self.thread
-
-
-__all__ = ["FAKE_TENSORS", "Quiet"]

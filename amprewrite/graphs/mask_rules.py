@@ -87,6 +87,3 @@ class MaskRules(ABC, Generic[Value]):
         if kind is OpKind.CLEAR and (not self.feeds_product(value) if masks and op in FILLS else not far):
             return True
         return self.is_mask(value) or self.reaches_softmax(value)
-
-
-__all__ = ["FILLS", "MaskRules"]

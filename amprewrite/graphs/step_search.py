@@ -150,6 +150,3 @@ class SmallSteps(ABC, Generic[Node]):
                     seen.add(source)
                     waiting.append(source)
         return value in seen and not self.heavy.isdisjoint(seen - {value})
-
-
-__all__ = ["Factor", "SmallSteps"]

@@ -145,6 +145,3 @@ class _Reading:
             node = self.graph[node.operands[0].value]
             least = min(least, node.numel)
         return least
-
-
-__all__ = ["data_of", "held", "held_wide", "is_product", "rounds", "widest_of"]

@@ -83,6 +83,3 @@ class ProductPrices:
 
 def _ticks(seconds: float) -> int:
     return round(seconds / TICK)
-
-
-__all__ = ["ProductPrices"]

@@ -148,6 +148,3 @@ class _Sums:
             computed = not self.rounded.isdisjoint(others)
             scaled = way.scaled or (node.op in FACTORS and computed) or (node.op == "lerp" and not place and computed and len(others) > 1)
             yield self.graph[operand.value], _Way((*way.passed, node.name), way.added + others * (node.op in SUMS), scaled)
-
-
-__all__ = ["running_sums"]

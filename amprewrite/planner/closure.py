@@ -39,6 +39,3 @@ def heaviest_closure(weights: Mapping[Item, int], needs: Iterable[tuple[Item, It
         return frozenset()
     taken, _ = min_cut(network)
     return frozenset(item for item, vertex in vertices.items() if taken[vertex])
-
-
-__all__ = ["heaviest_closure"]

@@ -89,29 +89,3 @@ class Preset:
 
 
 PRESETS = {"fp8": Preset(TENSORWISE), "fp8-safe": Preset(SAFE), "fp8-rowwise": Preset(ROWWISE), "fp8-all": Preset(TENSORWISE, priced=False)}
-
-__all__ = [
-    "ALIGNMENT",
-    "BASE",
-    "FP8",
-    "GEMMS",
-    "GRAD_IN",
-    "GRAD_WEIGHT",
-    "OUT",
-    "PAIRS",
-    "PRESETS",
-    "READS",
-    "RECIPES",
-    "ROWS",
-    "SMALLEST",
-    "STRAIGHT",
-    "TENSOR",
-    "TURNED",
-    "WAYS",
-    "WIDE",
-    "G",
-    "Preset",
-    "Recipe",
-    "W",
-    "X",
-]  # fmt: skip

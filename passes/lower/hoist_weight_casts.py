@@ -286,9 +286,3 @@ def with_kept_weights(
         return takes_kept[0](*inputs)
 
     return call
-
-
-__all__ = [
-    "Copy", "HoistWeightCasts", "cast_in_blocks", "copies_read", "hoist_weight_casts", "read_low_alone", "with_cached_weights",
-    "with_kept_weights",
-]  # fmt: skip

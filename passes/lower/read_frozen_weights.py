@@ -152,6 +152,3 @@ def store_low(edited: torch.fx.GraphModule) -> None:
                 user.replace_all_uses_with(node)
                 edited.graph.erase_node(user)
     edited.recompile()
-
-
-__all__ = ["ReadFrozenWeights", "cast_up", "example_inputs_of", "store_low", "stored_copy", "with_frozen_weights"]

@@ -91,6 +91,3 @@ def with_widened_results(run: CompiledFn, widened: list[Widened]) -> CompiledFn:
         return tuple(results)
 
     return call
-
-
-__all__ = ["SuitCompiler", "return_low", "widens", "with_widened_results"]

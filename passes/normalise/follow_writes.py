@@ -48,6 +48,3 @@ def _gives(node: torch.fx.Node, operand: torch.fx.Node) -> bool:
     if not isinstance(value, torch.Tensor) or value is not example_value(operand) or is_opaque(node):
         return False
     return node.op in ("call_function", "call_method") and operand in written(node)
-
-
-__all__ = ["FollowWrites"]

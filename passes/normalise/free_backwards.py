@@ -90,6 +90,3 @@ def _switch(graph: torch.fx.Graph, modes: dict[torch.fx.Node, bool | None]) -> N
     if before is not None:
         with graph.inserting_after(ops[-1]):
             graph.call_function(set_grad_enabled, (callers,))
-
-
-__all__ = ["FreeBackwards"]

@@ -73,6 +73,3 @@ def _moved_attribute(module: torch.fx.GraphModule, body: torch.fx.GraphModule, n
     copy = module.graph.get_attr(name)
     copy.meta = dict(node.meta)
     return copy
-
-
-__all__ = ["OpenGradRegions", "open_grad_regions"]

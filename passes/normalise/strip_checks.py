@@ -49,6 +49,3 @@ def _mend_users(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         for source in node.all_input_nodes:
             source.users.setdefault(node)
-
-
-__all__ = ["StripChecks", "strip_checks"]

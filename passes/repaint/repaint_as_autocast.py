@@ -121,6 +121,3 @@ class Roundings:
             return False
         kept = self.held[node.name] is Held.EXACT is not self.held[value]
         return node.name in self.magnifies or (kept and node.op not in AVERAGES)
-
-
-__all__ = ["RepaintAsAutocast", "Roundings"]

@@ -22,6 +22,3 @@ class RepaintCounts(Pass[Problem, Decisions]):
             if node.counted:
                 decisions.keep_high(problem, node.name, Reason.COUNTS, because_of=node.counted)
         paint_ties(problem, decisions)
-
-
-__all__ = ["RepaintCounts"]

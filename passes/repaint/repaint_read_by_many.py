@@ -25,6 +25,3 @@ class RepaintReadByMany(Pass[Problem, Decisions]):
             if name in wide:
                 decisions.keep_high(problem, name, Reason.READ_BY_MANY)
         paint_ties(problem, decisions)
-
-
-__all__ = ["RepaintReadByMany"]

@@ -73,6 +73,3 @@ def _kind(node: OpNode) -> OpKind | None:
     if node.role != "op" or node.op not in OPS:
         return None
     return OpKind.ALLOW if node.flops else OPS[node.op].kind
-
-
-__all__ = ["RepaintShares"]

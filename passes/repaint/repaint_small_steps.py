@@ -33,6 +33,3 @@ class RepaintSmallSteps(Pass[Problem, Decisions]):
         for name in (node.name for node in problem.graph if node.name in running):
             decisions.keep_high(problem, name, Reason.RUNNING_SUM)
         paint_ties(problem, decisions)
-
-
-__all__ = ["RepaintSmallSteps"]

@@ -139,6 +139,3 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 def _copy(value: Any) -> Any:
     """Return a detached copy of a tensor. Any other value is returned unchanged."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-__all__ = ["EdgeProbe", "Edges"]

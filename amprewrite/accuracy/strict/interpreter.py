@@ -379,6 +379,3 @@ class StrictInterpreter(torch.fx.Interpreter):
             return torch.fx.Interpreter(getattr(self.module, name)).run(*args)
         body = StrictRegion.of(self.region.captured.parts[n], plan)
         return StrictInterpreter(body, self.recording, f"{self.path}{name}/").run(*args)
-
-
-__all__ = ["Recording", "Row", "StrictInterpreter", "StrictRegion", "floats", "is_fp32", "measure", "relative_error", "round_to"]

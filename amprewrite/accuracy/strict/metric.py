@@ -155,6 +155,3 @@ def check_reference(outputs: Sequence[Tensor], name: str, index: int) -> None:
         raise CalibrationError(f"{name} gives no floating tensor for batch {index}: there is no error to measure")
     if any(bool(t.isnan().any()) for t in outputs):
         raise CalibrationError(f"{name} gives NaN in fp32 for batch {index}: no plan can be compared with that")
-
-
-__all__ = ["Judged", "LogProb", "Metric", "check_reference", "kept", "logits_of", "parse_metric"]

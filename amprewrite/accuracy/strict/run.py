@@ -251,6 +251,3 @@ def output_floats(value: Any) -> list[torch.Tensor]:
                 yield from inside(vars(leaf), depth + 1)
 
     return list(inside(value, 0))
-
-
-__all__ = ["Loss", "Outcome", "StrictRun", "default_loss", "output_floats"]

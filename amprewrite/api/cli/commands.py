@@ -393,6 +393,3 @@ def _rows() -> int:
         return max(os.get_terminal_size().lines - 8, 12)
     except OSError:
         return 40
-
-
-__all__ = ["calibrate", "convert", "debug", "devices", "diff", "explain", "lists", "passes", "plan", "verify"]

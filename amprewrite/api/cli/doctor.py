@@ -198,6 +198,3 @@ def _checks(device: str, low: Format, planned_for: str | None) -> Iterator[Check
 def _relative(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     flat = [torch.cat([each.flatten() for each in part]) for part in (found, wanted)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm()) if flat[0].shape == flat[1].shape else float("inf")
-
-
-__all__ = ["doctor"]

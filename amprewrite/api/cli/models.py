@@ -235,6 +235,3 @@ def _where(error: BaseException) -> str:
 
 def _a(word: str) -> str:
     return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"
-
-
-__all__ = ["OnnxModel", "Source", "TorchModel", "UsageError", "first_line", "load", "load_batches", "load_plan", "torch_model"]

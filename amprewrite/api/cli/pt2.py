@@ -136,6 +136,3 @@ def _archive(parts: dict[str, bytes]) -> io.BytesIO:
     writer.write_end_of_file()
     buffer.seek(0)
     return buffer
-
-
-__all__ = ["NotPlain", "plain_copy", "save_program"]

@@ -14,6 +14,3 @@ def load_onnx_support() -> ModuleType:
     except ImportError as error:
         raise EmitError(f"ONNX needs {error.name}, which is not installed: pip install 'amprewrite[onnx]' (GPU: [onnx-gpu])") from error
     return convert
-
-
-__all__ = ["load_onnx_support"]

@@ -169,6 +169,3 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
         if hasattr(module, attribute):  # attributes by which AOTAutograd recognises Dynamo's graphs and their static inputs
             setattr(copied, attribute, getattr(module, attribute))
     return copied, copies
-
-
-__all__ = ["Captured", "EditedGraph", "Hoisted", "Reading", "Target", "Widened", "copy_graph"]

@@ -137,6 +137,3 @@ def pushed(modes: Sequence[Any]) -> Iterator[None]:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-__all__ = ["GradMode", "closed_if_raised", "not_selective", "pushed", "uncaptured", "unhooked", "unselected"]

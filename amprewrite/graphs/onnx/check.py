@@ -177,6 +177,3 @@ def too_large(model: ir.Model) -> str:
             if size > most:
                 return f"{printable(value.name)} is declared with {size:.3g} bytes, and {most:.3g} are free"
     return ""
-
-
-__all__ = ["check_constants", "check_functions", "check_operands", "invalid", "memory", "same_complaint", "too_large"]

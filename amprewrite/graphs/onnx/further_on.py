@@ -136,6 +136,3 @@ def _holds_sum(value: ir.Value | None) -> bool:
     maker = value.producer()
     parts = [] if maker is None or op_of(maker) != "cat" else [part.producer() for part in maker.inputs if part is not None]
     return any(part is not None and op_of(part) == "sum" for part in parts)
-
-
-__all__ = ["Readers", "before_a_pole", "has_pole", "is_distance"]

@@ -141,6 +141,3 @@ def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> 
     if len(calls) == len(known):
         return dict(zip(calls, known, strict=True))
     return dict.fromkeys(calls, next(iter(known))) if len(set(known.values())) == 1 else {}
-
-
-__all__ = ["NOTHING_AGREED", "Agreed"]

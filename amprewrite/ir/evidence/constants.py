@@ -135,6 +135,3 @@ def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) ->
 
 def _passes_small(op: str) -> bool:
     return op in INVERSE or op in BORDERS or hands_on_small(op)
-
-
-__all__ = ["BORDERS", "ConstantRead", "Loss", "lost_constants"]

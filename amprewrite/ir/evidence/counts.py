@@ -105,6 +105,3 @@ def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode
         return large
     least = min((counts.get(each, Count.NOT) for each in factors), default=Count.NOT)
     return factors[0] if least is Count.WHOLE or (least and summed(node) <= FEW) else ""
-
-
-__all__ = ["FRACTIONS", "Count", "keep_counts", "made_of", "most_exact"]

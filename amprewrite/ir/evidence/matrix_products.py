@@ -29,6 +29,3 @@ class MatrixProduct:
     """Whether a backward computes a gradient of w."""
     transposed: bool = False
     """Whether w is stored as [inner, columns], instead of [columns, inner] as in a linear layer."""
-
-
-__all__ = ["MatrixProduct"]

@@ -280,9 +280,3 @@ def hands_on_small(op: str) -> bool:
     """True if the result of `op` is small whenever its operand is small. False for an op without a row in the op table."""
     row = find_op(op)
     return row is not None and (row.kind is OpKind.CLEAR or row.name in PASSES_SMALL)
-
-
-__all__ = [
-    "ABOVE", "BELOW", "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "Read", "bias_drowns", "drowned", "drowns_in", "fit",
-    "handed_on", "hands_on_small", "has_offset", "near_a_pole", "near_the_end", "only_blocks", "summands", "thinned_out",
-]  # fmt: skip

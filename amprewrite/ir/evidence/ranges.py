@@ -350,6 +350,3 @@ def as_text(table: Table, width: int = 110) -> str:
 
 def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-__all__ = ["Calibration", "RegionRanges", "ValueRange", "fingerprint", "merge", "parameters_fingerprint"]

@@ -35,6 +35,3 @@ def _kind(plan: RegionPlan) -> object:
     padded = (value.value for part in parts for value in part.pads.values)
     done = (edit for part in parts for edit in part.edits)
     return plan.entry, *((node.name, node.op, node.inputs, node.colour, node.module) for node in nodes), *padded, *done
-
-
-__all__ = ["each_once"]

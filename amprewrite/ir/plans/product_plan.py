@@ -156,6 +156,3 @@ class QuantisedProducts:
         found = self.of(node)
         lines = [f"  its {each.gemm} runs in {each.formats} because {each.why()}" for each in found.gemms] if found else []
         return lines + [f"  it is quantised: {each}" for each in self.copies if each.value == node]
-
-
-__all__ = ["GemmPlan", "ProductPlan", "ProductReason", "QuantisedCopy", "QuantisedProducts"]

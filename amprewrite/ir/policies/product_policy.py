@@ -102,6 +102,3 @@ def _rule(key: Any, word: Any) -> ProductRule:
     stem, _, gemm = pattern.rpartition(".")
     stem, gemm = (stem, gemm) if gemm in GEMMS and stem else (pattern, "")
     return ProductRule(key, scope, stem, gemm, WORDS[word])
-
-
-__all__ = ["ProductPolicy", "ProductRule", "parse_products"]

@@ -493,6 +493,3 @@ def _once(network: Network, readers: list[int], maker: int, cost: float, into: b
         for reader in ends:
             network.arc(*((reader, copy) if into else (copy, reader)), INFINITE)
     network.arc(*((copy, maker) if into else (maker, copy)), _ticks(cost))
-
-
-__all__ = ["PadPrices", "Regions", "Want", "value_name"]

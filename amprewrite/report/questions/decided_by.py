@@ -93,6 +93,3 @@ def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
     return [
         (f"{each.region}/{node.node}" if several else node.node, node.colour, node.by, node.why) for each in found for node in each.nodes
     ]
-
-
-__all__ = ["OPEN", "Decided", "Progress", "decided_after", "progress_rows"]

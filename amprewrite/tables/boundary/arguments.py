@@ -77,6 +77,3 @@ def keywords(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise PolicyError(f"{name}= takes a dict of keyword arguments by name, such as {{'mask': mask}}, not {type(value).__name__}")
     return dict(value)
-
-
-__all__ = ["did_you_mean", "flag", "is_flag", "is_word", "keywords", "names_module", "shown"]

@@ -62,6 +62,3 @@ def _line(what: str, total: int | None) -> Callable[[], None]:
         shown.update(text(), raw=True)
 
     return advance
-
-
-__all__ = ["bar", "console"]

@@ -284,9 +284,3 @@ def _started(pid: int) -> str:
     except OSError:  # the process runs, but belongs to another user
         return "0"
     return "0"
-
-
-__all__ = [
-    "alone_in", "cannot_write", "read_text", "replacing", "resolved", "scratch_folder", "scratch_path", "sweep", "sync_file",
-    "sync_folder", "take_mode", "write_bytes", "write_scratch", "write_text",
-]  # fmt: skip

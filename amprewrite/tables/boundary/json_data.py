@@ -133,6 +133,3 @@ def _wrong(where: str, data: Any, wanted: str) -> BadData:
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "a bool", int: "an int", float: "a float"}
     found = repr(data) if isinstance(data, str) and len(data) < 40 else kinds.get(type(data), "null")
     return BadData(f"{where or 'it'} is {found} instead of {wanted}")
-
-
-__all__ = ["BadData", "build", "read_json"]

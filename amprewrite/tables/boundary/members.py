@@ -52,6 +52,3 @@ def _takes_nothing(method: Callable[..., Any]) -> bool:
     given = list(inspect.signature(method).parameters.values())[1:]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return all(each.default is not inspect.Parameter.empty or each.kind in variable for each in given)
-
-
-__all__ = ["buffers_in", "named_buffers_in", "named_parameters_in", "parameters_in"]

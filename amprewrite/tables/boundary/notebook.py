@@ -28,6 +28,3 @@ def fragment(lines: Iterable[str], titles: Sequence[str] = (), rows: Iterable[Se
 
 def _safe(text: str) -> str:
     return escape(printable(text))
-
-
-__all__ = ["fragment"]

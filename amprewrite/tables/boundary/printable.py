@@ -15,6 +15,3 @@ def printable(text: object) -> str:
     'relu\\x1b[31m'
     """
     return _STEERING.sub(lambda found: ascii(found[0])[1:-1], str(text))
-
-
-__all__ = ["printable"]

@@ -81,6 +81,3 @@ def _pair(left: set[str], right: set[str], later: set[str], sizes: dict[str, int
     shared, summed = left & right, (left & right) - later
     multiplied = math.prod(sizes[letter] for letter in shared | ((left | right) & later))
     return 2 * multiplied if summed else 0
-
-
-__all__ = ["chain_flops", "einsum_flops", "pair_flops", "sums_products"]

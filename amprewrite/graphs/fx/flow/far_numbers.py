@@ -233,6 +233,3 @@ def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
             if user not in seen and user.op in ("call_function", "call_method") and op_name(user.target) in ops:
                 seen.add(user)
                 waiting.append(user)
-
-
-__all__ = ["FarNumbers"]

@@ -132,6 +132,3 @@ def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
     if fact.row is None or device not in fact.row.uneven:
         return None
     return Colour.HIGH, Reason.UNEVEN, f"{fact.op} on {device}"
-
-
-__all__ = ["Pin", "per_dim", "pin_summing", "pin_uneven", "pin_unset", "read_bare_taps"]

@@ -50,6 +50,3 @@ def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Se
         if many and graph[name].carries_fp32 and graph[name].role != "parameter":
             found.append(name)
     return tuple(sorted(found, key=graph.rank.__getitem__))
-
-
-__all__ = ["MOST_READERS", "read_by_many", "trained_nodes", "trained_values"]

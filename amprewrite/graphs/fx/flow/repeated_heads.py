@@ -105,6 +105,3 @@ def _adds_a_dim(node: torch.fx.Node) -> bool:
 def _sizes(node: torch.fx.Node) -> tuple[Any, ...]:
     value = example_value(node)
     return tuple(map(comparable, value.shape)) if isinstance(value, torch.Tensor) else ()
-
-
-__all__ = ["GROUPED", "KEY", "VALUE", "Way", "read_repeated_heads"]

@@ -204,6 +204,3 @@ def _elements(node: torch.fx.Node) -> Any:
 def _dims(node: torch.fx.Node) -> int:
     """Return the number of dims of `node` whose size is symbolic or above 1."""
     return sum(not isinstance(size, int) or size > 1 for size in _shape_of(node) or ())
-
-
-__all__ = ["read_small_steps"]

@@ -214,9 +214,3 @@ def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
         return Kind.OTHER
     causal = torch.ones(lengths, dtype=torch.bool, device=mask.device).tril()
     return Kind.CAUSAL if torch.equal(allowed, causal.expand_as(allowed)) else Kind.OTHER
-
-
-__all__ = [
-    "CAUSAL", "MASK", "Kind", "Masks", "argument", "find_mask", "kind_of", "look_at_mask", "mask_readers", "queries_and_keys", "read_masks",
-    "sources_of", "writes_to",
-]  # fmt: skip

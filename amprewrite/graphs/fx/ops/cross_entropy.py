@@ -87,6 +87,3 @@ def _gradient(logits: Tensor, target: Tensor, given: Tensor, reduction: str, ign
     inner = _aten.nll_loss_backward(given, logs, target, None, REDUCTIONS[reduction], ignore_index, weight)
     found: Tensor = _aten._log_softmax_backward_data(inner, logs, 1, torch.float32)
     return found
-
-
-__all__ = ["cross_entropy_of_low"]

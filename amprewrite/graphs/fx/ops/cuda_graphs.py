@@ -66,6 +66,3 @@ class Recorded:
             new = getattr(self.owner, name)
             place.copy_(new if where is None else torch.where(where, new, place))
             setattr(self.owner, name, place)
-
-
-__all__ = ["EMPTY", "Recorded", "recording"]

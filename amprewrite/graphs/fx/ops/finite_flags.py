@@ -68,6 +68,3 @@ def finite_flags(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor
         else:
             left.append(gradient)
     return list(flags.values()), left
-
-
-__all__ = ["finite_flags", "record_finite_flag"]

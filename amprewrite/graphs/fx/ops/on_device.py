@@ -15,6 +15,3 @@ def on_device(number: Tensor, device: torch.device) -> Tensor:
     The host waits only for a copy to a CPU, because it may read such a copy at once.
     """
     return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
-
-
-__all__ = ["on_device"]

@@ -149,8 +149,3 @@ def batch_norm_padded(
         running_mean.copy_(mean.narrow(0, 0, running_mean.shape[0]))
         running_var.copy_(var.narrow(0, 0, running_var.shape[0]))
     return out
-
-
-__all__ = [
-    "batch_norm_padded", "copy_ends", "empty_padded", "logical_part", "pad_cast", "pad_dims", "resize", "slice_dims",
-]  # fmt: skip

@@ -102,6 +102,3 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
     one = ours.new_ones(())  # multiply the result by the scales, because a kernel with row scales is slow unless `fast`
     product = multiply_units(left, right, one, one, None, dtype, False) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias
-
-
-__all__ = ["Scaled", "multiply", "quantise_matrix", "quantise_rows", "round_scaled", "scale_of"]

@@ -191,6 +191,3 @@ def _graphs(node: torch.fx.Node) -> list[torch.fx.Node]:
 def _shape(node: torch.fx.Node) -> tuple[object, ...] | None:
     value = example_value(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-
-__all__ = ["KEPT", "has_own_backward", "inner_graphs", "kept_high", "leads_nowhere", "operands"]

@@ -112,6 +112,3 @@ def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Co
 def _dtype(value: Any) -> str:
     """Return the name of the dtype of `value`. A Python float counts as fp32."""
     return "fp32" if isinstance(value, float | torch.SymFloat) else value_dtype(value)
-
-
-__all__ = ["Counts", "read_counts"]

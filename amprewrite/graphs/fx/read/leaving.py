@@ -309,6 +309,3 @@ class Memory:
                 found.add(node)
                 waiting += [feeder for feeder in node.all_input_nodes if feeder in holders or feeder in between]
         return found & holders
-
-
-__all__ = ["mark_leaving", "read_results"]

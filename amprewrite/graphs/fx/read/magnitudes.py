@@ -127,6 +127,3 @@ def _read(numbers: Sequence[Tensor]) -> list[Any]:
         for place, number in zip(places, torch.stack([numbers[place] for place in places]).tolist(), strict=True):
             found[place] = number
     return found
-
-
-__all__ = ["factors", "largest", "magnitudes", "offsets", "weights_among"]

@@ -78,6 +78,3 @@ def _dims(node: object) -> int:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not is_traceable_wrapper_subclass(value)
-
-
-__all__ = ["bias_of", "operands", "read_matrix_products", "transposes"]

@@ -41,6 +41,3 @@ def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
         return False
     recorded = recorded_inputs(graph)
     return any(place in recorded and node.name in hooked for place, node in enumerate(graph.find_nodes(op="placeholder")))
-
-
-__all__ = ["hooked_and_written", "recorded_inputs"]

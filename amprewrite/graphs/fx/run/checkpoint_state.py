@@ -31,6 +31,3 @@ def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple
 
     others = (operand for place, operand in enumerate(operands) if place not in apart)
     return checkpoint(run, held, *others, use_reentrant=use_reentrant, **options)
-
-
-__all__ = ["checkpoint_with_state"]

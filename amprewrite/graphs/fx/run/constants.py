@@ -46,6 +46,3 @@ class Constants:
 def take_constants(constants: Constants) -> tuple[Tensor, ...]:
     """Return `constants.take()`. Rewritten graphs call this function."""
     return constants.take()
-
-
-__all__ = ["Constants", "take_constants"]

@@ -127,6 +127,3 @@ def _is_custom(node: torch.fx.Node) -> bool:
 
 def _is_low(node: torch.fx.Node) -> bool:
     return any(t.dtype in LOW_DTYPES for t in tensors(example_value(node)))
-
-
-__all__ = ["FirstRun", "Refusals", "has_custom_op", "runs_op_by_op"]

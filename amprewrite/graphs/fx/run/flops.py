@@ -105,6 +105,3 @@ def _letters(dims: Any) -> str:
 
 def _shape(value: torch.Tensor) -> Shape:
     return tuple(hint(size) for size in value.shape)
-
-
-__all__ = ["flops"]

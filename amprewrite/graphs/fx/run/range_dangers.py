@@ -89,6 +89,3 @@ def _planned(captured: Captured, plan: RegionPlan) -> list[tuple[Captured, Regio
         if part.problem.name in plans:
             found += _planned(part, plans[part.problem.name])
     return found
-
-
-__all__ = ["dangers", "exchanges_infinities", "poles", "too_large", "unobserved"]

@@ -158,6 +158,3 @@ def _may_be_given_again(value: Any) -> bool:
     """True if `value` may be the value of a later call that is alike: it consists of plain fake tensors without known values."""
     found = value if isinstance(value, tuple | list) else [value]
     return all(type(each) is FakeTensor and each.constant is None for each in found)
-
-
-__all__ = ["Alike", "RepeatedCalls"]

@@ -44,6 +44,3 @@ def same(a: Tensor, b: Tensor) -> bool:
         if whole_words and torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)):
             return True
     return torch.equal(a, b) or not bool(differs(a, b))
-
-
-__all__ = ["differs", "same", "sample"]

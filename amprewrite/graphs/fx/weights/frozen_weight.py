@@ -278,6 +278,3 @@ def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
         value = node.meta.get("example_value")
         if isinstance(value, FrozenWeight) and value.stand_in is not None:
             node.meta["example_value"] = value.stand_in.requires_grad_(value.trains and not torch.is_grad_enabled())
-
-
-__all__ = ["REMEDY", "FrozenWeight", "stand_in_for_frozen", "thawed"]

@@ -128,6 +128,3 @@ class _Link(torch.autograd.Function):
             if layout and gradient is not None:
                 left[place] = gradient.reshape(shape)
         return None, None, None, *left
-
-
-__all__ = ["CastBlock", "block_size", "cast_block", "marked", "ranks_train"]

@@ -58,6 +58,3 @@ def add_listener(listener: StepListener) -> None:
 def drop_listener(listener: StepListener) -> None:
     """Stop calling `listener` after steps; nothing happens if it is not registered."""
     _LISTENING.discard(listener)
-
-
-__all__ = ["StepListener", "add_listener", "drop_listener"]

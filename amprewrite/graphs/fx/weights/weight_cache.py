@@ -392,6 +392,3 @@ def _changed(stale: Sequence[Tensor], names: Names, cause: str) -> str:
         "or a collective; results since then may come from the old values, and the copies are dropped now. Call "
         "amp.weights_changed() after each such write, or write while no copies are kept; cache_weights=False keeps none"
     )
-
-
-__all__ = ["Block", "WeightCache", "make_copies"]

@@ -123,6 +123,3 @@ def constants_of(node: ir.Node) -> list[tuple[int, ir.Value]]:
         for index, value in enumerate(node.inputs)
         if value is not None and format_of(value) == "fp32" and constant_tensor(value) is not None
     ]
-
-
-__all__ = ["ConstantFacts", "constants_of"]

@@ -71,6 +71,3 @@ def _number(value: ir.Value) -> Iterator[float]:
     held = constant_tensor(value)
     if held is not None and held.size == 1 and not held.dtype.is_string():
         yield float(held.numpy().reshape(-1)[0])
-
-
-__all__ = ["with_counts"]

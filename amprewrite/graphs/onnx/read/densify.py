@@ -88,6 +88,3 @@ def _dense(sparse: onnx.SparseTensorProto, where: str, most: int) -> onnx.Tensor
     dense = ir.StringTensor(made, shape=ir.Shape(dims), name=held.name) if strings else ir.tensor(made, held.dtype, held.name)
     describe(dense, held)
     return ir.to_proto(dense)
-
-
-__all__ = ["densify"]

@@ -121,6 +121,3 @@ class _OnnxSteps(SmallSteps[str]):
 def _size(values: np.ndarray[Any, Any]) -> float:
     """Return the root mean square of numbers, with the sign of their mean."""
     return math.copysign(float(np.sqrt(np.square(values.astype(np.float64)).mean())), float(values.mean()))
-
-
-__all__ = ["read_small_steps"]

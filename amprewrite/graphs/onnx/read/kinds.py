@@ -73,6 +73,3 @@ class Kinds:
         if source.startswith(("int", "uint")) and seen is not None and seen.amax * HEADROOM <= 2 / self.low.eps:
             return None  # the low format holds such integers exactly
         return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"
-
-
-__all__ = ["Kinds"]

@@ -30,6 +30,3 @@ def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
             read[0], read[1], 0, 0, x.numel // max(inner, 1), inner, columns, x_learns=True, w_learns=True, transposed=not straight
         )
     return found
-
-
-__all__ = ["read_matrix_products"]

@@ -26,6 +26,3 @@ def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.nd
     held = ((name, reading.values[name]) for name in names if name in reading.values)
     constants = ((name, constant_tensor(value)) for name, value in held if format_of(value) == FP32.name)
     return [(name, tensor.numpy()) for name, tensor in constants if tensor is not None and tensor.size]
-
-
-__all__ = ["read_offsets"]

@@ -241,6 +241,3 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
             yield from (attribute.t, *attribute.tensors)
             for body in (attribute.g, *attribute.graphs):
                 yield from _tensors(body)
-
-
-__all__ = ["HASH", "Written", "written"]
