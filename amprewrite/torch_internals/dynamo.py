@@ -5,9 +5,9 @@ from types import CodeType
 
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.exc import SkipFrame
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
-__all__ = ["SkipFrame", "convert_again", "skip_code"]
+__all__ = ["SkipFrame", "convert_again", "skip_code", "skip_once"]
 
 
 def skip_code(code: CodeType, *, callees: bool = False) -> None:
@@ -18,3 +18,8 @@ def skip_code(code: CodeType, *, callees: bool = False) -> None:
 def convert_again(code: CodeType) -> None:
     """Make Dynamo convert frames of `code` again, after it decided to skip them."""
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+
+
+def skip_once() -> ConvertFrameReturn:
+    """Return the answer to Dynamo that runs one frame eagerly, and converts the frames that it calls. The code gets no mark."""
+    return ConvertFrameReturn(apply_to_code=False)

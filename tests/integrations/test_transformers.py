@@ -152,7 +152,7 @@ def test_t5_keeps_its_wo_in_fp32(tmp_path: Path):
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     options = ours.AmpRewriteConfig(dtype="fp16")
     model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, quantization_config=options).eval()
-    model(input_ids=IDS, labels=IDS)
+    model(input_ids=IDS, labels=IDS, use_cache=False)  # to make a cache, transformers copies the config, which torch 2.11 cannot capture
     reasons = {node.module: node.colour.value for region in model.plan.regions for node in region.nodes if node.op == "linear"}
     assert {colour for path, colour in reasons.items() if path.endswith(".wo")} == {"high"}, reasons
     assert {colour for path, colour in reasons.items() if path.endswith(".wi")} == {"low"}

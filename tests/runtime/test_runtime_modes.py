@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import textwrap
 import threading
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -507,3 +509,54 @@ def test_a_copy_made_in_inference_mode_is_not_read_where_gradients_flow(dtype: s
     weights = [model.a.weight, model.b.weight]
     got, wanted = (torch.autograd.grad((y[0] + y[1]).square().mean(), weights) for y in (results, expected))
     torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Broken()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 2
+
+
+def test_graphs_of_other_models_do_not_count_towards_the_limit(monkeypatch):
+    monkeypatch.setattr("amprewrite.runtime.compiler.dynamo.RECOMPILE_LIMIT", 3)
+    kept = []
+    for place in range(8):
+        kept.append(low(Holds()))
+        assert matmul_dtypes(kept[-1], data()) == {torch.bfloat16}, place
+        assert not [each for each in kept[-1].plan.skipped if "graph break" not in each.why]
+
+
+class Averages(nn.Module):
+    """Calls Python's library, which runs generators, where Dynamo reads each function by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.fc(x) * statistics.mean([1, 2, 3])
+
+
+class Yields(Averages):
+    """Has a generator of its own there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.fc(x) * next(self.factors())
+
+    def factors(self) -> Iterator[int]:
+        torch._dynamo.graph_break()
+        yield 2
+
+
+def test_what_dynamo_cannot_read_of_pythons_library_is_no_code_of_the_model():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpRewriteWarning)
+        amp = low(Averages())
+        assert matmul_dtypes(amp, data()) == {torch.bfloat16}
+    with pytest.warns(AmpRewriteWarning, match="runs as it is written"):
+        low(Yields())(data())

@@ -31,7 +31,7 @@ from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.extras import load_extra
 from amprewrite.torch_internals.dispatch import dispatch_modes, is_any_autocast_enabled, tracing_context
-from amprewrite.torch_internals.dynamo import skip_code
+from amprewrite.torch_internals.dynamo import skip_code, skip_once
 
 EXACT = "inductor-exact"
 """Name of the backend in which inductor computes the same numbers as eager code."""
@@ -40,6 +40,8 @@ RECOMPILE_LIMIT = 64
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """True if torch.compile takes a recompile limit for one function; in earlier versions the limit is one setting of the process."""
+_PYTHON = os.__file__.removesuffix("os.py")
+_PACKAGES = tuple(f"{_PYTHON}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 RECURRENT = "Attempted to wrap RNN"
 """Beginning of Dynamo's reason for a graph break at an LSTM, GRU or RNN module."""
 _WAS_THERE = (AttributeMutationExisting, ValueMutationExisting)
@@ -73,6 +75,8 @@ def compile_afresh(
     7. If `hooks_differ`, Dynamo guards on module hooks, because code captured for one module runs for all modules of its class.
     8. The model is told that autocast is on (`heard.py`), except in its own autocast regions. `around` returns the number of the other
        regions around the call.
+    9. Graphs of other models do not count towards the limit of code that several models run, such as a submodule behind a graph break.
+    10. Functions of Python's own library run as written: they have no op. The functions that they call are converted.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
     """
@@ -80,7 +84,8 @@ def compile_afresh(
     filters = [*([_without_global_hooks] if beside_hooks else []), *([_without_stored_weights] if frozen else [])]
     filtered: dict[str, Any] = {"guard_filter_fn": _all_of(filters)} if filters else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
-    context = torch._dynamo.optimize(backend=unseen(backend), nopython=whole, **isolated, **filtered)
+    given = unseen(backend)
+    context = torch._dynamo.optimize(backend=given, nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
     if hasattr(torch._dynamo.config, "record_runtime_overhead"):
         settings["record_runtime_overhead"] = False  # off, because this mark in profiles costs 3 us in each call
@@ -96,6 +101,8 @@ def compile_afresh(
         @functools.wraps(convert)  # copies the attributes by which Dynamo recognises the backend of a compiled function
         def convert_with_settings(*frame: Any, **state: Any) -> Any:
             nonlocal captured
+            if frame[0].f_code is not code and _is_of_python(frame[0].f_code.co_filename):
+                return skip_once()
             graphs, undo = counters["stats"]["unique_graphs"], []
             try:
                 for name, value in settings.items():
@@ -106,6 +113,9 @@ def compile_afresh(
                     undo.append(_set("allow_empty_graphs", True))
                 if not whole:  # Dynamo allows only one of the two settings, and the user may have set the other one
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
+                if not _ISOLATES and (more := _entries_of_others(frame[1], given)):
+                    for name in ("recompile_limit", "accumulated_recompile_limit"):
+                        undo.append(_set(name, getattr(torch._dynamo.config, name) + more))
                 with Listener(failed), reporting_autocast_on(root, frame[0].f_locals, around()):
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
@@ -136,6 +146,19 @@ def compile_afresh(
                 calls_that_captured, captured = calls_that_captured + 1, False
 
     return call
+
+
+def _is_of_python(file: str) -> bool:
+    """True if `file` belongs to Python's own library. Installed packages stand in a folder inside the library's folder."""
+    return file.startswith((_PYTHON, "<frozen ")) and not file.startswith(_PACKAGES)
+
+
+def _entries_of_others(entry: Any, backend: Any) -> int:
+    """Return the number of cache entries of other backends in the list of a code object, which begins with `entry`."""
+    count = 0
+    while entry is not None:
+        count, entry = count + (entry.backend is not backend), entry.next
+    return count
 
 
 def _set(name: str, value: Any) -> Callable[[], None]:
