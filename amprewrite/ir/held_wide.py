@@ -122,9 +122,9 @@ class _Reading:
         if node.op in FACTORS:
             spans = [each for each in given if self._spans(each) >= node.numel]
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
-        if not given or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
-            return Held.PLAIN if node.op in BOUNDED else Held.EXACT
-        bent = node.op in LEVELS | AWAY | AVERAGES | LOGS | NORMS
+        if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
+            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a logarithm makes an offset of the scale of its operand
+        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS
         if node.op in SUMS:  # a sum counts as PLAIN if it adds a number, or a PLAIN value that is not learnt
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)

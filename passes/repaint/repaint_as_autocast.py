@@ -111,8 +111,8 @@ class Roundings:
         given = [operand.value for operand in node.operands]
         for mean in (self.graph[each] for each in given if node.op in AWAY and self.graph[each].op in AVERAGES):
             of = next((operand.value for operand in mean.operands if operand.value in given), "")
-            if of and len(mean.shape) == len(node.shape) and mean.shape[0] == node.shape[0]:
-                return mean.shape[-1] == 1 or self.graph.seen(of).op not in AVERAGES
+            if of and len(mean.shape) == len(node.shape) and mean.shape[:1] == node.shape[:1]:
+                return mean.shape[-1:] == (1,) or self.graph.seen(of).op not in AVERAGES
         return False
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:

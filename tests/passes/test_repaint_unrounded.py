@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from chains import decided, letters
+
 import amprewrite
 from amprewrite.tables.vocabulary import Colour, Reason
 
@@ -164,3 +166,17 @@ def test_bodies_know_what_products_made() -> None:
 
     plan = amprewrite.plan(Net(twice), (torch.randn(ROWS, 16),), dtype="bf16")
     assert [node.colour for node in plan.nodes if node.op == "layer_norm"] == [Colour.HIGH, Colour.LOW]
+
+
+@pytest.mark.parametrize(
+    "text, colours",
+    [
+        pytest.param("m=matmul l=log(m) a=mean(l) d=sub(l,a) matmul(d)", "L H H H L", id="less its mean"),
+        pytest.param("m=matmul l=log2(m) n=layer_norm(l) matmul(n)", "L H H L", id="normed"),
+        pytest.param("m=matmul l=log10(m) s=std(l) d=div(l,s) matmul(d)", "L H H H L", id="by its deviation"),
+        pytest.param("m=matmul l=log(m) matmul(l)", "L L L", id="read by a product"),
+    ],
+)
+def test_a_logarithm_of_a_product_has_an_offset(text, colours):
+    """Its mean is the logarithm of a scale, and may dwarf the differences that a norm enlarges. torch.autocast holds it in fp32 on CUDA."""
+    assert letters(decided(text, "default", device="cuda")) == colours
