@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from chains import decided, letters
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-from chains import decided, letters
 
 import amprewrite
 from amprewrite.tables.vocabulary import Colour, Reason
