@@ -36,6 +36,7 @@ class PaddedValue:
     value: str
     """Name of the node, "node#1" for its result 1 if it has several, or "node -> bf16" for its copy in bf16."""
     layout: Layout
+    """[dim, [[size without padding, size with padding] of each axis in the dim]] for every padded dim."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,11 @@ class PadPlan:
     """All padding of one graph."""
 
     regions: tuple[PadRegion, ...] = ()
+    """Groups of dims that were considered, padded or not."""
     values: tuple[PaddedValue, ...] = ()
+    """Results that ops return padded."""
     copies: tuple[PadCopy, ...] = ()
+    """Changes of the size of a value between its op and its readers."""
 
     def __bool__(self) -> bool:
         """Whether anything is padded."""

@@ -30,7 +30,9 @@ class NodePlan:
     op: str
     """ATen base name, such as "linear". The command `amprewrite lists` prints all names."""
     colour: Colour
+    """low, high or plain. This is the one key that users edit."""
     reason: Reason
+    """Why it has this colour. In JSON, the name of a member of `amprewrite.tables.vocabulary.Reason`."""
     because_of: str = ""
     """Name of the node that caused the colour; "" if no node did."""
     detail: str = ""
@@ -93,7 +95,9 @@ class NodeEdit:
     """One change of an op that is neither a cast nor a pad, such as fp32 statistics of a norm."""
 
     node: str
+    """Name of the op that is edited."""
     what: Edit
+    """The kind of the edit. In JSON, a value of `amprewrite.tables.vocabulary.Edit`."""
     on: bool = True
     """False if the edit is possible but switched off."""
 
@@ -108,6 +112,7 @@ class Skipped:
     where: str
     """The part: a line as "file.py:12 in forward", a module path, or the name of a graph."""
     why: str
+    """The reason, as a sentence."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.why}"
@@ -118,6 +123,7 @@ class Candidate:
     """One way to colour a graph, with its predicted time."""
 
     name: str
+    """Name of the rules that gave the colours."""
     seconds: float
     """Time of a pass through the graph: the sum over its ops and casts, each modelled or measured."""
     casts: int
@@ -136,16 +142,21 @@ class RegionPlan:
     """The plan of one captured graph."""
 
     name: str
+    """The name that is put before the names of its nodes if the plan has several regions."""
     nodes: tuple[NodePlan, ...]
     """All nodes in canonical order: makers before readers."""
     casts: tuple[Cast, ...]
+    """Copies of values in another format. They follow from the colours, and an edited plan may leave them empty."""
     training: bool = False
     """Whether the graph was captured with gradients."""
     notes: tuple[str, ...] = ()
+    """Remarks, a sentence each."""
     entry: str = ""
     """Path of the module whose call was captured, "" for the root."""
     pads: PadPlan = field(default_factory=PadPlan)
+    """All padding of the region."""
     edits: tuple[NodeEdit, ...] = ()
+    """Changes of single ops that are neither casts nor pads."""
     bodies: tuple[RegionPlan, ...] = ()
     """Plans of the subgraphs inside this graph: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
     A ModelPlan lists these plans as separate regions."""
@@ -200,10 +211,15 @@ class ModelPlan:
     low: str
     """Name of the low format."""
     regions: tuple[RegionPlan, ...]
+    """One region for each captured graph, and for each subgraph inside it."""
     skipped: tuple[Skipped, ...] = ()
+    """Parts of the model that run outside the rewritten graphs."""
     notes: tuple[str, ...] = ()
+    """Remarks, a sentence each."""
     lists: str = "default"
+    """Name of the op lists."""
     version: int = field(default=SCHEMA)
+    """Version of the JSON form."""
 
     # -- reading ------------------------------------------------------------
     @property

@@ -37,6 +37,7 @@ class GemmPlan:
     formats: str
     """Formats of its two operands, such as "e5m2 x e4m3"; "bf16" if it reads no fp8 copies."""
     reason: ProductReason
+    """Why it reads these formats. In JSON, the name of a member of `amprewrite.ir.plans.product_plan.ProductReason`."""
     detail: str = ""
     """The line of `products=` that asked for the format, or the node that is the cause; "" if there is neither."""
 
@@ -63,6 +64,7 @@ class ProductPlan:
     """A low product whose GEMMs may run in fp8."""
 
     node: str
+    """Name of the product."""
     gemms: tuple[GemmPlan, ...]
     """The GEMMs of this product that the graph runs; only "out" without gradients."""
 
@@ -116,7 +118,9 @@ class QuantisedProducts:
     recipe: str = ""
     """Name of a row of `tables/recipes.py`."""
     products: tuple[ProductPlan, ...] = ()
+    """The low products for which fp8 was weighed, each with its GEMMs."""
     copies: tuple[QuantisedCopy, ...] = ()
+    """The fp8 copies. They follow from the products, and an edited plan may leave them empty."""
 
     def __bool__(self) -> bool:
         return bool(self.products)
