@@ -19,6 +19,7 @@ from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.apply.spread_copies import SpreadCopies
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
 from amprewrite.passes.lower.keep_constants import KeepConstants
+from amprewrite.passes.lower.keep_quantised import KeepQuantised
 from amprewrite.passes.lower.read_frozen_weights import ReadFrozenWeights
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
 from amprewrite.passes.lower.split_losses import SplitLosses
@@ -123,6 +124,7 @@ LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
     HoistWeightCasts(),  # with a weight cache, cast many weights in one launch
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored
+    KeepQuantised(),  # keep fp8 copies of weights as long as the low copies from which they are made
     SuitCompiler(),  # for a compiler: record the model path of each input; save for backward and return low values, not their fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input

@@ -29,6 +29,7 @@ from amprewrite.passes.lower.hoist_weight_casts import (
     with_cached_weights,
     with_kept_weights,
 )  # fmt: skip
+from amprewrite.passes.lower.keep_quantised import quantise_input, with_quantised_weights
 from amprewrite.passes.lower.read_frozen_weights import example_inputs_of, stored_copy, with_frozen_weights
 from amprewrite.passes.lower.restore_checkpoints import restore_checkpoints
 from amprewrite.passes.lower.suit_compiler import with_widened_results
@@ -102,6 +103,8 @@ def _lower(
     else:
         copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]
         copies += [stored_copy(frozen[index], dtype, layout, training) for index, dtype, layout in edited.stored]
+        first = len(example_inputs)
+        copies += [part for place, how in edited.quantised for part in quantise_input(copies[place - first], how)]
         _fix_sizes(copies)
         run = backend(module, [*example_inputs_of(example_inputs, frozen, edited), *copies])
         if has_custom_op(module):
@@ -109,6 +112,7 @@ def _lower(
             restore_checkpoints(eager)
             run = runs_op_by_op(eager, run, refused)
         run = with_widened_results(run, edited.widened) if edited.widened else run
+    run = with_quantised_weights(run, edited.quantised) if edited.quantised else run
     if frozen:
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
     return with_cached_weights(run, hoisted, cache) if cache is not None and hoisted else run

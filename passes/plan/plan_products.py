@@ -111,6 +111,8 @@ class _Choice:
         self.alike = self.problem.training or self.problem.policy.parity is not None
         self.share = 1.0 if self.problem.training else float(self.problem.costs.training)
         """Weight of the backward in the prices: 1 in training."""
+        self.kept = self.problem.costs.cached_weights and not self.alike
+        """True if fp8 copies of weights outlive a call, which they do where no graph is trained, and so cost nothing in a call."""
         known = self.problem.agreed.products
         self.agreed = known.of(self.problem.graph[name] for name in self.products) if known is not None else {}
 
@@ -181,6 +183,7 @@ class _Choice:
             for role, way in READS[gemm]:
                 value, numel = self._value(name, role)
                 part = 1.0 if role != G and way == STRAIGHT else self.share
+                part = 0.0 if role == W and self.kept else part
                 for kernel, ticks in self.prices.copy(self.recipe, role, way, numel):
                     costs[value, kernel] = max(costs[value, kernel], round(part * ticks))
                     needs[(name, gemm), (value, kernel)] = None

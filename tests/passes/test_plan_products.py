@@ -28,7 +28,8 @@ def planned(function: Any, shapes: list[tuple[int, ...]], products: Any, trainin
     found: list[RegionPlan] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        policy = Policy(BF16, device="h100", products=replace(parse_products(products), fused=True), parity=facts.pop("parity", 1.0))
+        asked = {"parity": facts.pop("parity", 1.0), "cache_weights": facts.pop("cache_weights", True)}
+        policy = Policy(BF16, device="h100", products=replace(parse_products(products), fused=True), **asked)
         captured = read_problem(module, policy, training=training)
         captured.know(**facts)
         found.append(passes.plan_region(captured.problem))
@@ -70,6 +71,13 @@ def test_a_block_is_converted_where_its_width_pays(preset: str, width: int, per_
 def test_few_rows_convert_nothing() -> None:
     plan = planned(block, [(1, 8, 4096), (16384, 4096), (4096, 16384)], "fp8").quantised
     assert gemms(plan) == [] and reasons(plan) == {ProductReason.COSTS}
+
+
+def test_few_rows_pay_where_copies_of_weights_are_kept() -> None:
+    """The product waits for memory then, and a weight in fp8 is half as many bytes."""
+    shapes = [(1, 64, 8192), (8192, 8192), (8192, 8192)]
+    anew, kept = (planned(block, shapes, "fp8", False, parity=None, cache_weights=how).quantised for how in (True, "step"))
+    assert gemms(anew) == [] and gemms(kept) == ["linear.out", "linear_1.out"]
 
 
 def test_copies_that_are_shared_make_products_pay() -> None:

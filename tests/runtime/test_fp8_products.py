@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.graphs.fx.ops import quantised_products, scaled_casts
+from amprewrite.graphs.fx.ops.quantised_products import quantise
 from amprewrite.graphs.fx.ops.scaled_casts import quantise_matrix
 from amprewrite.tables.errors import AmpRewriteError, PlanError, PolicyError
 
@@ -240,6 +241,83 @@ def test_copies_of_the_model_and_its_plan_survive() -> None:
     plan = amprewrite.CastPlan.from_json(amp.plan.to_json())
     assert plan.to_json() == amp.plan.to_json()
     assert torch.equal(amprewrite.rewrite(copy.deepcopy(amp), plan=plan)(X), amp(X))
+
+
+# weights that do not change -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the matrices that are cast to fp8."""
+    made: list[tuple[int, ...]] = []
+
+    def cast(matrix: Tensor, *args: Any) -> Any:
+        made.append(tuple(matrix.shape))
+        return quantise_matrix(matrix, *args)
+
+    for module in (quantised_products, scaled_casts):
+        monkeypatch.setattr(module, "quantise_matrix", cast)
+    return made
+
+
+ROWS = [(34, 32), (34, 32), (34, 64)]
+"""The values that products of the block read: q and k share one."""
+
+
+@PRESET
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_frozen_model_quantises_its_weights_once(preset: str, backend: str, counted: list[tuple[int, ...]]) -> None:
+    block = Block().eval()
+    amp = amprewrite.rewrite(block, dtype="bf16", products=always(preset), backend=backend).eval()
+    with torch.no_grad():
+        wanted = amp(X)
+        amp.freeze(X)
+        assert torch.equal(amp(X), wanted)
+        counted.clear()
+        assert torch.equal(amp(X), wanted)
+        assert counted == (ROWS if backend == "eager" else [])
+        fresh = Block().eval()
+        amp.unfreeze(fresh.state_dict())
+        wanted = amprewrite.rewrite(fresh, dtype="bf16", products=always(preset), backend=backend).eval()(X)
+        assert torch.equal(amp(X), wanted)
+        amp.freeze(X)
+        assert torch.equal(amp(X), wanted)
+
+
+def test_a_compiler_gets_the_quantised_weights_of_a_frozen_model_as_inputs() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(module)
+        assert len(module.graph.find_nodes(op="placeholder")) == len(inputs)
+        return module.forward
+
+    amp = amprewrite.rewrite(Block().eval(), dtype="bf16", products="fp8-all", backend=kept).eval()
+    with torch.no_grad():
+        amp.freeze(X)
+    assert [[node.args[1] for node in graph.graph.nodes if node.target is quantise] for graph in graphs] == [
+        ["x", "w", "w", "x", "w", "x", "w"],
+        ["x", "x", "x"],
+    ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_weights_that_are_kept_until_a_step_are_quantised_once_until_then(backend: str, counted: list[tuple[int, ...]]) -> None:
+    amp = amprewrite.rewrite(Block().eval(), dtype="bf16", products="fp8-all", backend=backend, cache_weights="step").eval()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.5)
+    with torch.no_grad():
+        before = amp(X)
+        counted.clear()
+        assert torch.equal(amp(X), before)
+        assert counted == (ROWS if backend == "eager" else [])
+    amp(X).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        after = amp(X)
+        fresh = Block().eval()
+        fresh.load_state_dict(amp.state_dict())
+        assert torch.equal(after, amprewrite.rewrite(fresh, dtype="bf16", products="fp8-all", backend=backend).eval()(X))
+    assert not torch.equal(after, before)
 
 
 # plans --------------------------------------------------------------------------------------------------------------------

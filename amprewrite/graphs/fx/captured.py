@@ -23,6 +23,8 @@ from amprewrite.torch_internals.graph_modules import LazyGraphModule
 
 Hoisted = tuple[int, torch.dtype, Layout]
 """A low copy of a weight: (position of the weight among the inputs, dtype of the copy, padded layout of the copy)."""
+QuantisedInput = tuple[int, tuple[Any, ...]]
+"""An fp8 copy of a weight: (position of its low copy among the inputs, further arguments of `quantise`)."""
 Widened = tuple[int, torch.dtype, int | None]
 """A result that is cast after the graph has run: (position of the result, dtype that it is cast to, position of the gradient's scale).
 
@@ -124,7 +126,9 @@ class EditedGraph:
     hoisted: list[Hoisted] = field(default_factory=list)
     """The low copies of weights that the graph takes as inputs after its captured inputs."""
     stored: list[Hoisted] = field(default_factory=list)
-    """The low copies of frozen weights that the graph takes as its last inputs."""
+    """The low copies of frozen weights that the graph takes after these."""
+    quantised: list[QuantisedInput] = field(default_factory=list)
+    """The fp8 copies of weights of which the graph takes the numbers and the scales as its last inputs."""
     widened: list[Widened] = field(default_factory=list)
     """The results that the graph returns low, and that are cast after the graph has run."""
     cast_up: list[int] = field(default_factory=list)

@@ -79,6 +79,11 @@ def copies(
     return made.get(STRAIGHT), made.get(TURNED)
 
 
+def from_kept(value: Tensor, data: Tensor, scale: Tensor) -> Quantised:
+    """Return the fp8 copy of `value` whose numbers and scale were kept. It has no history for gradients."""
+    return Quantised(_linked(value), Scaled(data, scale), None)
+
+
 def _linked(value: Tensor) -> Tensor:
     return value.new_empty(()).expand(value.shape)
 
@@ -205,4 +210,4 @@ def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tens
     return in_, weight
 
 
-__all__ = ["Quantised", "quantise", "quantised_product"]
+__all__ = ["Quantised", "from_kept", "quantise", "quantised_product"]

@@ -1,0 +1,81 @@
+"""Keep the fp8 copies of weights for as long as the low copies from which they are made.
+
+    before   w8 = quantise(w, "w", ...)            w is an input: the low copy of a weight, kept in a block or stored by freeze()
+    after    w8 = from_kept(w, data, scale)        data and scale are further inputs
+
+So a call of a frozen model, or in a block that keeps copies, quantises no weight. Only graphs without gradients are edited: there a product
+is one GEMM, which reads the straight copy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amprewrite.graphs.fx.captured import EditedGraph, QuantisedInput, Target
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.quantised_products import from_kept, quantise
+from amprewrite.graphs.fx.ops.scaled_casts import Scaled
+from amprewrite.graphs.fx.uncaptured import unselected
+from amprewrite.graphs.fx.weights.weight_cache import streams_of
+from amprewrite.ir.pass_base import Pass
+
+
+class KeepQuantised(Pass[Target, EditedGraph]):
+    name = "keep-quantised"
+
+    def call(self, target: Target, edited: EditedGraph) -> bool:
+        graph, copies = edited.module.graph, len(edited.hoisted) + len(edited.stored)
+        if target.training or not copies:
+            return False
+        inputs = graph.find_nodes(op="placeholder")
+        places, last = {node: place for place, node in enumerate(inputs) if place >= len(inputs) - copies}, inputs[-1]
+        for node in graph.find_nodes(op="call_function", target=quantise):
+            if node.args[0] in places:
+                parts = []
+                for part in ("data", "scale"):
+                    with graph.inserting_after(last):
+                        last = graph.placeholder(f"{node.name}_{part}")
+                    parts.append(last)
+                edited.quantised.append((places[node.args[0]], node.args[1:]))
+                node.target, node.args = from_kept, (node.args[0], *parts)
+        edited.module.recompile()
+        return bool(edited.quantised)
+
+
+def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
+    """Return the fp8 copy of the low copy `value` of a weight. `how` are the further arguments of `quantise`."""
+    with torch.no_grad(), unselected():
+        made = quantise(value, *how).straight
+    assert made is not None
+    return made
+
+
+def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[QuantisedInput]) -> Callable[..., Any]:
+    """Return a callable that calls `run` with fp8 copies after its inputs. A copy is made anew if its low copy is another tensor."""
+    kept = WeakIdKeyDictionary()
+
+    def copy(value: Tensor, how: tuple[Any, ...], streams: dict[int, int]) -> Scaled:
+        if value.is_inference() or recording(value.device):  # writes to it are not counted, or the copy has no numbers before a replay
+            return quantise_input(value, how)
+        state = (value._version, value.data_ptr(), streams.get(value.get_device()), how)
+        found: tuple[Any, Scaled] | None = kept.get(value)
+        if found is None or found[0] != state:
+            with torch.inference_mode(False):
+                found = state, quantise_input(value, how)
+            kept[value] = found
+        return found[1]
+
+    def call(*inputs: Any) -> Any:
+        streams = streams_of([inputs[place] for place, _ in quantised])
+        return run(*inputs, *(part for place, how in quantised for part in copy(inputs[place], how, streams)))
+
+    return call
+
+
+__all__ = ["KeepQuantised", "quantise_input", "with_quantised_weights"]
