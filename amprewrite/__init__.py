@@ -28,13 +28,7 @@ if _TYPE_CHECKING:
     from amprewrite.ir.evidence.ranges import Calibration
     from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan, Skipped
     from amprewrite.report.cast_plan import CastPlan
-    from amprewrite.runtime.training.loss_scale import (
-        DynamicLossScale,
-        LossScale,
-        LossScaleError,
-        NoLossScale,
-        StaticLossScale,
-    )
+    from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
     from amprewrite.tables.errors import (
         AccuracyError,
         AmpRewriteError,

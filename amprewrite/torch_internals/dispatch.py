@@ -3,11 +3,7 @@
 import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
 __all__ = [
     "FakeTensor",

@@ -212,10 +212,7 @@ class Job:
             insert_quantised(self.model, reading, region, largest(reading, samples))
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
         report = OnnxReport(
-            samples=samples.seen,
-            weights_before=self.before,
-            weights_after=constant_bytes(self.model),
-            losses=losses(reading, region),
+            samples=samples.seen, weights_before=self.before, weights_after=constant_bytes(self.model), losses=losses(reading, region)
         )
         try:
             return self.emit(region, report, samples, order)

@@ -19,17 +19,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.node_facts import Fact, arguments, example_value, is_checkpoint, tensors, written
 from amprewrite.graphs.mask_rules import FILLS, MaskRules
-from amprewrite.ir.evidence.range_rules import (
-    ABOVE,
-    ADDS_UP,
-    BELOW,
-    MAKES_SCORES,
-    PASSES_MASK,
-    Read,
-    bound_fits,
-    handed_on,
-    means_mask,
-)
+from amprewrite.ir.evidence.range_rules import ABOVE, ADDS_UP, BELOW, MAKES_SCORES, PASSES_MASK, Read, bound_fits, handed_on, means_mask
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Op, Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, Reason

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import held_value
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.range_rules import (
-    ADDS_UP,
-    has_offset,
-    rows_have_offset,
-    summands,
-    tables,
-)
+from amprewrite.ir.evidence.range_rules import ADDS_UP, has_offset, rows_have_offset, summands, tables
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind

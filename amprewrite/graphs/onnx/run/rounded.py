@@ -33,11 +33,7 @@ ROUNDING = 4.0
 
 
 def strict_outputs(
-    model: ir.Model,
-    feeds: Sequence[Feed],
-    proto: onnx.ModelProto | None = None,
-    folder: Path | None = None,
-    limit: TimeLimit = "auto",
+    model: ir.Model, feeds: Sequence[Feed], proto: onnx.ModelProto | None = None, folder: Path | None = None, limit: TimeLimit = "auto"
 ) -> list[list[np.ndarray]]:
     """Return the outputs of the rewritten model under true rounding, one list for each feed.
 

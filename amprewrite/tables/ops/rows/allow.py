@@ -3,12 +3,7 @@
 from amprewrite.tables.ops.op_row import ALLOW, BOTH, rows
 
 ROWS = (
-    *rows(
-        ALLOW,
-        "a matrix product: Tensor Cores accumulate it in fp32",
-        "linear mkldnn_linear",
-        summands=("bias",),
-    ),
+    *rows(ALLOW, "a matrix product: Tensor Cores accumulate it in fp32", "linear mkldnn_linear", summands=("bias",)),
     *rows(
         ALLOW,
         "a matrix product: Tensor Cores accumulate it in fp32",
@@ -84,11 +79,5 @@ ROWS = (
         "_native_multi_head_attention _triton_multi_head_attention",
         "_transformer_encoder_layer_fwd",
     ),
-    *rows(
-        ALLOW,
-        "attention: two matrix products round a softmax in fp32",
-        "flex_attention",
-        data=("query", "key", "value"),
-        mixed_on=BOTH,
-    ),
+    *rows(ALLOW, "attention: two matrix products round a softmax in fp32", "flex_attention", data=("query", "key", "value"), mixed_on=BOTH),
 )

@@ -174,15 +174,7 @@ ROWS = (
         "column_stack",
         promotes=True,
     ),
-    *rows(
-        CLEAR,
-        "picks one of its operands; mixed ones are promoted",
-        "maximum",
-        "clamp clip",
-        "clamp_min",
-        promotes=True,
-        small="passes",
-    ),
+    *rows(CLEAR, "picks one of its operands; mixed ones are promoted", "maximum", "clamp clip", "clamp_min", promotes=True, small="passes"),
     *rows(
         CLEAR,
         "picks one of its operands; mixed ones are promoted",

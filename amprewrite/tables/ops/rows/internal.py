@@ -50,20 +50,8 @@ ROWS = (
         writes=(("running_mean", "use_input_stats"), ("running_var", "use_input_stats")),
     ),
     *rows(INTERNAL, "the mean square is taken in fp32 inside the kernel", "rms_norm _fused_rms_norm", no_kernel=ON_CPU),
-    *rows(
-        INTERNAL,
-        "accumulates in fp32; the sum itself can exceed fp16's 65504",
-        "sum sum_to_size",
-        narrow=DENY,
-        small="sums",
-    ),
-    *rows(
-        INTERNAL,
-        "accumulates in fp32; the sum itself can exceed fp16's 65504",
-        "nansum",
-        "nanmean",
-        narrow=DENY,
-    ),
+    *rows(INTERNAL, "accumulates in fp32; the sum itself can exceed fp16's 65504", "sum sum_to_size", narrow=DENY, small="sums"),
+    *rows(INTERNAL, "accumulates in fp32; the sum itself can exceed fp16's 65504", "nansum", "nanmean", narrow=DENY),
     *rows(INTERNAL, "accumulates in fp32, and a mean is no larger than its terms", "mean", small="sums"),
     *rows(INTERNAL, "accumulates in fp32; a variance can exceed fp16's 65504", "var", "var_mean", narrow=DENY),
     *rows(
