@@ -29,10 +29,10 @@ from amprewrite.ir.pass_base import Pass
 class KeepQuantised(Pass[Target, EditedGraph]):
     name = "keep-quantised"
 
-    def call(self, target: Target, edited: EditedGraph) -> bool:
+    def __call__(self, target: Target, edited: EditedGraph) -> None:
         graph, copies = edited.module.graph, len(edited.hoisted) + len(edited.stored)
         if target.training or not copies:
-            return False
+            return
         inputs = graph.find_nodes(op="placeholder")
         places, last = {node: place for place, node in enumerate(inputs) if place >= len(inputs) - copies}, inputs[-1]
         for node in graph.find_nodes(op="call_function", target=quantise):
@@ -45,7 +45,6 @@ class KeepQuantised(Pass[Target, EditedGraph]):
                 edited.quantised.append((places[node.args[0]], node.args[1:]))
                 node.target, node.args = from_kept, (node.args[0], *parts)
         edited.module.recompile()
-        return bool(edited.quantised)
 
 
 def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
