@@ -30,27 +30,29 @@ def run(code: str, **environment: str) -> str:
 def test_they_compile_for_every_gpu_with_fp8_units_and_for_no_older_one() -> None:
     printed = run(
         """
+        import torch
         import triton
-        import triton.language as tl
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from amprewrite.graphs.fx.ops.triton_fp8 import AMAX, BLOCK, amax_kernel, cast_kernel, rows_kernel
+        from amprewrite.graphs.fx.ops.triton_fp8 import AMAX, BLOCK, amax_kernel, cast_kernel, format_of, rows_kernel
 
-        fixed = dict.fromkeys(("MOST", "TYPE", "WAYS", "BY", "BLOCK"), "constexpr")
-        of_rows = dict.fromkeys(("SMALLEST", "MOST", "POWER", "TYPE", "BLOCK"), "constexpr")
+        names = ("MOST", "EPS", "NORMAL", "TYPE")
+        fixed = dict.fromkeys((*names, "WAYS", "BY", "BLOCK"), "constexpr")
+        of_rows = dict.fromkeys((*names, "SMALLEST", "POWER", "BLOCK"), "constexpr")
         for target in (80, 89, 90, 100):
             amax = {"source": "*bf16", "amax": "*fp32", "count": "i32", "BLOCK": "constexpr"}
             triton.compile(ASTSource(amax_kernel, amax, {"BLOCK": AMAX}), target=GPUTarget("cuda", target, 32))
-            for name, kind, most in (("fp8e4nv", tl.float8e4nv, 448.0), ("fp8e5", tl.float8e5, 57344.0)):
+            for name, dtype in (("fp8e4nv", torch.float8_e4m3fn), ("fp8e5", torch.float8_e5m2)):
+                facts = dict(zip(names, format_of(dtype), strict=True))
                 for by in (0, 1, 2, "its own"):
                     types = {"source": "*bf16", "scale": "*fp32", "straight": f"*{name}", "turned": f"*{name}"}
                     types |= {"rows": "i32", "columns": "i32"}
-                    values = {"MOST": most, "TYPE": kind, "WAYS": 3, "BY": by, "BLOCK": BLOCK}
+                    values = {**facts, "WAYS": 3, "BY": by, "BLOCK": BLOCK}
                     kernel = ASTSource(cast_kernel, types | fixed, values) if by != "its own" else None
                     if kernel is None:
                         types = {"source": "*bf16", "scale": "*fp32", "target": f"*{name}", "columns": "i32"}
-                        values = {"SMALLEST": 1e-12, "MOST": most, "POWER": True, "TYPE": kind, "BLOCK": AMAX}
+                        values = {**facts, "SMALLEST": 1e-12, "POWER": True, "BLOCK": AMAX}
                         kernel = ASTSource(rows_kernel, types | of_rows, values)
                     try:
                         made = triton.compile(kernel, target=GPUTarget("cuda", target, 32))
@@ -71,8 +73,8 @@ def test_they_compile_for_every_gpu_with_fp8_units_and_for_no_older_one() -> Non
     TorchVersion(triton.__version__) < "3.7" and TorchVersion(np.__version__) >= "2.4",
     reason="the interpreter of Triton before 3.7 cannot run loops with NumPy 2.4 or later",
 )
-def test_interpreted_they_give_what_torch_gives() -> None:
-    """Whole numbers up to 7, times powers of two: the interpreter rounds in its own way, so nothing is left to round."""
+def test_interpreted_they_give_the_bits_of_torch() -> None:
+    """All bf16 numbers, and products of them with scales that are no powers of two; the interpreter casts NaN to a number."""
     printed = run(
         """
         import torch
@@ -81,27 +83,31 @@ def test_interpreted_they_give_what_torch_gives() -> None:
         from amprewrite.graphs.fx.ops.triton_fp8 import amax_of, cast_both, cast_rows
         from amprewrite.tables.formats import SCALED_FORMATS
 
+        def same(made, wanted):
+            finite = wanted.float().isfinite()
+            return torch.equal(made[finite].view(torch.uint8), wanted[finite].view(torch.uint8))
+
+        every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).reshape(256, 256)
         for fmt in SCALED_FORMATS.values():
+            assert same(cast_both(every, torch.tensor(1.0), fmt.dtype, True, False)[0], round_scaled(every.float(), fmt))
             for rows, columns in ((64, 128), (33, 80), (1, 16), (0, 16)):
-                matrix = torch.randint(-3, 4, (rows, columns)).float()
+                matrix = (torch.randn(rows, columns) * 2.0 ** torch.randint(-12, 12, (rows, 1))).bfloat16()
                 holed = matrix.clone()
                 if rows > 1:
                     holed[1, 2], holed[0, 3] = torch.inf, torch.nan
                 if rows:
                     assert amax_of(holed) == torch.where(holed.isfinite(), holed, 0).abs().max()
-                powers = 2.0 ** torch.randint(0, 5, (rows, 1)), 2.0 ** torch.randint(0, 5, (1, columns)), torch.tensor(8.0)
-                for scale in powers:
-                    wanted = round_scaled(matrix * scale, fmt)
+                for scale in (0.1 + torch.rand(rows, 1), 0.1 + torch.rand(1, columns), torch.tensor(7.3)):
+                    wanted = round_scaled(matrix.float() * scale, fmt)
                     for ways in ((True, True), (True, False), (False, True)):
                         straight, turned = cast_both(matrix, scale, fmt.dtype, *ways)
-                        assert not ways[0] or torch.equal(straight.float(), wanted.float())
-                        assert not ways[1] or torch.equal(turned.float(), wanted.t().float())
-                for power, matrix in ((True, holed), (False, torch.zeros(rows, columns)), (True, holed.repeat(1, 100))):
+                        assert not ways[0] or same(straight, wanted)
+                        assert not ways[1] or same(turned, wanted.t())
+                for power, matrix in ((True, holed), (False, holed), (False, torch.zeros(rows, columns)), (True, holed.repeat(1, 100))):
                     made, scale = cast_rows(matrix, fmt.dtype, SMALLEST, power)
                     wanted = scale_of(matrix, fmt, "rows", power)
-                    finite = matrix.isfinite()  # the interpreter casts NaN to a number
                     assert torch.equal(scale, wanted)
-                    assert torch.equal(made.float()[finite], round_scaled(matrix * wanted, fmt).float()[finite])
+                    assert same(made, round_scaled(matrix.float() * wanted, fmt))
         print("the same")
         """,
         TRITON_INTERPRET="1",

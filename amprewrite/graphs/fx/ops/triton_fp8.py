@@ -20,6 +20,24 @@ TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
+def cast_exactly(scaled, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Clamp fp32 numbers to ±MOST, and round them to nearest even in TYPE. Infinities become NaN.
+
+    EPS is the distance of 1 to the next number of TYPE, and NORMAL its smallest normal number. The numbers are rounded in fp32 first, and
+    so the cast is exact: for sm_89 Triton casts by way of fp16, which would round twice.
+    """
+    size = tl.abs(scaled)
+    limited = tl.where(size > MOST, MOST, size)
+    # the sum with a number so large that its last bit is that of the result drops all bits below, and rounds to nearest even
+    exponent = (limited.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    large = tl.where(exponent < NORMAL, NORMAL, exponent) * (EPS * 1.5 * 8388608)
+    rounded = (limited + large) - large
+    sign = (scaled.to(tl.int32, bitcast=True) >> 31) << 31
+    signed = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(size < float("inf"), signed, float("nan")).to(TYPE)
+
+
+@triton.jit
 def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # two pointers and a number
     """Write the largest finite magnitude to `amax`, which begins as 0."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -29,8 +47,8 @@ def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def cast_kernel(  # type: ignore[no-untyped-def]
-    source, scale, straight, turned, rows, columns, MOST: tl.constexpr, TYPE: tl.constexpr, WAYS: tl.constexpr, BY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    source, scale, straight, turned, rows, columns, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.constexpr, TYPE: tl.constexpr,
+    WAYS: tl.constexpr, BY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scale, clamp and cast one tile.
 
@@ -47,10 +65,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     else:
         factor = tl.load(scale)
     scaled = tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * factor
-    size = tl.abs(scaled)
-    limited = tl.where(size > MOST, tl.where(scaled > 0, MOST, -MOST), scaled)
-    limited = tl.where(size < float("inf"), limited, float("nan"))
-    cast = limited.to(TYPE)
+    cast = cast_exactly(scaled, MOST, EPS, NORMAL, TYPE)
     if WAYS != 2:
         tl.store(straight + at, cast, mask=inside)
     if WAYS != 1:
@@ -60,8 +75,9 @@ def cast_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rows_kernel(  # type: ignore[no-untyped-def]
-    source, scale, target, columns, SMALLEST: tl.constexpr, MOST: tl.constexpr, POWER: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr
-):
+    source, scale, target, columns, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr, EPS: tl.constexpr,
+    NORMAL: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Scale, clamp and cast one row by its own amax. The second loop reads the row from a cache."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
@@ -78,9 +94,13 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         scaled = tl.load(source + start + at, mask=at < columns, other=0.0).to(tl.float32) * factor
-        limited = tl.where(tl.abs(scaled) > MOST, tl.where(scaled > 0, MOST, -MOST), scaled)
-        limited = tl.where(tl.abs(scaled) < float("inf"), limited, float("nan"))
-        tl.store(target + start + at, limited.to(TYPE), mask=at < columns)
+        tl.store(target + start + at, cast_exactly(scaled, MOST, EPS, NORMAL, TYPE), mask=at < columns)
+
+
+def format_of(dtype: torch.dtype) -> tuple[float, float, float, object]:
+    """Return the arguments of `cast_exactly` after the first."""
+    facts = torch.finfo(dtype)
+    return facts.max, facts.eps, facts.smallest_normal, TYPES[dtype]
 
 
 def cast_rows(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -91,8 +111,8 @@ def cast_rows(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two:
     rows, columns = matrix.shape
     made, scale = matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty((rows, 1), dtype=torch.float32)
     if rows:
-        most, block = torch.finfo(dtype).max, min(AMAX, triton.next_power_of_2(max(columns, 1)))
-        rows_kernel[(rows,)](matrix, scale, made, columns, smallest, most, power_of_two, TYPES[dtype], block)
+        block = min(AMAX, triton.next_power_of_2(max(columns, 1)))
+        rows_kernel[(rows,)](matrix, scale, made, columns, smallest, power_of_two, *format_of(dtype), block)
     return made, scale
 
 
@@ -115,6 +135,5 @@ def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool,
     if matrix.numel():
         grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))
         by = 0 if not scale.dim() else 1 if scale.shape[1] == 1 else 2
-        most, ways = torch.finfo(dtype).max, straight + 2 * turned
-        cast_kernel[grid](matrix, scale.contiguous(), made, other, rows, columns, most, TYPES[dtype], ways, by, BLOCK)
+        cast_kernel[grid](matrix, scale.contiguous(), made, other, rows, columns, *format_of(dtype), straight + 2 * turned, by, BLOCK)
     return made, other
