@@ -33,6 +33,7 @@ from amprewrite.runtime.session import Session
 from amprewrite.runtime.weights.half_parameters import refuse_trainable
 from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import PolicyError
+from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame
 from amprewrite.torch_internals.trees import tree_leaves
 
@@ -188,7 +189,7 @@ class CompiledSession(Session):
         scaled = torch.is_grad_enabled() and self.loss_scale.enabled
         if scaled:
             self.gate.forward_began()
-        state.ran = []
+        state.ran, state.forwards = [], state.forwards + (current_backward() < 0)  # a checkpoint that repeats a call begins no forward
         try:
             results = region.call(*inputs)
         finally:

@@ -21,6 +21,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite import AmpRewriteWarning, PlanError, PolicyError
+from amprewrite.runtime.captured.look_ahead import CALLS, LookAhead
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +49,17 @@ def train(run: Any, optimizer: torch.optim.Optimizer, steps: int, large_at: int 
         optimizer.step()
         found.append(loss.item())
     return found
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_in_fp16_only_the_first_calls_run_in_fp32_before(grad, monkeypatch):
+    looks, look = [], LookAhead.look
+    monkeypatch.setattr(LookAhead, "look", lambda self, *args: looks.append(1) or look(self, *args))
+    run = compiled(mlp(), dtype="fp16")
+    with torch.set_grad_enabled(grad):
+        for _ in range(2 * CALLS):
+            run(data())
+    assert len(looks) == CALLS
 
 
 def test_it_computes_what_rewrite_does():
