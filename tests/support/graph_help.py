@@ -102,7 +102,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Record what runs inside, and let amprewrite believe that it is a CUDA graph that records."""
     with monkeypatch.context() as patch:
         captured, training = amprewrite.runtime.captured, amprewrite.runtime.training
-        steps = (training.loss_scale, training.overflow_control, training.backwards)
+        steps = (training.loss_scale, training.step_record, training.backwards)
         graphs = (captured.look_ahead, captured.region, captured.weight_watch, amprewrite.graphs.fx.weights.weight_cache)
         for module in (*steps, *graphs):
             patch.setattr(module, "recording", lambda _: True)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.finite_flags import finite_flags
@@ -29,6 +30,11 @@ from amprewrite.torch_internals.kernels import norms_of_tensors, unscale_and_che
 
 Group = tuple[Any, torch.device | None]
 """(process group, device on which its collectives run). The group None means all ranks; the device None means any device."""
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of all groups of `optimizer`."""
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
@@ -200,5 +206,6 @@ def local_values(gradient: Tensor) -> Tensor:
 
 
 __all__ = [
-    "any_nonzero", "any_of", "find_nonfinite", "found_after_backward", "infinities_to_nan", "local_values", "several_ranks", "sharing",
+    "any_nonzero", "any_of", "find_nonfinite", "found_after_backward", "infinities_to_nan", "local_values", "params_of", "several_ranks",
+    "sharing",
 ]  # fmt: skip

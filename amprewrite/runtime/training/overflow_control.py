@@ -1,4 +1,4 @@
-"""Finds the optimizers of a rewritten model, has their overflowing steps skipped, and raises an error if too many are skipped in a row.
+"""Finds the optimizers of a rewritten model, and has their overflowing steps skipped.
 
 Each rewritten model has a gate. Hooks on each optimizer do the work for it (optimizers/optimizer_hooks.py); optimizers are not wrapped.
 
@@ -16,125 +16,51 @@ that gradients are not scaled (optimizers/unscaled.py).
 The hook for all optimizers does nothing to optimizers of other models. Without it, an optimizer that was copied, unpickled or made by a
 trainer would apply infinities to the weights without a message. It is removed with the last gate.
 
-Training does not skip steps for ever: after `max_consecutive_skips` skips in a row an error names the likely cause.
-
-One file because every method reads or writes the state of one gate.
+Training does not skip steps for ever: after `max_consecutive_skips` skips in a row an error names the likely cause (step_record.py).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.runtime.parts import is_flattened
 from amprewrite.runtime.training.backwards import BackwardEnd, Noted
-from amprewrite.runtime.training.forward_scale import ScaleUse
-from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
-from amprewrite.runtime.training.nonfinite import local_values
-from amprewrite.runtime.training.optimizers.closures import params_of
+from amprewrite.runtime.training.loss_scale import LossScale
+from amprewrite.runtime.training.nonfinite import params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, in_a_step, optimizer_inside
 from amprewrite.runtime.training.optimizers.grad_scalers import GradScalers
 from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of
 from amprewrite.runtime.training.optimizers.unscaled import UnscaledBackwards
+from amprewrite.runtime.training.step_record import StepRecord
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 
-MAX_CONSECUTIVE_SKIPS = 50
-"""Default limit of skips in a row. It exceeds 46, the halvings from the highest initial scale, 2**32, to the default floor, 2**-14."""
 
-
-@dataclass(frozen=True)
-class Stuck:
-    """The facts when too many steps in a row have overflowed. Fields that end in `_finite` are None if the fact is unknown."""
-
-    skips: int
-    scale: float
-    floor: float
-    dynamic: bool
-    nonfinite: int
-    """Number of gradients of the optimizer that hold inf or NaN."""
-    gradients: int
-    """Number of all gradients of the optimizer."""
-    inputs_finite: bool | None = None
-    outputs_finite: bool | None = None
-    loss_finite: bool | None = None
-    parameters_finite: bool | None = None
-
-    def diagnosis(self) -> str:
-        """Return the likely cause of the overflows, in words, and what to do about it."""
-        if self.inputs_finite is False:
-            return "NaN in the data: the model's inputs are not finite; look at the batch"
-        if self.parameters_finite is False:
-            return "NaN or an infinity in the model's weights: go back to a checkpoint from before they got there"
-        if self.outputs_finite is False:
-            return (
-                "an activation overflow in the forward: the inputs are finite and the outputs are not, and no loss scale "
-                "changes that; keep the layer that overflows in fp32, or use bf16"
-            )
-        if self.loss_finite is False:
-            return "NaN in the loss: the model's outputs are finite and the loss is not; look at the loss and its targets"
-        if not self.dynamic:
-            return "the static scale is too large for these gradients; use a smaller one or loss_scale='dynamic'"
-        if self.scale > self.floor:
-            return "a scale search that has not ended: the scale is still falling; start lower (init) or back off faster"
-        if self.loss_finite:
-            return (
-                "no scale search, for at this scale fp16 itself holds the gradients, and inputs, outputs and loss are finite: an op "
-                "whose derivative is infinite, such as the square root or the norm of zero; keep its input away from there"
-            )
-        return (
-            "no scale search, for at this scale fp16 itself holds the gradients: an activation overflow in the forward or NaN "
-            "in the data or the loss; see whether the outputs and the loss are finite"
-        )
-
-
-class StepGate:
-    """Guards the optimizers of one model: steps whose gradients overflowed are skipped, and the loss scale is updated after each step.
-
-    `parameters` returns the model's current parameters, which FSDP replaces by other tensors during a forward.
-    """
+class StepGate(StepRecord):
+    """Guards the optimizers of one model: steps whose gradients overflowed are skipped, and the loss scale is updated after each step."""
 
     _backwards: BackwardEnd
-    _use: ScaleUse
-    _notes: list[Noted]
     _stray: bool
     """True if there may be a parameter with gradients that no known optimizer owns."""
     _known: set[int] | None
     """Ids of all parameters of known optimizers; None until they are needed in the current forward."""
 
     def __init__(
-        self,
-        loss_scale: LossScale,
-        parameters: Callable[[], Iterable[Tensor]],
-        *,
-        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
-        on_overflow: Callable[[], str | None] | None = None,
-        on_clean: Callable[[], None] | None = None,
-        on_stuck: Callable[[], bool] | None = None,
-        on_unscaled: Callable[[Sequence[Tensor]], None] | None = None,
-    ) -> None:
-        self.loss_scale = loss_scale
-        self.parameters = parameters
-        self.max_consecutive_skips = max_consecutive_skips
+        self, loss_scale: LossScale, parameters: Callable[[], Iterable[Tensor]], *,
+        on_unscaled: Callable[[Sequence[Tensor]], None] | None = None, **record: Any,
+    ) -> None:  # fmt: skip
+        """`record`: the other arguments of StepRecord."""
+        super().__init__(loss_scale, parameters, **record)
         self.adopt = True
         """True if the gate searches for optimizers; False once it is retired."""
-        self.on_overflow = on_overflow
-        """Called when the host learns that a step overflowed: at once, or later for a fused optimizer. Returns where it began, or None."""
-        self.on_clean = on_clean
-        """Called when the host learns that the first step after an overflow was clean."""
-        self.on_stuck = on_stuck
-        """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
         self.on_unscaled = on_unscaled
         """Called with the weights once it is clear that the model is trained although no optimizer is known."""
-        self._overflowed = False
-        self._facts: dict[str, bool | Tensor] = {}
         self._first = {id(p) for p in self.parameters()}
         """Ids of the parameters at the start. By these, parameters that FSDP1 takes out of the model during a forward are recognised."""
         self._forget_optimizers()
@@ -181,11 +107,6 @@ class StepGate:
     def guards(self, optimizer: Optimizer) -> bool:
         """True if steps of `optimizer` are skipped when gradients of this model overflowed."""
         return optimizer in self._guarded and self.loss_scale.enabled
-
-    @property
-    def ran_unscaled(self) -> bool:
-        """True if an optimizer step now would use gradients of a forward that used 1 in place of the dynamic scale."""
-        return self._use.unscaled
 
     def snapshot(self, device: torch.device | str, evaluates: bool = False) -> tuple[Tensor, Tensor]:
         """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`. `evaluates`: all modules are in eval mode."""
@@ -286,31 +207,6 @@ class StepGate:
         own = self._own()
         return [p for p in params if id(p) in own] or params
 
-    def noted(self, optimizer: Optimizer) -> Noted:
-        """Return the overflow flags that backwards left for gradients of `optimizer`.
-
-        A new optimizer takes over the flags of all others, because it may own any of their gradients.
-        """
-        if optimizer in self._copies:
-            return self._rest
-        found = next((note for note in self._notes if note.optimizer is optimizer), None)
-        if found is None:
-            self.forward_began()
-            found = Noted(optimizer)
-            found.inherit(self._notes)
-            self._notes = [note for note in self._notes if note is self._rest or note.optimizer is not None] + [found]
-        return found
-
-    def note(self, **finite: bool | Tensor) -> None:
-        """Note whether the latest `inputs`, `parameters`, `outputs` and `loss` were finite, for the error message if training gets stuck.
-
-        Values are bools, or 0-dim tensors, which are only read then. Raises TypeError for any other name.
-        """
-        unknown = finite.keys() - {"inputs", "parameters", "outputs", "loss"}
-        if unknown:
-            raise TypeError(f"note() takes inputs, parameters, outputs and loss, not {', '.join(sorted(unknown))}")
-        self._facts |= finite
-
     def _owns(self, optimizer: Optimizer) -> bool:
         own = self._own()
         if any(id(p) in own for p in params_of(optimizer)):
@@ -330,7 +226,11 @@ class StepGate:
                     "model in fp32 (model.float()): the rewrite runs it in fp16 and its parameters are the master weights"
                 )
         guard_of(optimizer).add(self)
-        self.noted(optimizer)
+        if optimizer not in self._guarded and optimizer not in self._copies:
+            self.forward_began()
+            found = Noted(optimizer)
+            found.inherit(self._notes)  # the new optimizer may own any of their gradients
+            self._notes = [note for note in self._notes if note is self._rest or note.optimizer is not None] + [found]
         self._guarded.add(optimizer)
         self._unguarded, self.loss_scale.withheld = 0, False
 
@@ -348,86 +248,14 @@ class StepGate:
         else:
             self._foreign[optimizer] = signature
 
-    def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
-        """Note a step of `optimizer`. Raises LossScaleError if too many steps in a row overflowed.
-
-        `overflow` is None if the host has not read the flag of the step. Then the host reads the counters after `max_consecutive_skips`
-        steps, or sooner if steps were skipped when it last read them.
-        """
-        self._use.step()
-        if overflow is None:
-            self.loss_scale.ask = self._locate
-        else:
-            self._learn(overflow)
-        if overflow is False:
-            self._until_look = self.max_consecutive_skips
-            return
-        self._until_look -= 1
-        if self._until_look > 0 and not (overflow and self.loss_scale.stuck()):
-            return
-        if recording(next(params_of(optimizer)).device):
-            return
-        skips = self.loss_scale.consecutive_skips()
-        if overflow is None:
-            self._learn(skips > 0)
-        self._until_look = max(self.max_consecutive_skips - skips, 1)
-        if skips >= self.max_consecutive_skips or self.loss_scale.stuck():
-            self._until_look = self.max_consecutive_skips
-            if self.on_stuck is not None and self.on_stuck():
-                return
-            raise self._stuck(optimizer, skips)
-
-    def _learn(self, overflow: bool) -> None:
-        """Note whether the latest step overflowed, once the host knows, and call `on_overflow`, or `on_clean` after an overflow."""
-        self.loss_scale.ask = None
-        if overflow:
-            self._overflowed = True
-            if self.on_overflow is not None:
-                self.loss_scale.overflow_at = self.on_overflow() or self.loss_scale.overflow_at
-        elif self._overflowed:
-            self._overflowed = False
-            self._facts = {}
-            if self.on_clean is not None:
-                self.on_clean()
-
-    def _locate(self) -> None:
-        """Find where the latest step overflowed. The loss scale calls this while it makes a report."""
-        self._learn(True)
-
-    def _stuck(self, optimizer: Optimizer, skips: int) -> LossScaleError:
-        floor = getattr(self.loss_scale, "floor", None) or DEFAULT_FLOOR
-        gradients = [p.grad for p in params_of(optimizer) if p.grad is not None]
-        finite = {f"{name}_finite": bool(value) for name, value in self._facts.items()}
-        stuck = Stuck(
-            skips,
-            self.loss_scale.number,
-            floor,
-            self.loss_scale.kind == "dynamic",
-            sum(not bool(local_values(g).isfinite().all()) for g in gradients),
-            len(gradients),
-            **finite,
-        )
-        overflow_at = f"; the last overflow began at {self.loss_scale.overflow_at}" if self.loss_scale.overflow_at else ""
-        return LossScaleError(
-            f"{skips} optimizer steps in a row were skipped for non-finite gradients "
-            f"({stuck.nonfinite} of {stuck.gradients} now), with the loss scale at {stuck.scale:g} (floor {floor:g}). "
-            f"Diagnosis: {stuck.diagnosis()}{overflow_at}"
-        )
-
     def _forget_optimizers(self) -> None:
+        self._forget_steps()
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-        self._until_look = self.max_consecutive_skips
         self._unguarded = 0
         """Number of forwards with gradients while no optimizer was known."""
-        self._use = ScaleUse(self.loss_scale)
-        self._rest = Noted()
-        """Flags for gradients of parameters that no known optimizer owns."""
-        self._notes = [self._rest]
-        self._stray = False
-        self._known = None
-        self._copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stray, self._known = False, None
         self._alone, self._scalers = UnscaledBackwards(), GradScalers()
         self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
         if self.adopt and self.loss_scale.enabled:

@@ -20,6 +20,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.runtime.training.loss_scale import LossScale
+from amprewrite.runtime.training.nonfinite import params_of
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 
@@ -75,8 +76,7 @@ def _load(scale: LossScale, state: Any, optimizer: Optimizer) -> None:
 
 def _share_nothing(one: Optimizer, other: Optimizer) -> bool:
     """True if the two optimizers have no parameter in common."""
-    own = {id(p) for group in one.param_groups for p in group["params"]}
-    return not any(id(p) in own for group in other.param_groups for p in group["params"])
+    return {*map(id, params_of(one))}.isdisjoint(map(id, params_of(other)))
 
 
 __all__ = ["KEY", "Arrived", "save"]

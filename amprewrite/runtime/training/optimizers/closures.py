@@ -26,17 +26,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from amprewrite.runtime.training.nonfinite import params_of
 from amprewrite.torch_internals.trees import tree_map_only
 
 Look = Callable[[Optimizer], Tensor | None]
 """A function that returns an overflow flag for the gradients of an optimizer (above 0 for an overflow), or None if it has none."""
 _HARMLESS = frozenset({"_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"})
 """Methods of torch's optimizers that `step` calls before the closure and that change nothing. The name depends on the version of torch."""
-
-
-def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of all groups of `optimizer`."""
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 class Evaluated:
@@ -244,4 +240,4 @@ def _is_name(value: ast.expr, name: str) -> bool:
     return isinstance(value, ast.Name) and value.id == name
 
 
-__all__ = ["Checked", "Evaluated", "calls_closure_first", "guarded_closure", "params_of"]
+__all__ = ["Checked", "Evaluated", "calls_closure_first", "guarded_closure"]

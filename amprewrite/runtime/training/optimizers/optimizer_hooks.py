@@ -24,40 +24,26 @@ import functools
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.runtime.training.backwards import Noted
 from amprewrite.runtime.training.loss_scale import LossScale
-from amprewrite.runtime.training.nonfinite import find_nonfinite
+from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
 from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
-from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure, params_of
+from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure
 from amprewrite.runtime.training.optimizers.find_optimizers import in_a_step
 from amprewrite.runtime.training.optimizers.grad_scalers import refuse_grad_scaler
 from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_above
+from amprewrite.runtime.training.step_record import StepRecord
 
 _SAVES = "_optimizer_state_dict_post_hooks"
 _FRAMES = 12
 """Number of frames up the stack to search for the caller of `step`."""
-
-
-class Gate(Protocol):
-    """The members of a StepGate that a guard uses. A StepGate looks after the optimizers of one rewritten model."""
-
-    loss_scale: LossScale
-    parameters: Callable[[], Iterable[Tensor]]
-
-    def noted(self, optimizer: Optimizer) -> Noted: ...
-
-    @property
-    def ran_unscaled(self) -> bool: ...
-
-    def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None: ...
 
 
 def guard_of(optimizer: Optimizer) -> Guard:
@@ -75,11 +61,14 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
 
 
 class Guard:
-    """The hooks on one optimizer. If it trains several models, each has a StepGate, and gradients are checked once for all gates."""
+    """The hooks on one optimizer. If it trains several models, each has a gate, and gradients are checked once for all gates.
+
+    A gate is the StepRecord of one model.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._refs: list[weakref.ref[Gate]] = []
+        self._refs: list[weakref.ref[StepRecord]] = []
         self._found: Tensor | None = None
         self._closure: Evaluated | Checked | None = None
         self._warm: tuple[int, int, int] | None = None
@@ -93,7 +82,7 @@ class Guard:
             self._hooks.append(optimizer.register_state_dict_post_hook(self._saved))
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
-    def add(self, gate: Gate) -> None:
+    def add(self, gate: StepRecord) -> None:
         """Guard the optimizer for `gate` as well, and load a loss scale that a checkpoint has brought for it."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
@@ -124,12 +113,12 @@ class Guard:
     def _loaded(self, optimizer: Optimizer) -> None:
         self.resume()
 
-    def remove(self, gate: Gate) -> None:
+    def remove(self, gate: StepRecord) -> None:
         """Stop guarding the optimizer for the model of `gate`."""
         for ref in [each for each in self._refs if each() is gate]:
             self.drop(ref)
 
-    def drop(self, ref: weakref.ref[Gate]) -> None:
+    def drop(self, ref: weakref.ref[StepRecord]) -> None:
         """Forget a gate that no longer exists or was retired. After the last gate remove the hooks, unless a step is running."""
         self._refs = [each for each in self._refs if each is not ref]
         if self._refs or in_a_step():
@@ -142,7 +131,7 @@ class Guard:
         if optimizer is not None:
             _GUARDS.pop(optimizer, None)
 
-    def share(self, gate: Gate) -> list[Tensor]:
+    def share(self, gate: StepRecord) -> list[Tensor]:
         """Return the parameters of this optimizer that are in the model of `gate`, or in the model of no gate."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else list(params_of(optimizer))
@@ -158,7 +147,7 @@ class Guard:
         noted = [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)]
         return find_nonfinite(params, noted, self._beside)
 
-    def gates(self) -> list[Gate]:
+    def gates(self) -> list[StepRecord]:
         """Return the gates that still exist and whose loss scale is enabled."""
         return [gate for ref in self._refs if (gate := ref()) is not None and gate.loss_scale.enabled]
 
@@ -225,7 +214,7 @@ class Guard:
             tell(wrapper, self.skipped)
             self._told.add(wrapper)
 
-    def _tell(self, gates: list[Gate], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
+    def _tell(self, gates: list[StepRecord], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
         params = list(params_of(optimizer))
         for gate in gates:
             gate.noted(optimizer).heard(found, overflow, params)
@@ -296,7 +285,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
 _GUARDS: weakref.WeakKeyDictionary[Optimizer, Guard] = weakref.WeakKeyDictionary()
 
 
-def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[Gate]) -> None:
+def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[StepRecord]) -> None:
     living = guard()
     if living is not None:
         living.drop(ref)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.runtime.training.optimizers.closures import params_of
+from amprewrite.runtime.training.nonfinite import params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import differentiates, every_optimizer
 from amprewrite.tables.formats import NARROWEST
 
