@@ -74,7 +74,7 @@ class Compiled:
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale built into the training graphs."""
-        return self._session.loss_scale
+        return self._session.training.loss_scale
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
         """Have `optimizer` skip steps with overflowed gradients, like `attach` of a rewritten model.
@@ -82,7 +82,7 @@ class Compiled:
         Optimizers that are not attached are found automatically. Raises PolicyError if the optimizer is attached already, or has none of
         the model's parameters (without `copies`).
         """
-        self._session.gate.attach(optimizer_inside(optimizer), copies)
+        self._session.training.gate.attach(optimizer_inside(optimizer), copies)
 
     def check_patterns(self) -> None:
         """Raise PolicyError if a module pattern of `overrides` or `pad` matches no module. Call this after all parts were captured."""

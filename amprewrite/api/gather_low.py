@@ -8,7 +8,7 @@ from torch import nn
 
 from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
 from amprewrite.runtime.session import Session
-from amprewrite.runtime.weights.low_gather import GatheredLow, LowGather, Sharded, agree, full_gather, own_hooks, sharded_modules
+from amprewrite.runtime.weights.low_gather import LowGather, Sharded, agree, full_gather, own_hooks, sharded_modules
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PlanError, PolicyError
 from amprewrite.tables.formats import FP32
@@ -89,7 +89,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
             each.module.set_custom_all_gather(gathers[each.path])
         elif isinstance(each.group._all_gather_comm, LowGather):
             each.module.set_custom_all_gather(full_gather(each.group))
-    session.gathered = GatheredLow(gathers)
+    session.gathered.send_low(gathers)
     report = LowGathers(low.name, tuple(name for gather in gathers.values() for name in sorted(gather.names)), full, *sizes)
     session.note(f"gather_low: {str(report).partition(chr(10))[0]}")
     return report
@@ -101,7 +101,7 @@ def why_full(session: Session, sharded: Sharded) -> list[str]:
     if why:
         return [why] * len(sharded.names)
     graphs = [region for entry in list(session.entries.values()) for region in entry.graphs.regions]
-    in_fp32 = {name: region.entry.place for region in graphs for name in region.reads.full}
+    in_fp32 = {name: region.place for region in graphs for name in region.reads.full}
     low = {name for region in graphs for name in region.reads.low}
     found = []
     for names in sharded.names:

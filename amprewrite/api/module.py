@@ -51,7 +51,7 @@ class Rewritten(RewrittenBase):
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale built into the training graphs: `report()`, `value`, `state_dict()`, `load_state_dict()`."""
-        return session_of(self).loss_scale
+        return session_of(self).training.loss_scale
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False, group: Any = None) -> None:
         """Have `optimizer` skip steps with overflowed gradients, and update the loss scale at its steps.
@@ -68,7 +68,7 @@ class Rewritten(RewrittenBase):
         """
         if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
             raise PolicyError(f"group= takes a torch.distributed process group, such as dist.group.WORLD, not {type(group).__name__}")
-        session_of(self).gate.attach(optimizer_inside(optimizer), copies, group)
+        session_of(self).training.gate.attach(optimizer_inside(optimizer), copies, group)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """Export the whole rewritten model ahead of time, as a torch.export.ExportedProgram.

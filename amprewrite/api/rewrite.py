@@ -188,7 +188,7 @@ def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapp
         if example is not None:
             capture_now(amp, *example)
     except BaseException:
-        session_of(amp).gate.retire()
+        session_of(amp).training.gate.retire()
         raise
     return amp
 

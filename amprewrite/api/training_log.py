@@ -41,7 +41,7 @@ class TrainingLog:
             raise PolicyError("TrainingLog has nothing to write to; give a path, or writer=SummaryWriter(...)")
         if not isinstance(every, int) or every < 1:
             raise PolicyError(f"every={shown(every)} counts steps; give a whole number, at least 1")
-        self._scale, self._writer, self._every, self._calls = session_of(amp).loss_scale, writer, every, 0
+        self._scale, self._writer, self._every, self._calls = session_of(amp).training.loss_scale, writer, every, 0
         self._path = path
         self._file = None if path is None else _opened(path)
 

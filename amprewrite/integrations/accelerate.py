@@ -40,7 +40,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
     for each in objects:
         if hasattr(each, "param_groups"):
             for module in modules:
-                session_of(module).gate.attach_if_own(each)
+                session_of(module).training.gate.attach_if_own(each)
     return prepared
 
 

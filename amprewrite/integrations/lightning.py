@@ -70,7 +70,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         """
         for optimizer in optimizers:
             for session in self._sessions:
-                session.gate.attach_if_own(optimizer)
+                session.training.gate.attach_if_own(optimizer)
         for config in lr_schedulers:
             if config.interval == "step" and not isinstance(config.scheduler, HeldSchedule):
                 config.scheduler = HeldSchedule(config.scheduler)
@@ -94,13 +94,13 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each module's loss scale, by the module's number as text. Modules without a loss scale are left out."""
-        return {str(number): state for number, session in enumerate(self._sessions) if (state := session.loss_scale.state_dict())}
+        return {str(number): state for number, session in enumerate(self._sessions) if (state := session.training.loss_scale.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the dynamic loss scales from the result of `state_dict`."""
         for number, session in enumerate(self._sessions):
-            if str(number) in state_dict and session.loss_scale.kind == "dynamic":
-                session.loss_scale.load_state_dict(state_dict[str(number)])
+            if str(number) in state_dict and session.training.loss_scale.kind == "dynamic":
+                session.training.loss_scale.load_state_dict(state_dict[str(number)])
 
 
 def _has_trainer(module: Any) -> bool:

@@ -129,13 +129,13 @@ class AmpRewriteCallback(TrainerCallback):  # type: ignore[misc]
         """Attach the optimizer, so that it skips steps with overflowed gradients. Rewrite a model that `model_init` made for this run."""
         self._take(args, model)
         if self._model is not None and optimizer is not None:
-            session_of(self._model).gate.attach_if_own(optimizer)
+            session_of(self._model).training.gate.attach_if_own(optimizer)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add `loss_scale` and `skipped_steps` to the logs if the model has a loss scale."""
-        if self._model is None or logs is None or not session_of(self._model).loss_scale.enabled:
+        if self._model is None or logs is None or not session_of(self._model).training.loss_scale.enabled:
             return
-        report = session_of(self._model).loss_scale.report()
+        report = session_of(self._model).training.loss_scale.report()
         found = {"loss_scale": report.scale, "skipped_steps": report.skipped}
         logs.update(found)
         if state.log_history:

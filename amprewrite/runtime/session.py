@@ -53,12 +53,8 @@ from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, ref
 from amprewrite.runtime.fp8_trial import runnable
 from amprewrite.runtime.options import Options, policy_on
 from amprewrite.runtime.parts import is_sharded, sharded_inside
-from amprewrite.runtime.training.forward_scale import ForwardScale, ForwardScales
-from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
-from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
-from amprewrite.runtime.training.optimizers.unscaled import unscaled_message
-from amprewrite.runtime.training.overflow_control import StepGate
-from amprewrite.runtime.training.overflow_probe import OverflowProbe
+from amprewrite.runtime.training.loss_scale import parse_loss_scale
+from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, lost_values, refuse_training, unfreeze_weights
 from amprewrite.runtime.weights.half_parameters import frozen_note, lost_masters
 from amprewrite.runtime.weights.low_gather import GatheredLow, RoundedRead
@@ -72,7 +68,6 @@ from amprewrite.tables.recipes import BASE, WIDE
 from amprewrite.tables.vocabulary import Edit
 from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dispatch import count_dispatch_modes
-from amprewrite.torch_internals.trees import tree_leaves
 
 
 @dataclass
@@ -110,18 +105,13 @@ class Session:
         self.overflowed = False  # True once a first call overflowed: an export must then observe ranges, too, to make the same decisions
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
-        self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
+        loss_scale = parse_loss_scale(self.options.loss_scale, low)
         kept = self.options.keep_high
         for text in filter(None, (kept.note if kept else "", dynamo.rounding_of(self.options.backend), frozen_note(self.root))):
             self.note(text)
-        self.probe, self.schedule = OverflowProbe(self.root), Schedule()
+        self.schedule = Schedule()
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
-        self.gate = StepGate(
-            self.loss_scale, parameters_of(self.root), on_overflow=self._overflowed, on_clean=self.probe.disarm,
-            on_stuck=self.look_at_weights, on_unscaled=lambda weights: self.warn_once(unscaled_message(weights, self.gate.parameters())),
-        )  # fmt: skip
-        static = self.loss_scale.kind == "static"
-        self.scales = ForwardScales(self.root, static, self.gate.snapshot, lambda: self.gate.listens, self.gate.heard)
+        self.training = Training(self.root, loss_scale, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once)
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,7 +153,7 @@ class Session:
             self._follow_forward(entry, ran, result)
         if not captured and not entry.graphs.left_out:
             self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
-        elif entry.captured and (failures or dynamo.frames_given_up() != given_up or entry not in [each.entry for each in ran]):
+        elif entry.captured and (failures or dynamo.frames_given_up() != given_up or entry.place not in [each.place for each in ran]):
             self._say_failures(entry, ran, failures)
             if not failures or dynamo.frames_given_up() - given_up > len(failures):
                 said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))
@@ -176,7 +166,7 @@ class Session:
         `ran`: the regions that ran in the call.
         """
         if self.gathered.gathers:
-            whole = not entry.graphs_of_forward.left_out and len(ran) == 1 and ran[0].whole and ran[0].entry is entry
+            whole = not entry.graphs_of_forward.left_out and len(ran) == 1 and ran[0].whole and ran[0].place == entry.place
             self.gathered.check_call(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
@@ -186,8 +176,7 @@ class Session:
         self._look_for_new_modules()
         state.entry, state.forwards, state.given_up = entry, state.forwards + (not recomputes), given_up
         state.around, state.recomputed = regions_around(), asking_number() if recomputes else None
-        if torch.is_grad_enabled() and self.loss_scale.enabled:
-            self.gate.forward_began()
+        self.training.begin_forward()
 
     def _run_watched(
         self, entry: Entry, recomputes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -207,14 +196,14 @@ class Session:
         finally:
             (state.ran, state.failures), state.depth, state.captured = outer, state.depth - 1, state.captured - captured
             if state.depth == 0:
-                self._end_forward()
+                self.training.end_forward()
+                state.entry = None
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
         """Update the state after an outermost call that returned `result` and ran the regions `ran`."""
         if self.children is None:
             self._look_for_new_modules()
-        if torch.is_grad_enabled() and self.loss_scale.enabled:
-            self.gate.await_backward((result,) if isinstance(result, torch.Tensor) else tree_leaves(result))
+        self.training.await_backward(result)
         if ran != self.last:
             self._remember(entry, ran)
 
@@ -297,11 +286,6 @@ class Session:
         given = self.options.given
         return given is None or any(isinstance(modules.get(region.entry), nn.RNNBase) for region in given.regions)
 
-    def forward_scale(self, device: torch.device) -> ForwardScale:
-        """Return the loss scale of this forward. All graphs of the forward share it; the first request creates it, on `device`."""
-        self.state.scale = self.state.scale or self.scales.of_forward(device, self._in_parts())
-        return self.state.scale
-
     def _in_parts(self) -> bool:
         """True if code of the model may run between the graphs of this forward."""
         state = self.state
@@ -310,12 +294,6 @@ class Session:
         graphs, capturing = state.entry.graphs, dynamo.frame_id() is not None
         graphs.in_parts |= bool(state.failures) or dynamo.frames_given_up() - state.given_up > capturing
         return state.depth > 1 or graphs.in_parts
-
-    def _end_forward(self) -> None:
-        """Mark the forward as ended: a backward through it from now on is the backward of a loss, not a part of the model's computation."""
-        if self.state.scale is not None:
-            self.state.scale.under_way = False
-        self.state.scale = self.state.entry = None
 
     def look_at_weights(self) -> bool:
         """Mark graphs for a new capture if their weights have moved into or out of the low format's range.
@@ -333,10 +311,10 @@ class Session:
         """Return the place of the first overflow in the step that is being skipped; None if it is not found."""
         self.schedule.due = True
         graphs = [(region.plan, region.module) for region in self.last]
-        found = self.probe.find(graphs, self.last[0].latest if len(self.last) == 1 else None)
+        found = self.training.probe.find(graphs, self.last[0].latest if len(self.last) == 1 else None)
         if found is None:
             return None
-        self.gate.note(**found.finite)
+        self.training.gate.note(**found.finite)
         return found.where
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
@@ -409,7 +387,7 @@ class Session:
         `ran`: the regions that ran in the call. `said`: Dynamo's reasons, "" if it gave none.
         """
         switched_off = dynamo.why_switched_off()
-        own = any(region.entry is entry for region in ran)
+        own = any(region.place == entry.place for region in ran)
         if not (switched_off or said) and (own or (not ran and entry.graphs.empty)):
             return  # no fault: either another thread is capturing, or the entry has no tensor op to rewrite
         if own and self.runs_recurrent_eagerly and said.startswith(dynamo.RECURRENT):
@@ -496,7 +474,7 @@ class Session:
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
         """Return a captured graph with its problem: everything that decisions read. Nothing is decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
-        path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.loss_scale.enabled
+        path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.training.loss_scale.enabled
         path = entry.path if path is None else path
         with failing_as_pass(f"reading {name}"):
             captured = self.read(module, example_inputs, name, path, entry.names, pad=self.options.pad, scale_loss=scale)
@@ -550,18 +528,18 @@ class Session:
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
             self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
             unedited = emit(module, example_inputs, backend, None)
-            return Region(entry, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
+            return Region(entry.place, self.training, self.gathered, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
         problem, grad = captured.problem, captured.problem.training
         at_once = self._casts_at_once(entry, grad, problem.device)
         cache = self.cache if at_once or (not grad and not compiled and self.options.cache_weights and not self._sharded()) else None
 
         def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Running:
             device = scale_device(rewritten.graph) if problem.scale_loss else None
-            scales = () if device is None else self.forward_scale(device).on(device)
+            scales = () if device is None else self.training.forward_scale(device).on(device)
             made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks, at_once)
             return made.run, rewritten if scales else None, self._reads(entry, made, inputs), made.refused
 
-        region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
+        region = Region(entry.place, self.training, self.gathered, plan, *emitted(rewritten, example_inputs, plan))
 
         def again(inputs: tuple[Any, ...]) -> RegionPlan:  # takes inputs, because a closure over `example_inputs` would keep them alive
             with self.lock:

@@ -35,7 +35,6 @@ from amprewrite.tables.boundary.members import named_parameters_in, parameters_i
 from amprewrite.tables.errors import PolicyError
 from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame
-from amprewrite.torch_internals.trees import tree_leaves
 
 
 def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
@@ -185,19 +184,15 @@ class CompiledSession(Session):
 
     def run(self, region: Region, *inputs: Any) -> Any:
         """Call a graph of this session as a forward of its own, and return its results."""
-        state = self.state
-        scaled = torch.is_grad_enabled() and self.loss_scale.enabled
-        if scaled:
-            self.gate.forward_began()
-        state.ran, state.forwards = [], state.forwards + (current_backward() < 0)  # a checkpoint that repeats a call begins no forward
+        self.state.forwards += current_backward() < 0  # a checkpoint that repeats a call begins no forward
+        self.training.begin_forward()
         try:
-            results = region.call(*inputs)
+            results = region.call(inputs, self.state.forwards)
         finally:
-            self._end_forward()
-        if scaled:
-            self.gate.await_backward(tree_leaves(results))
-        if (ran := tuple(state.ran)) != self.last:
-            self._remember(self.entries[""], ran)
+            self.training.end_forward()
+        self.training.await_backward(results)
+        if (region,) != self.last:
+            self._remember(self.entries[""], (region,))
         return results
 
     def look_at_weights(self) -> bool:

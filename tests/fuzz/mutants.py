@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "no-parameters", "fp16 with gradients asks a model without parameters for their device", ("programs",), ("'fp16'",),
-        (("amprewrite/runtime/session.py", "self.scales.of_forward(device,", "self.scales.of_forward(next(iter(self.root.parameters())).device,"),),
+        (("amprewrite/runtime/training/training.py", "self.gate.snapshot(device,", "self.gate.snapshot(next(iter(self.root.parameters())).device,"),),
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),

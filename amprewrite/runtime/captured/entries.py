@@ -24,7 +24,7 @@ from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks
 from amprewrite.runtime.ambient.low_cache import CacheReadHigh, LowCaches
 from amprewrite.runtime.ambient.past import CallsInRegions, Past
-from amprewrite.runtime.captured.region import Region, Run
+from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.capture_check import CaptureCheck, can_be_checked
@@ -33,7 +33,6 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
 from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
 from amprewrite.runtime.options import Options
-from amprewrite.runtime.training.forward_scale import ForwardScale
 from amprewrite.tables.errors import CaptureError
 from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame
@@ -59,11 +58,12 @@ class Anew(Enum):
     FROZEN = "the model was frozen, or is not frozen any more"
 
 
-class Owner(Run, Protocol):
+class Owner(Protocol):
     """The members of a session that an entry uses."""
 
     root: nn.Module
     options: Options
+    state: Any
 
     @property
     def plain(self) -> Callable[[], nn.Module]: ...
@@ -205,7 +205,17 @@ class Graphs:
         forget_inputs(module.graph)
         self.regions.append(region)
         self.full = self.full or self._captures[frame] >= dynamo.RECOMPILE_LIMIT
-        return _weakly(region.call)
+        found, state = weakref.ref(region), self.entry.session.state
+
+        def call(*inputs: Any) -> Any:
+            region = found()
+            assert region is not None, "a call keeps the graphs it runs on alive"
+            state.ran.append(region)
+            if state.check is not None:
+                state.check.runs(inputs)
+            return region.call(inputs, state.forwards)
+
+        return call
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,6 +242,8 @@ class Entry:
     ) -> None:
         """`home`: the class of which `function` is the forward; None if `function` is not the forward of a class."""
         self.session, self.path, self.function, self._home = session, path, function, home
+        self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"
+        """The name of this entry in messages: "Bert" or "Bert.encoder"."""
         self.compiles = not (session.runs_recurrent_eagerly and isinstance(session.root.get_submodule(path), nn.RNNBase))
         self.captured = self._to_capture = captured
         self.names = parameter_names(function)
@@ -285,14 +297,9 @@ class Entry:
         self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 
-    @property
-    def place(self) -> str:
-        """The name of this entry in messages: "Bert" or "Bert.encoder"."""
-        return f"{type(self.session.root).__name__}{'.' * bool(self.path)}{self.path}"
-
 
 class State(threading.local):
-    """The state of the calls of one rewritten model in this thread, such as depth, regions that ran, and the loss scale of the forward."""
+    """The state of the calls of one rewritten model in this thread, such as depth and regions that ran."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -305,8 +312,6 @@ class State(threading.local):
         """Number of running calls whose entry is captured."""
         self.ran: list[Region] = []
         """Regions that the innermost running call has run so far."""
-        self.scale: ForwardScale | None = None
-        """Loss scale of the running forward; None if no graph has asked for it yet."""
         self.entry: Entry | None = None
         """Entry of the outermost running call."""
         self.forwards = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx
@@ -16,37 +16,14 @@ from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.past import Past
 from amprewrite.runtime.captured.look_ahead import LookAhead
 from amprewrite.runtime.compiler.suspend_modes import suspend_dispatch_modes
-from amprewrite.runtime.training.forward_scale import ForwardScale
-from amprewrite.runtime.training.overflow_control import StepGate
-from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
+from amprewrite.runtime.training.overflow_probe import LatestInputs
+from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.low_gather import GatheredLow
 from amprewrite.runtime.weights.weight_reads import WeightReads
 
 Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Refusals]
 """An emitted graph: the function that runs, the edited graph (None if it scales no gradients), how the graph reads weights, and the ops
 that refused low operands."""
-
-
-class Run(Protocol):
-    """The members of a session that a region uses."""
-
-    state: Any
-    probe: OverflowProbe
-    gate: StepGate
-
-    gathered: GatheredLow
-
-    def forward_scale(self, device: torch.device) -> ForwardScale: ...
-
-
-class Place(Protocol):
-    """The members of an entry that a region uses."""
-
-    @property
-    def session(self) -> Run: ...
-
-    @property
-    def place(self) -> str: ...
 
 
 def scale_device(graph: torch.fx.Graph) -> torch.device:
@@ -56,16 +33,19 @@ def scale_device(graph: torch.fx.Graph) -> torch.device:
 
 
 class Region:
-    """One rewritten graph, which Dynamo calls. `module` is the edited graph; None if the graph scales no gradients."""
+    """One rewritten graph, which Dynamo calls. `module` is the edited graph; None if the graph scales no gradients.
+
+    `place` names the entry of the graph. `training` and `gathered` belong to the model.
+    """
 
     whole = False
     """True if the graph is all of its entry's forward."""
 
     def __init__(
-        self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None,
-        reads: WeightReads | None = None, refused: Refusals | None = None,
+        self, place: str, training: Training, gathered: GatheredLow, plan: RegionPlan, run: CompiledFn,
+        module: torch.fx.GraphModule | None = None, reads: WeightReads | None = None, refused: Refusals | None = None,
     ) -> None:  # fmt: skip
-        self.entry, self.session, self.state = entry, entry.session, entry.session.state
+        self.place, self.training, self.gathered = place, training, gathered
         self.plan, self.run, self.module, self.reads = plan, run, module, reads or WeightReads()
         self.refused: Refusals = {} if refused is None else refused
         self.keep_high: Callable[[Refusals, tuple[Any, ...]], None] | None = None
@@ -82,15 +62,15 @@ class Region:
         self._past.keep((self.run, self.reads))
         self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused
 
-    def call(self, *inputs: Any) -> Any:
-        """Run the graph on the inputs of its captured code, and return its results. In fp16 the first calls observe an fp32 run before."""
-        self.state.ran.append(self)
-        if self.state.check is not None:
-            self.state.check.runs(inputs)
+    def call(self, inputs: tuple[Any, ...], forward: int) -> Any:
+        """Run the graph on the inputs of its captured code, and return its results. In fp16 the first calls observe an fp32 run before.
+
+        `forward` is the number of this forward of the model.
+        """
         first = self.look_ahead
         if first is None:
             return self._call(inputs)
-        result = first.call(self._call, inputs, self.state.forwards)
+        result = first.call(self._call, inputs, forward)
         if first.left < 0:
             self.look_ahead = None
         return result
@@ -98,15 +78,15 @@ class Region:
     def _call(self, inputs: tuple[Any, ...]) -> Any:
         """Run the graph, with the loss scale as an additional input if it scales gradients, under the user's dispatch modes."""
         (run, reads), scaled, given = self._past.of_forward((self.run, self.reads)), self.latest, inputs
-        self.session.gathered.check_reads(reads, self.entry.place)
+        self.gathered.check_reads(reads, self.place)
         if scaled is not None:
-            forward = self.session.forward_scale(self.device)
+            forward = self.training.forward_scale(self.device)
             learning, fed = scaled.taking_gradients(inputs)
             if fed or not all(weight.is_leaf for weight in learning):
                 forward.copy_scale()
             inputs = (*inputs, *forward.on(self.device))
             scaled.keep(inputs)
-            if self.session.probe.armed and not recording(self.device):
+            if self.training.probe.armed and not recording(self.device):
                 run = self._watched
         modes = suspend_dispatch_modes.modes
         if not modes:
@@ -119,7 +99,7 @@ class Region:
         if scaled is not None:
             watched = results if isinstance(results, tuple | list) else (results,)
             forward.watch(watched, learning, fed)
-            self.session.gate.await_backward(watched, [*map(id, learning)])
+            self.training.gate.await_backward(watched, [*map(id, learning)])
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
@@ -131,7 +111,7 @@ class Region:
     def _watched(self, *inputs: Any) -> Any:
         """Run the graph op by op, and find the first result or gradient that is not finite."""
         assert self.module is not None
-        return self.session.probe.run(self.plan, self.module, inputs)
+        return self.training.probe.run(self.plan, self.module, inputs)
 
 
 __all__ = ["Region", "Running", "scale_device"]

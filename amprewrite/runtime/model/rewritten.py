@@ -208,7 +208,7 @@ def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _options_with_scale(model: nn.Module) -> Options:
     """Return the options of a model with its current loss scale, from which a copy continues."""
     session = session_of(model)
-    return replace(session.options, loss_scale=session.loss_scale)
+    return replace(session.options, loss_scale=session.training.loss_scale)
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
@@ -294,7 +294,7 @@ def put_back_on_error(model: nn.Module) -> Iterator[None]:
 def _retire(session: Session | None, model: nn.Module) -> None:
     """Make `session` stop guarding optimizers if it is no longer the session of `model`."""
     if session is not None and model.__dict__.get(SESSION) is not session:
-        session.gate.retire()
+        session.training.gate.retire()
 
 
 def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase]) -> Any:

@@ -31,14 +31,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.ops.scale_ops import tell_of_entries
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
-from amprewrite.runtime.ambient.past import asking_node
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.torch_internals.autograd import call_after_backward, current_backward
 
@@ -240,36 +239,4 @@ def _runs(node: Any) -> bool | None:
         return None
 
 
-class ForwardScales:
-    """Gives each forward of the model `root` its scale.
-
-    `snapshot(device, evaluates)` returns (scale, inverse). `heard(number, weights)` is called for backwards that give weights gradients; it
-    is called for all of them if `listens()` is true when the forward begins.
-    """
-
-    def __init__(
-        self, root: nn.Module, static: bool, snapshot: Callable[[torch.device, bool], Pair],
-        listens: Callable[[], bool], heard: Callable[[int, Sequence[Tensor]], None],
-    ) -> None:  # fmt: skip
-        self.root, self.static, self.snapshot, self.listens, self.heard = root, static, snapshot, listens, heard
-        self._entered: weakref.ref[ForwardScale] | None = None
-        """The forward that a backward entered last."""
-
-    def of_forward(self, device: torch.device, in_parts: bool) -> ForwardScale:
-        """Return the scale of a forward that begins, with tensors on `device`. `in_parts`: code of the model may run between its graphs.
-
-        A recomputation inside a backward, as of an activation checkpoint, gets the scale of the forward that this backward entered last.
-        """
-        entered = None if self._entered is None else self._entered()
-        if entered is not None and entered.in_backward() and asking_node() is not None:
-            return entered  # the same scale, because the backward of that forward reads the tensors that this recomputation saves
-        evaluates = not any(module.training for module in self.root.modules())
-        return ForwardScale(self.snapshot(device, evaluates), in_parts, self.static, self._backward_entered, self.listens())
-
-    def _backward_entered(self, forward: ForwardScale, number: int, learns: bool) -> None:
-        self._entered = weakref.ref(forward)
-        if learns:
-            self.heard(number, forward.weights)
-
-
-__all__ = ["ForwardScale", "ForwardScales", "ScaleUse"]
+__all__ = ["ForwardScale", "ScaleUse"]

@@ -14,7 +14,7 @@ shards that optimizers and checkpoints see stay fp32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -196,15 +196,15 @@ def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], w
     return on_wire, elements
 
 
-@dataclass
 class GatheredLow:
     """The modules of one rewritten model whose weights are sent low, and checks that no code reads the rounded weights in fp32."""
 
-    gathers: dict[str, LowGather] = field(default_factory=dict)
-    """The gather of each module with weights that are sent low, by the module's path."""
+    def __init__(self) -> None:
+        self.send_low({})
 
-    def __post_init__(self) -> None:
-        self._of = {name: gather for gather in self.gathers.values() for name in gather.names}
+    def send_low(self, gathers: dict[str, LowGather]) -> None:
+        """From now on `gathers` send weights low: the gather of each module with such weights, by the module's path."""
+        self.gathers, self._of = gathers, {name: gather for gather in gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:
         """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names its code, for the message."""
