@@ -37,21 +37,23 @@ from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
-from amprewrite.runtime.ambient.low_cache import CachesOfModel
+from amprewrite.runtime.ambient.low_cache import CacheReadHigh, CachesOfModel
 from amprewrite.runtime.ambient.past import asking_number
 from amprewrite.runtime.captured.agreement import Agreement
-from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graphs, State, past_the_limit
+from amprewrite.runtime.captured.call_record import CallRecord
+from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graphs, past_the_limit
 from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
 from amprewrite.runtime.captured.region import Region, Running, scale_device
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
+from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON, own_autocast
 from amprewrite.runtime.compiler.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.fp8_trial import runnable
-from amprewrite.runtime.options import Options, policy_on
+from amprewrite.runtime.options import policy_on
 from amprewrite.runtime.parts import is_sharded, sharded_inside
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.training import Training
@@ -71,31 +73,15 @@ from amprewrite.torch_internals.dispatch import count_dispatch_modes
 
 
 @dataclass
-class Session:
+class Session(CallRecord):
     """The state of one rewritten model at run time, and the methods that run its calls, rewrite its graphs and report its plan."""
 
-    options: Options
-    root: nn.Module
-    state: State = field(default_factory=State)
     entries: dict[str, Entry] = field(default_factory=dict)
-    calls: dict[tuple[Region, ...], None] = field(default_factory=dict)
-    """The regions that an outermost call ran, without repetitions; each such tuple once. Cleared when an entry is captured anew."""
-    last: tuple[Region, ...] = ()
-    """The regions that the latest outermost call ran."""
-    unreadable: list[Skipped] = field(default_factory=list)
-    """Parts that no capture can ever read."""
-    notes: dict[str, None] = field(default_factory=dict)
-    """Notes for the plan, in order."""
-    warned: set[str] = field(default_factory=set)
-    """Causes of warnings already given."""
     cache: WeightCache = field(init=False)
-    lock: threading.RLock = field(default_factory=threading.RLock)
     turn: threading.RLock = field(default_factory=threading.RLock)
     """Held by the running replica of torch.nn.DataParallel: the model holds the tensors of one replica at a time."""
     take_in: Callable[[], None] = field(default=lambda: None)
     """Function that rewrites the calls of modules that were added to the model after the rewrite."""
-    plain: Callable[[], nn.Module] = field(default=nn.Module)
-    """Function that returns a clone of the model without the rewrite, with the same parameters."""
     gathered: GatheredLow = field(default_factory=GatheredLow)
     children: tuple[nn.Module | None, ...] | None = None
     """Children of the root at the latest search for new modules; None: search after this call, because it captured a graph."""
@@ -112,6 +98,10 @@ class Session:
         self.schedule = Schedule()
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self.training = Training(self.root, loss_scale, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once)
+
+    def add_entry(self, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None) -> None:
+        """Make the module at `path` an entry. `function` is the code that a call of it runs; for `captured` and `home` see Entry."""
+        self.entries[path] = Entry(self, self.rewrite_region, path, function, captured, home)
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,6 +150,25 @@ class Session:
                 self._not_all_ran(entry, ran, "; ".join(said))
         return result
 
+    def step(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of `entry` as a step of `generate()`.
+
+        If capture finds that the plan reads a low cache in fp32, the caches become fp32, and the call begins again: none of it has run yet.
+        """
+        state = self.state
+        if state.low_caches is not None:
+            state.low_caches.take(args, kwargs)
+        mark_growing(args, kwargs)
+        try:
+            return self.call(entry, args, kwargs)
+        except CacheReadHigh:
+            entry.capture_anew(Anew.LOW_CACHE)
+            if state.low_caches is not None:
+                state.low_caches.end()
+            state.low_caches = None
+        mark_growing(args, kwargs)
+        return self.call(entry, args, kwargs)
+
     def _check_gathered(self, entry: Entry, ran: tuple[Region, ...]) -> None:
         """Raise CaptureError if FSDP2 gathers weights of `entry` low, and code outside of one whole graph may have read them.
 
@@ -174,7 +183,7 @@ class Session:
         state = self.state
         self.cache.look(self.weight_names)
         self._look_for_new_modules()
-        state.entry, state.forwards, state.given_up = entry, state.forwards + (not recomputes), given_up
+        state.path, state.forwards, state.given_up = entry.path, state.forwards + (not recomputes), given_up
         state.around, state.recomputed = regions_around(), asking_number() if recomputes else None
         self.training.begin_forward()
 
@@ -197,7 +206,7 @@ class Session:
             (state.ran, state.failures), state.depth, state.captured = outer, state.depth - 1, state.captured - captured
             if state.depth == 0:
                 self.training.end_forward()
-                state.entry = None
+                state.path = None
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
         """Update the state after an outermost call that returned `result` and ran the regions `ran`."""
@@ -274,24 +283,12 @@ class Session:
         self._left_out(entry, message)
         return result
 
-    @property
-    def runs_recurrent_eagerly(self) -> bool:
-        """True if each LSTM, GRU and RNN module gets an eager graph of its own.
-
-        This is so with a compiler unless `strict`. If a plan was given, it must also have a region for such a module.
-        """
-        if self.options.backend == "eager" or self.options.strict:
-            return False
-        modules = dict(self.root.named_modules())
-        given = self.options.given
-        return given is None or any(isinstance(modules.get(region.entry), nn.RNNBase) for region in given.regions)
-
     def _in_parts(self) -> bool:
         """True if code of the model may run between the graphs of this forward."""
         state = self.state
-        if state.entry is None:
+        if state.path is None:
             return True
-        graphs, capturing = state.entry.graphs, dynamo.frame_id() is not None
+        graphs, capturing = self.entries[state.path].graphs, dynamo.frame_id() is not None
         graphs.in_parts |= bool(state.failures) or dynamo.frames_given_up() - state.given_up > capturing
         return state.depth > 1 or graphs.in_parts
 
@@ -411,23 +408,6 @@ class Session:
         """
         entry.graphs.left_out[message] = Skipped(place or entry.path or "the model", message)
         self.warn_fp32(message, cause)
-
-    def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Raise CaptureError(message) under `strict`; otherwise warn once for each `cause`. Do nothing if `message` is ""."""
-        if self.options.strict and message:
-            raise CaptureError(message)
-        self.warn_once(message, cause)
-
-    def warn_once(self, message: str, cause: str = "") -> None:
-        """Warn with `message`, unless it is "" or this session warned of the same `cause` before. The default cause is `message`."""
-        if message and (cause or message) not in self.warned:
-            self.warned.add(cause or message)
-            warnings.warn(message, AmpRewriteWarning, stacklevel=2)
-
-    def forget_calls(self) -> None:
-        """Clear `calls`, because graphs of earlier calls are replaced."""
-        with self.lock:
-            self.calls.clear()
 
     def freeze(self, frozen: tuple[str, ...] | None) -> None:
         """Adapt the session to a model whose weights were frozen, or unfrozen if `frozen` is None: every graph is captured anew.
@@ -598,15 +578,6 @@ class Session:
         kept = "step" if self.cache.block() else self.options.cache_weights
         return policy_on(self._row(device), self.options, self.note, kept, runnable(self.options.products, device, self.note))
 
-    def note(self, text: str) -> None:
-        self.notes[text] = None
-
-    def cannot_read(self, path: str, why: str) -> None:
-        """List the module at `path`, which no capture can ever read, in `plan.skipped`, and warn. `why` is the reason."""
-        if Skipped(path, why) not in self.unreadable:
-            self.unreadable.append(Skipped(path, why))
-        self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)
-
     def generates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Return the context manager for a call of `generate()` with these arguments."""
         return self.state.generates(self.caches.of_call(self.policy_for(self._device()).low, args, kwargs))
@@ -656,7 +627,7 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     if asks_shapes(session.root, args, kwargs):
         return session.entries[path].function(*args, **kwargs)
     if session.state.generating:
-        return session.state.step(session.call, session.entries[path], args, kwargs)
+        return session.step(session.entries[path], args, kwargs)
     return session.call(session.entries[path], args, kwargs)
 
 

@@ -26,7 +26,6 @@ from amprewrite.graphs.fx.captured import copy_graph
 from amprewrite.graphs.fx.node_facts import source_name
 from amprewrite.graphs.fx.read.names import clean_path
 from amprewrite.ir.plans.plan import Skipped
-from amprewrite.runtime.captured.entries import Entry
 from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Session
@@ -224,7 +223,7 @@ def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: 
     root.add(modules, read)
     session = CompiledSession(options, root)
     session.number = max((each.number for each in _SESSIONS), default=0) + 1
-    session.entries[""] = Entry(session, "", root.forward, captured=False)
+    session.add_entry("", root.forward, captured=False)
     _SESSIONS.add(session)
     return session
 

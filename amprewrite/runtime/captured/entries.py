@@ -5,14 +5,12 @@ The captures of an entry are compiled functions, their graphs, and a list of the
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch.fx
 from torch import nn
@@ -22,17 +20,15 @@ from amprewrite.graphs.fx.read.recorded_writes import hooked_and_written
 from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks
-from amprewrite.runtime.ambient.low_cache import CacheReadHigh, LowCaches
 from amprewrite.runtime.ambient.past import CallsInRegions, Past
+from amprewrite.runtime.captured.call_record import CallRecord
 from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.capture_check import CaptureCheck, can_be_checked
 from amprewrite.runtime.compiler.dynamo import parameter_names
 from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
-from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
-from amprewrite.runtime.options import Options
 from amprewrite.tables.errors import CaptureError
 from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame
@@ -58,28 +54,8 @@ class Anew(Enum):
     FROZEN = "the model was frozen, or is not frozen any more"
 
 
-class Owner(Protocol):
-    """The members of a session that an entry uses."""
-
-    root: nn.Module
-    options: Options
-    state: Any
-
-    @property
-    def plain(self) -> Callable[[], nn.Module]: ...
-
-    @property
-    def runs_recurrent_eagerly(self) -> bool: ...
-
-    def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region: ...
-
-    def note(self, text: str) -> None: ...
-
-    def forget_calls(self) -> None: ...
-
-    def warn_fp32(self, message: str, cause: str = "") -> None: ...
-
-    def warn_once(self, message: str, cause: str = "") -> None: ...
+RewriteRegion = Callable[["Graphs", torch.fx.GraphModule, list[Any]], Region]
+"""A function that plans, edits and emits a captured graph for the `Graphs` of an entry, and returns its region."""
 
 
 class Graphs:
@@ -200,7 +176,7 @@ class Graphs:
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
-        region = self.entry.session.rewrite_region(self, module, example_inputs)
+        region = self.entry.rewrite_region(self, module, example_inputs)
         region.whole = dynamo.is_whole(module, self.entry.function)
         forget_inputs(module.graph)
         self.regions.append(region)
@@ -238,10 +214,11 @@ class Entry:
     """
 
     def __init__(
-        self, session: Owner, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None
-    ) -> None:
+        self, session: CallRecord, rewrite_region: RewriteRegion, path: str, function: Callable[..., Any], captured: bool = True,
+        home: type[nn.Module] | None = None,
+    ) -> None:  # fmt: skip
         """`home`: the class of which `function` is the forward; None if `function` is not the forward of a class."""
-        self.session, self.path, self.function, self._home = session, path, function, home
+        self.session, self.rewrite_region, self.path, self.function, self._home = session, rewrite_region, path, function, home
         self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"
         """The name of this entry in messages: "Bert" or "Bert.encoder"."""
         self.compiles = not (session.runs_recurrent_eagerly and isinstance(session.root.get_submodule(path), nn.RNNBase))
@@ -298,87 +275,6 @@ class Entry:
         self.session.forget_calls()
 
 
-class State(threading.local):
-    """The state of the calls of one rewritten model in this thread, such as depth and regions that ran."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        """Number of nested calls of entries that run now."""
-        self.transformed = 0
-        """Number of running calls inside a torch.func transform or a level of forward-mode derivatives."""
-        self.generating = 0
-        """Number of running calls of `generate()`."""
-        self.captured = 0
-        """Number of running calls whose entry is captured."""
-        self.ran: list[Region] = []
-        """Regions that the innermost running call has run so far."""
-        self.entry: Entry | None = None
-        """Entry of the outermost running call."""
-        self.forwards = 0
-        """Number of outermost calls that have begun, without recomputations."""
-        self.given_up = 0
-        """Number of frames that Dynamo had given up when the outermost call began."""
-        self.failures: list[Failure] = []
-        """Code that Dynamo failed on in the innermost running call."""
-        self.check: CaptureCheck | None = None
-        """Compares the graph that the running call captures with the original model; None if the call is not checked."""
-        self.around = 0
-        """Number of torch.autocast regions around the outermost call, or around the recomputation that runs in it."""
-        self.recomputed: tuple[int, int] | None = None
-        """The `asking_number()` of the recomputation that the outermost call is, or that runs in it; None if there is none."""
-
-        self.low_caches: LowCaches | None = None
-        """The low caches of the innermost running call of `generate()`; None if its caches stay fp32."""
-
-    def regions_around(self) -> int:
-        """Return the number of torch.autocast regions around the outermost call, or around the recomputation that runs in it."""
-        return self.around
-
-    @contextlib.contextmanager
-    def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager for a recomputation by an activation checkpoint while a forward still runs, as in a forward that takes gradients.
-
-        `asked`: the `asking_number()` of the recomputation. `around`: the number of torch.autocast regions around the call. The checkpoint
-        has entered some of them to restore the autocast state of its forward, so they do not count as regions of the model.
-        """
-        outer = self.recomputed, self.around
-        self.recomputed, self.around = asked, self.around if asked is None else around
-        try:
-            yield
-        finally:
-            self.recomputed, self.around = outer
-
-    @contextlib.contextmanager
-    def generates(self, low_caches: LowCaches | None) -> Iterator[None]:
-        """Context manager for a call of `generate()`: sizes are captured dynamic, and `low_caches` store keys and values low."""
-        outer = self.low_caches
-        self.generating, self.low_caches = self.generating + 1, low_caches
-        try:
-            yield
-        finally:
-            self.generating, self.low_caches = self.generating - 1, outer
-            if low_caches is not None:
-                low_caches.end()
-
-    def step(self, call: Callable[..., Any], entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `call(entry, args, kwargs)`, a step of `generate()`.
-
-        If capture finds that the plan reads a low cache in fp32, the caches become fp32, and the call begins again: none of it has run yet.
-        """
-        if self.low_caches is not None:
-            self.low_caches.take(args, kwargs)
-        mark_growing(args, kwargs)
-        try:
-            return call(entry, args, kwargs)
-        except CacheReadHigh:
-            entry.capture_anew(Anew.LOW_CACHE)
-            if self.low_caches is not None:
-                self.low_caches.end()
-            self.low_caches = None
-        mark_growing(args, kwargs)
-        return call(entry, args, kwargs)
-
-
 def past_the_limit(entry: Entry) -> str:
     """Return the message for a call that fits none of an entry's graphs when the entry may have no further graph."""
     return (
@@ -388,4 +284,4 @@ def past_the_limit(entry: Entry) -> str:
     )
 
 
-__all__ = ["FRESH_STARTS", "Anew", "Entry", "Graphs", "State", "past_the_limit"]
+__all__ = ["FRESH_STARTS", "Anew", "Entry", "Graphs", "past_the_limit"]

@@ -13,7 +13,7 @@ from amprewrite.runtime.ambient.hook_watch import call_with_own_hooks
 from amprewrite.runtime.compiler.dynamo import clone_code, kept_out, never_read
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
 from amprewrite.runtime.model.replicas import REPLICATE, replica_of
-from amprewrite.runtime.session import Entry, Session, enter
+from amprewrite.runtime.session import Session, enter
 
 
 def call_as_part(session: Session, path: str, module: nn.Module) -> None:
@@ -76,7 +76,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
     def call_alone(*args: Any, **kwargs: Any) -> Any:
         entry = session.entries.get(path)
         if entry is None or entry.function is not call_part:  # the entry may belong to a module that `module` has replaced
-            session.entries[path] = Entry(session, path, call_part)
+            session.add_entry(path, call_part)
         return enter(session, path, args, kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:

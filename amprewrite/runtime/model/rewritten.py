@@ -23,7 +23,7 @@ from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.model.subclass import original_of, subclass_of
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.parts import part_paths
-from amprewrite.runtime.session import Entry, Session, enter
+from amprewrite.runtime.session import Session, enter
 from amprewrite.runtime.weights.freezing import brings_fp32, hook_states, refuse_frozen, unfreeze_weights, without_frozen_weights
 from amprewrite.runtime.weights.half_parameters import lost_masters
 from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in, parameters_in
@@ -360,13 +360,13 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
     """Make every call of `amp` and of its submodules run through `session`. `cls` is the class of `amp` before the rewrite."""
     amp.__dict__[SESSION] = session
     parts = part_paths(amp, session.options.granularity)
-    session.entries[""] = _entry(session, "", amp, cls, captured=not parts)
+    _add_entry(session, "", amp, cls, captured=not parts)
     known: WeakValueDictionary[int, nn.Module] = WeakValueDictionary({id(amp): amp})
     for path, module in _modules_not_in(known, amp, session):
         if is_rewritten(module):
             _unwrap(module)
         if path in parts:
-            session.entries[path] = _entry(session, path, module, type(module), captured=True)
+            _add_entry(session, path, module, type(module), captured=True)
             module.__dict__["forward"] = PartForward(session, path)
             module.__dict__[REPLICATE] = PartReplicas(session, module)
         elif not parts or _is_inside(path, parts):
@@ -409,16 +409,17 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
     return path.startswith(tuple(f"{part}." for part in parts))
 
 
-def _entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> Entry:
-    """Return an entry for the forward of `module`, whose class before the rewrite is `cls`.
+def _add_entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> None:
+    """Make `module` an entry of `session`. Its class before the rewrite is `cls`.
 
     A forward that was set on the instance, for instance by accelerate, is the function of the entry, and is stored under FORWARD.
     """
     own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
     if own_forward is None:
-        return Entry(session, path, cls.forward.__get__(module), captured, home=cls)
+        session.add_entry(path, cls.forward.__get__(module), captured, home=cls)
+        return
     module.__dict__[FORWARD] = own_forward
-    return Entry(session, path, own_forward, captured)
+    session.add_entry(path, own_forward, captured)
 
 
 def capture_now(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
