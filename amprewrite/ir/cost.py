@@ -20,9 +20,8 @@ Prices are integers in ticks of 0.1 ns, so that sums are exact and the choice of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
@@ -42,12 +41,26 @@ _CONVERSIONS = ops_with(Trait.CONVERTS)
 """Ops that convert dtypes. They have no price as ops: they are priced as casts if the format changes, and dropped if it does not."""
 
 
-class Timings(Protocol):
-    """Measured run times in seconds: of an op in a forward, and of a cast. Both methods return None if there is no measurement."""
+@dataclass
+class Measured:
+    """Measured seconds of the ops and casts of one graph."""
 
-    def op(self, node: OpNode, fmt: Format) -> float | None: ...
+    ops: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Seconds of an op, by (name of the node, name of the format)."""
+    casts: dict[int, float] = field(default_factory=dict)
+    """Seconds of a cast from fp32 to the low format, by number of elements."""
+    fresh: int = 0
+    """Number of calls that were timed now. All other prices were read from disk."""
+    refused: int = 0
+    """Number of calls that cannot be made alone, and have the price of the device table instead."""
 
-    def cast(self, numel: int, fmt: Format) -> float | None: ...
+    def op(self, node: OpNode, fmt: Format) -> float | None:
+        """Return the seconds of the op `node` in the format `fmt`; None if they were not measured."""
+        return self.ops.get((node.name, fmt.name))
+
+    def cast(self, numel: int, fmt: Format) -> float | None:
+        """Return the seconds of a cast of `numel` elements to the low format; None if they were not measured."""
+        return self.casts.get(numel)
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ class CostModel:
     """Weight of a training step in the price, from 0 to 1. The rest weighs a pass without gradients. True counts as 1, False as 0."""
     cached_weights: bool = True
     """Whether calls without gradients keep the low copies of parameters for the next call."""
-    timings: Timings | None = None
+    timings: Measured | None = None
     memory: float = 0.0
     """Price of one byte that is kept for the backward, in seconds."""
     together: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from amprewrite.ir.cost import CostModel, Timings
+from amprewrite.ir.cost import CostModel, Measured
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.constants import ConstantRead
 from amprewrite.ir.evidence.keep_high import KeepHigh
@@ -73,7 +73,7 @@ class Problem:
     """Type of the device on which the graph runs; "meta" for a graph that was read from an ONNX file."""
     planned_for: Device | None = None
     """The row of the device for which to plan; None to plan for the device at hand."""
-    timings: Timings | None = None
+    timings: Measured | None = None
     """Measured run times from which to compute prices; None to compute them from the device table."""
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     """Largest magnitude of each parameter and buffer; empty unless the low format's range is narrow."""

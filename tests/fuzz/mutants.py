@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "stale-step-copies", "cache_weights='step' does not hear of steps that count no version", ("states",), ("'cache_weights', 'step'",),
-        (("amprewrite/graphs/fx/weights/step_listeners.py", "    _LISTENING.stepped(optimizer)\n", "    pass\n"),
+        (("amprewrite/graphs/fx/weights/step_listeners.py", "                method(optimizer)\n", "                pass\n"),
          ("amprewrite/runtime/session.py", "        self.cache.look(self.weight_names)\n", "        pass\n")),
     ),
     Mutant(
@@ -81,8 +81,8 @@ MUTANTS = (
     Mutant(
         "closure-unguarded", "the first step of a closure loop is not guarded", ("states",), ('closure', "'fp16'"),
         (("amprewrite/runtime/training/forward_scale.py", "        if look():\n", "        if True:\n"),
-         ("amprewrite/runtime/training/overflow_control.py", "            guard_of(optimizer).resume()\n        learns", "            guard_of(optimizer).resume()\n        _listen(self)\n        learns"),
-         ("amprewrite/runtime/training/overflow_control.py", "        if self.adopt and self.loss_scale.enabled:\n            _listen(self)\n", "")),
+         ("amprewrite/runtime/training/overflow_control.py", "            guard_of(optimizer).resume()\n        learns", "            guard_of(optimizer).resume()\n        _BEFORE_STEPS.add(self._adopt)\n        learns"),
+         ("amprewrite/runtime/training/overflow_control.py", "        if self.adopt and self.loss_scale.enabled:\n            _BEFORE_STEPS.add(self._adopt)\n", "")),
     ),
     Mutant(
         "write-to-input-inside", "a write in place to an input is not on the path of its low readers", ("programs", "states"), ('inplace', 'break', "'fp16'"),

@@ -40,6 +40,7 @@ REASON = "One file because"
 ALLOWED: dict[str, dict[str, str]] = {
     "imports point down": {},
     "rooms do not import each other both ways": {},
+    "a protocol stands for more than one class": {},
     "nobody takes what is private to another file": {},
     "torch.fx stays in its rooms": {},
     "ONNX stays in its rooms": {},
@@ -159,6 +160,44 @@ def rooms_both_ways() -> Iterator[str]:
     yield from (f"{here} <-> {there}" for here, there in arrows if here < there and (there, here) in arrows)
 
 
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    """Every class of the library, by its name, which no other class has."""
+    trees = (parsed(path.read_text()) for path in MODULES.values())
+    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def _bases(name: str) -> list[str]:
+    return [ast.unparse(base).rpartition(".")[2] for base in classes()[name].bases]
+
+
+@cache
+def members(name: str) -> frozenset[str]:
+    """The attributes of a class, and its methods with the names of their arguments, those of its bases in the library included."""
+    found = set().union(*(members(base) for base in _bases(name) if base in classes()))
+    for node in ast.walk(classes()[name]):
+        if isinstance(node, ast.FunctionDef):
+            asked = any(ast.unparse(each) == "property" for each in node.decorator_list)
+            found.add(node.name if asked else f"{node.name}({', '.join(each.arg for each in node.args.args)})")
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return frozenset(found)
+
+
+def lone_protocols() -> Iterator[str]:
+    """Protocols whose members exactly one class of the library has, or a class and those that derive from it.
+
+    Such a protocol only hides the import of that class. A protocol that no class of the library has describes objects of users.
+    """
+    protocols = {name for name in classes() if "Protocol" in _bases(name)}
+    for name in protocols:
+        have = {each for each in classes() if each not in protocols and members(name) <= members(each)}
+        if len({each for each in have if have.isdisjoint(_bases(each))}) == 1:
+            yield name
+
+
 def private_names() -> Iterator[str]:
     for name in MODULES:
         for target in seen(name).private:
@@ -200,6 +239,7 @@ def silent_rooms() -> Iterator[str]:
 RULES: dict[str, Callable[[], Iterator[str]]] = {
     "imports point down": arrows_up,
     "rooms do not import each other both ways": rooms_both_ways,
+    "a protocol stands for more than one class": lone_protocols,
     "nobody takes what is private to another file": private_names,
     "torch.fx stays in its rooms": fx_elsewhere,
     "ONNX stays in its rooms": onnx_elsewhere,

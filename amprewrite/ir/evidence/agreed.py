@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from amprewrite.ir.plans.plan import NodePlan
 from amprewrite.tables.vocabulary import Colour, Reason
 
 Place = tuple[str, str]
@@ -44,19 +45,6 @@ class ColouredOp(Protocol):
     def source(self) -> str: ...
     @property
     def role(self) -> str: ...
-
-
-class Planned(ColouredOp, Protocol):
-    """An op of a plan, with its colour and the reason for it."""
-
-    @property
-    def colour(self) -> Colour: ...
-    @property
-    def reason(self) -> Reason: ...
-    @property
-    def because_of(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
 
 
 AnyOp = TypeVar("AnyOp", bound=ColouredOp)
@@ -85,7 +73,7 @@ class Agreed:
             for call, match in _matches(calls, self.places.get(place, {})).items():
                 yield calls[call].name, place, match
 
-    def joined(self, plan: Iterable[Planned]) -> Agreed:
+    def joined(self, plan: Iterable[NodePlan]) -> Agreed:
         """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. High wins where two graphs differ."""
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
@@ -103,7 +91,7 @@ class Agreed:
             places[place], whys[place] = known, why
         return replace(self, places=places, whys=whys) if changed else self
 
-    def joined_by_products(self, products: Iterable[Planned]) -> Agreed:
+    def joined_by_products(self, products: Iterable[NodePlan]) -> Agreed:
         """Return a copy that also holds the fp8 decisions for the products of one planned graph; `self` if nothing changes.
 
         In `products` a low colour means fp8.
@@ -112,7 +100,7 @@ class Agreed:
         joined = known.joined(products)
         return self if joined is known else replace(self, products=joined)
 
-    def contradicts(self, plan: Iterable[Planned]) -> bool:
+    def contradicts(self, plan: Iterable[NodePlan]) -> bool:
         """True if some op of a planned graph has another colour than the agreed colour, for a reason that is not in FREE."""
         plan = tuple(plan)
         agreed = self.of(plan)

@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from amprewrite.graphs.fx.weights.step_listeners import StepListeners
 from amprewrite.runtime.parts import is_flattened
 from amprewrite.runtime.training.backwards import BackwardEnd, Noted
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import params_of
-from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, in_a_step, optimizer_inside
+from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, optimizer_inside
 from amprewrite.runtime.training.optimizers.grad_scalers import GradScalers
 from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of
 from amprewrite.runtime.training.optimizers.unscaled import UnscaledBackwards
@@ -98,9 +99,7 @@ class StepGate(StepRecord):
         """Stop guarding optimizers, because the model is no longer rewritten."""
         for optimizer in self._guarded:
             guard_of(optimizer).remove(self)
-        ref = _LISTENERS.get(id(self))
-        if ref is not None:
-            _gone(id(self), ref)
+        _BEFORE_STEPS.discard(self._adopt)
         self.adopt = False
         self._forget_optimizers()
 
@@ -259,7 +258,7 @@ class StepGate(StepRecord):
         self._alone, self._scalers = UnscaledBackwards(), GradScalers()
         self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
         if self.adopt and self.loss_scale.enabled:
-            _listen(self)
+            _BEFORE_STEPS.add(self._adopt)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without optimizers: a copy of the gate belongs to a copy of the model, and will find the optimizers of that."""
@@ -275,30 +274,5 @@ class StepGate(StepRecord):
         self._forget_optimizers()
 
 
-_LISTENERS: dict[int, weakref.ref[StepGate]] = {}
-_HOOK: list[Any] = []
-
-
-def _listen(gate: StepGate) -> None:
-    """Have `gate` called before every step of every optimizer, for as long as the gate exists."""
-    number = id(gate)
-    _LISTENERS[number] = weakref.ref(gate, lambda ref: _gone(number, ref))
-    if not _HOOK:
-        _HOOK.append(register_optimizer_step_pre_hook(_before_any_step))
-
-
-def _gone(number: int, ref: weakref.ref[StepGate]) -> None:
-    """Forget a gate, and remove the hook after the last one, except during a step, when PyTorch may be iterating over its hooks."""
-    if _LISTENERS.get(number) is ref:
-        del _LISTENERS[number]
-    if not _LISTENERS and _HOOK and not in_a_step():
-        _HOOK.pop().remove()
-
-
-@torch.compiler.disable
-def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let every gate guard `optimizer`, which is about to step. A hook that a gate adds to it here still runs before this very step."""
-    for ref in tuple(_LISTENERS.values()):
-        gate = ref()
-        if gate is not None:
-            gate._adopt(optimizer)
+_BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)
+"""Lets every gate guard the optimizer that is about to step. A hook that a gate adds to it here still runs before this very step."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from torch.fx.node import map_arg
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import example_value, hint
 from amprewrite.graphs.fx.run.price_cache import Prices, cache_file, read_prices, write_prices
-from amprewrite.ir.cost import moves_nothing
-from amprewrite.ir.op_graph import OpNode
+from amprewrite.ir.cost import Measured, moves_nothing
 from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.torch_internals.trees import tree_leaves
@@ -31,28 +29,6 @@ from amprewrite.torch_internals.trees import tree_leaves
 RUN = 2e-3
 """Least duration of one run, in seconds. A run repeats the call until it lasts this long; the fastest of `RUNS` runs counts."""
 RUNS = 3
-
-
-@dataclass
-class Measured:
-    """Measured seconds of the ops and casts of one graph."""
-
-    ops: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Seconds of an op, by (name of the node, name of the format)."""
-    casts: dict[int, float] = field(default_factory=dict)
-    """Seconds of a cast from fp32 to the low format, by number of elements."""
-    fresh: int = 0
-    """Number of calls that were timed now. All other prices were read from disk."""
-    refused: int = 0
-    """Number of calls that cannot be made alone, and have the price of the device table instead."""
-
-    def op(self, node: OpNode, fmt: Format) -> float | None:
-        """Return the seconds of the op `node` in the format `fmt`; None if they were not measured."""
-        return self.ops.get((node.name, fmt.name))
-
-    def cast(self, numel: int, fmt: Format) -> float | None:
-        """Return the seconds of a cast of `numel` elements to the low format; None if they were not measured."""
-        return self.casts.get(numel)
 
 
 def measure(captured: Captured) -> Measured:

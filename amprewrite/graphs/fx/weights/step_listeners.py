@@ -1,60 +1,61 @@
-"""Call listeners after each step of any optimizer, by one global hook that is registered while there are listeners."""
+"""Call methods before or after each step of any optimizer, by a global hook of PyTorch that is registered while there are such methods."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+_STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
+"""Qualified name of the function in which PyTorch wraps the `step` of every optimizer class. It runs the hooks."""
+Listener = Callable[[Optimizer], None]
 
-class StepListener(Protocol):
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Called after `optimizer` has stepped."""
 
+class StepListeners:
+    """Bound methods to call with each optimizer that steps. `register` is the function of PyTorch that registers a hook on all steps."""
 
-class _Listening:
-    """The registered listeners, and the one hook that calls them, which exists while there are any."""
+    def __init__(self, register: Callable[[Any], Any]) -> None:
+        self._register, self._hook = register, None
+        self._methods: dict[weakref.WeakMethod[Listener], None] = {}
 
-    def __init__(self) -> None:
-        self._told: set[weakref.ref[StepListener]] = set()
-        self._hook: Any = None
-
-    def add(self, listener: StepListener) -> None:
-        self._told.add(weakref.ref(listener, self._gone))
+    def add(self, method: Listener) -> None:
+        """Call `method` at every step from now on. Its object is held by a weak reference."""
+        self._methods[weakref.WeakMethod(method, self._gone)] = None
         if self._hook is None:
-            self._hook = register_optimizer_step_post_hook(_after_any_step)
+            self._hook = self._register(torch.compiler.disable(self._call))
 
-    def discard(self, listener: StepListener) -> None:
-        self._gone(weakref.ref(listener))
+    def discard(self, method: Listener) -> None:
+        """Stop calling `method`; nothing happens if it was not added."""
+        self._gone(weakref.WeakMethod(method))
 
-    def _gone(self, ref: weakref.ref[StepListener]) -> None:
-        self._told.discard(ref)
-        if not self._told and self._hook is not None:
+    def _gone(self, method: weakref.WeakMethod[Listener]) -> None:
+        self._methods.pop(method, None)
+        if not self._methods and self._hook is not None and not in_a_step():
             self._hook.remove()
             self._hook = None
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        for ref in tuple(self._told):
-            listener = ref()
-            if listener is not None:
-                listener.stepped(optimizer)
+    def _call(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for ref in tuple(self._methods):
+            method = ref()
+            if method is not None:
+                method(optimizer)
 
 
-_LISTENING = _Listening()
+def in_a_step() -> bool:
+    """True if a thread is inside the `step` of an optimizer. PyTorch iterates over hooks there, so none may be removed then."""
+    for frame in sys._current_frames().values():
+        at = frame
+        while at is not None:
+            if at.f_code.co_qualname == _STEP:
+                return True
+            at = at.f_back  # type: ignore[assignment]
+    return False
 
 
-@torch.compiler.disable  # type: ignore[misc]
-def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _LISTENING.stepped(optimizer)
+AFTER_STEPS = StepListeners(register_optimizer_step_post_hook)
 
-
-def add_listener(listener: StepListener) -> None:
-    """Call `listener.stepped` after every step of any optimizer from now on. The listener is held by a weak reference."""
-    _LISTENING.add(listener)
-
-
-def drop_listener(listener: StepListener) -> None:
-    """Stop calling `listener` after steps; nothing happens if it is not registered."""
-    _LISTENING.discard(listener)
+__all__ = ["AFTER_STEPS", "StepListeners", "in_a_step"]

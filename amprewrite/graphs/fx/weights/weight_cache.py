@@ -31,7 +31,7 @@ from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain
 from amprewrite.graphs.fx.ops.pad_ops import copy_ends, empty_padded, pad_cast
 from amprewrite.graphs.fx.uncaptured import GradMode, unselected
 from amprewrite.graphs.fx.weights.compare import differs, same, sample
-from amprewrite.graphs.fx.weights.step_listeners import add_listener, drop_listener
+from amprewrite.graphs.fx.weights.step_listeners import AFTER_STEPS
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, StaleWeightsError
 
@@ -103,7 +103,7 @@ class WeightCache:
         self._warned: set[str] = set()
         self._lock = threading.RLock()
         if until_step:
-            add_listener(self)
+            AFTER_STEPS.add(self.stepped)
 
     # -- copies --------------------------------------------------------------------------
     def take(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
@@ -171,7 +171,7 @@ class WeightCache:
                 self._open.append(block)
             block.depth += 1
             block.whole |= everywhere
-            add_listener(self)
+            AFTER_STEPS.add(self.stepped)
         try:
             yield
         except BaseException:
@@ -196,7 +196,7 @@ class WeightCache:
                 self._own.block = None
             copies, whole, block.whole = dict(block.copies), block.whole, False
             if not self.listens:
-                drop_listener(self)
+                AFTER_STEPS.discard(self.stepped)
         stale = _stale(copies, whole)
         if stale or not block.lasting:
             self._end(block)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +19,6 @@ from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
-"""Qualified name of the function in which PyTorch wraps the `step` of every optimizer class. It runs the hooks."""
 _MOST_WRAPPERS = 5
 """At most so many nested wrappers are opened in search of an optimizer."""
 
@@ -112,18 +109,7 @@ def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
                 yield parameter.sharded_param
 
 
-def in_a_step() -> bool:
-    """True if a thread is inside the `step` of an optimizer. PyTorch iterates over hooks there, so none may be removed then."""
-    for frame in sys._current_frames().values():
-        at = frame
-        while at is not None:
-            if at.f_code.co_qualname == _STEP:
-                return True
-            at = at.f_back  # type: ignore[assignment]
-    return False
-
-
 __all__ = [
-    "can_be_guarded", "differentiates", "every_optimizer", "existing_optimizers", "in_a_step", "optimizer_inside", "parameters_of",
+    "can_be_guarded", "differentiates", "every_optimizer", "existing_optimizers", "optimizer_inside", "parameters_of",
     "sharded_parameters",
 ]  # fmt: skip

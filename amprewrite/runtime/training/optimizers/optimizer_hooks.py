@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from amprewrite.graphs.fx.weights.step_listeners import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
 from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
 from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure
-from amprewrite.runtime.training.optimizers.find_optimizers import in_a_step
 from amprewrite.runtime.training.optimizers.grad_scalers import refuse_grad_scaler
 from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_above
 from amprewrite.runtime.training.step_record import StepRecord
