@@ -219,8 +219,7 @@ def _most(metric: Metric) -> float:
 
 def _low_of(trial: Trial) -> Format:
     """Return the low format of the trial's options, or of the model's device if `dtype` is None."""
-    session = session_of(trial.amp)
-    return session.policy_for(session._device()).low
+    return session_of(trial.amp).policy.low
 
 
 def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:

@@ -68,8 +68,7 @@ class Compiled:
     @property
     def plan(self) -> CastPlan:
         """The plan of all graphs that were captured so far, in training, in evaluation and for all shapes."""
-        session = self._session
-        return CastPlan.of(session.plan_of(tuple(session.entries[""].graphs.regions)))
+        return CastPlan.of(self._session.plan_of(self._session.regions))
 
     @property
     def loss_scale(self) -> LossScale:

@@ -63,7 +63,7 @@ def export_with_plan(
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
     if session.options.low is not None:  # without dtype=, other graphs may stay fp32 on this device, so they must not follow the export
         with session.lock:
-            session.agreement.join(region, [entry.graphs for entry in list(session.entries.values())], session.note)
+            session.agree(region)
     if region.left and session.options.strict:
         raise CaptureError(region.left[0])
     _keep_out_of_state(edited, plain)

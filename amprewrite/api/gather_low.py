@@ -9,7 +9,6 @@ from torch import nn
 from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
 from amprewrite.runtime.session import Session
 from amprewrite.runtime.weights.low_gather import LowGather, Sharded, agree, full_gather, own_hooks, sharded_modules
-from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PlanError, PolicyError
 from amprewrite.tables.formats import FP32
 
@@ -65,7 +64,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
         raise PolicyError("nothing in this model went through fully_shard; gather_low serves FSDP2 alone, and comes after it")
     if not session.last:
         raise PlanError("no graph has run yet; train a step on all ranks, then call gather_low")
-    low = session.policy_for(next(parameters_in(amp)).device.type).low
+    low = session.policy.low
     if low is FP32:
         raise PlanError("this model runs in fp32 (amp.plan says why), so nothing can travel low")
     gathers: dict[str, LowGather] = {}
@@ -100,9 +99,8 @@ def why_full(session: Session, sharded: Sharded) -> list[str]:
     why = sharded.cannot() or _not_in_one_graph(session, sharded)
     if why:
         return [why] * len(sharded.names)
-    graphs = [region for entry in list(session.entries.values()) for region in entry.graphs.regions]
-    in_fp32 = {name: region.place for region in graphs for name in region.reads.full}
-    low = {name for region in graphs for name in region.reads.low}
+    in_fp32 = {name: region.place for region in session.regions for name in region.reads.full}
+    low = {name for region in session.regions for name in region.reads.low}
     found = []
     for names in sharded.names:
         place = next((in_fp32[name] for name in names if name in in_fp32), "")

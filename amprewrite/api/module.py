@@ -37,7 +37,7 @@ class Rewritten(RewrittenBase):
         calls submodules, such as `encode_image`, counts as a call of each submodule.
         """
         session = session_of(self)
-        computed_nothing = any(entry.graphs.empty for entry in list(session.entries.values()))
+        computed_nothing = any(graphs.empty for graphs in session.graphs)
         if not (session.last or session.left_out or computed_nothing):
             return PendingPlan()  # type: ignore[return-value]
         return CastPlan.of(session.plan_of_all())
@@ -108,10 +108,9 @@ class Rewritten(RewrittenBase):
         with torch.no_grad():
             if called:
                 capture_now(self, args, kwargs)
-            regions = [region for entry in list(session.entries.values()) for region in entry.graphs.regions]
-            if not regions:
+            if not session.regions:
                 raise PlanError("freeze() goes by captured graphs, and there are none: call the model first, or amp.freeze(inputs)")
-            session.freeze(freeze_weights(self, [region.reads.copies for region in regions]))
+            session.freeze(freeze_weights(self, [region.reads.copies for region in session.regions]))
             if called:
                 capture_now(self, args, kwargs)
 

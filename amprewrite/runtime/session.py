@@ -1,16 +1,13 @@
 """The session of a rewritten model: run the rewritten graphs in every call, and check that they ran.
 
 Dynamo captures, guards and dispatches. It sometimes runs the original code silently: under a dispatch mode, for a frame that it skips,
-past its recompile limit, or if an environment variable disables it. This file is Dynamo's backend. It also detects such cases, and makes
-the call run the graphs, warns, or raises an error.
-
-One file because every step of a call reads and writes the state of one session.
+past its recompile limit, or if an environment variable disables it. This file detects such cases, and makes the call run the graphs, warns,
+or raises an error. `captured/graph_rewriter.py` rewrites the graphs.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,52 +16,27 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch import nn
 
-from amprewrite.graphs.fx.captured import Captured, put_inputs_first
-from amprewrite.graphs.fx.node_facts import takes_gradients
-from amprewrite.graphs.fx.read.names import frame_path
-from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
-from amprewrite.graphs.fx.run.first_run import Refusals
-from amprewrite.graphs.fx.weights.frozen_weight import stand_in_for_frozen
-from amprewrite.graphs.fx.weights.linked_copies import block_size
-from amprewrite.graphs.fx.weights.weight_cache import WeightCache
-from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
-from amprewrite.ir.pass_base import failing_as_pass
 from amprewrite.ir.plans.each_once import each_once
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
-from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
-from amprewrite.passes.lower.emit import Emitted, emit
-from amprewrite.runtime.ambient.low_cache import CacheReadHigh, CachesOfModel
+from amprewrite.runtime.ambient.low_cache import CacheReadHigh
 from amprewrite.runtime.ambient.past import asking_number
-from amprewrite.runtime.captured.agreement import Agreement
-from amprewrite.runtime.captured.call_record import CallRecord
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graphs, past_the_limit
-from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
-from amprewrite.runtime.captured.region import Region, Running, scale_device
-from amprewrite.runtime.captured.weight_watch import Schedule, known_weights
+from amprewrite.runtime.captured.graph_rewriter import GraphRewriter
+from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.compiler import dynamo
-from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
+from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
 from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.heard import regions_around
-from amprewrite.runtime.compiler.plain_words import DOOR_REASON, own_autocast
+from amprewrite.runtime.compiler.plain_words import DOOR_REASON
 from amprewrite.runtime.compiler.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
-from amprewrite.runtime.fp8_trial import runnable
-from amprewrite.runtime.options import policy_on
-from amprewrite.runtime.parts import is_sharded, sharded_inside
-from amprewrite.runtime.training.loss_scale import parse_loss_scale
-from amprewrite.runtime.training.training import Training
-from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, lost_values, refuse_training, unfreeze_weights
-from amprewrite.runtime.weights.half_parameters import frozen_note, lost_masters
-from amprewrite.runtime.weights.low_gather import GatheredLow, RoundedRead
-from amprewrite.runtime.weights.weight_reads import WeightReads, weight_reads
+from amprewrite.runtime.parts import sharded_inside
+from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, refuse_training, unfreeze_weights
+from amprewrite.runtime.weights.low_gather import RoundedRead
 from amprewrite.tables.boundary.arguments import shown
-from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
-from amprewrite.tables.devices import Device, best_format, device_row, named_device
-from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
+from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError, one_line
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.recipes import BASE, WIDE
 from amprewrite.tables.vocabulary import Edit
@@ -73,35 +45,13 @@ from amprewrite.torch_internals.dispatch import count_dispatch_modes
 
 
 @dataclass
-class Session(CallRecord):
-    """The state of one rewritten model at run time, and the methods that run its calls, rewrite its graphs and report its plan."""
+class Session(GraphRewriter):
+    """A rewritten model at run time: runs its calls, and reports its plan."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
-    cache: WeightCache = field(init=False)
     turn: threading.RLock = field(default_factory=threading.RLock)
     """Held by the running replica of torch.nn.DataParallel: the model holds the tensors of one replica at a time."""
     take_in: Callable[[], None] = field(default=lambda: None)
     """Function that rewrites the calls of modules that were added to the model after the rewrite."""
-    gathered: GatheredLow = field(default_factory=GatheredLow)
-    children: tuple[nn.Module | None, ...] | None = None
-    """Children of the root at the latest search for new modules; None: search after this call, because it captured a graph."""
-
-    def __post_init__(self) -> None:
-        self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
-        self.overflowed = False  # True once a first call overflowed: an export must then observe ranges, too, to make the same decisions
-        self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
-        low = self.options.low or best_format(self._row(self._device())) or FP32
-        loss_scale = parse_loss_scale(self.options.loss_scale, low)
-        kept = self.options.keep_high
-        for text in filter(None, (kept.note if kept else "", dynamo.rounding_of(self.options.backend), frozen_note(self.root))):
-            self.note(text)
-        self.schedule = Schedule()
-        self.caches = CachesOfModel(self.root, self.options.given, self.note)
-        self.training = Training(self.root, loss_scale, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once)
-
-    def add_entry(self, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None) -> None:
-        """Make the module at `path` an entry. `function` is the code that a call of it runs; for `captured` and `home` see Entry."""
-        self.entries[path] = Entry(self, self.rewrite_region, path, function, captured, home)
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -283,37 +233,6 @@ class Session(CallRecord):
         self._left_out(entry, message)
         return result
 
-    def _in_parts(self) -> bool:
-        """True if code of the model may run between the graphs of this forward."""
-        state = self.state
-        if state.path is None:
-            return True
-        graphs, capturing = self.entries[state.path].graphs, dynamo.frame_id() is not None
-        graphs.in_parts |= bool(state.failures) or dynamo.frames_given_up() - state.given_up > capturing
-        return state.depth > 1 or graphs.in_parts
-
-    def look_at_weights(self) -> bool:
-        """Mark graphs for a new capture if their weights have moved into or out of the low format's range.
-
-        Returns True if a graph is marked.
-        """
-        if self.options.given is not None:
-            return False
-        low, every = self.policy_for(self._device()).low, [entry.graphs for entry in list(self.entries.values())]
-        if found := self.agreement.follow_weights(every, self.root, low, self.note):
-            warnings.warn(found, AmpRewriteWarning, stacklevel=2)
-        return any(graphs.outdated for graphs in every)
-
-    def _overflowed(self) -> str | None:
-        """Return the place of the first overflow in the step that is being skipped; None if it is not found."""
-        self.schedule.due = True
-        graphs = [(region.plan, region.module) for region in self.last]
-        found = self.training.probe.find(graphs, self.last[0].latest if len(self.last) == 1 else None)
-        if found is None:
-            return None
-        self.training.gate.note(**found.finite)
-        return found.where
-
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
         """Store the regions `ran` as the latest call. After a call of the whole model, first check its overrides and `products=`."""
         if not ran:
@@ -333,9 +252,9 @@ class Session(CallRecord):
         If an accuracy was asked for, the second case gives a note instead.
         """
         asked = self.options.products
-        if asked is None or self.policy_for(self._device()).products is None:
+        if asked is None or self.policy.products is None:
             return
-        plans = [part for each in list(self.entries.values()) for region in each.graphs.regions for part in region.plan.flat("")]
+        plans = [part for region in self.regions for part in region.plan.flat("")]
         asked.check_nodes(node.name for plan in plans for node in plan.nodes)
         weighed = [gemm for plan in plans for product in plan.quantised.products for gemm in product.gemms]
         if any(gemm.fp8 for gemm in weighed) or not (self._row(self._device()).fp8 or not asked.preset.priced):
@@ -353,9 +272,8 @@ class Session(CallRecord):
 
     def _check_wide(self) -> None:
         """Raise PolicyError if an override asks for wide products (bf16 operands, fp32 result) and matches no such product."""
-        policy = self.policy_for(self._device())
-        regions = [part for each in list(self.entries.values()) for region in each.graphs.regions for part in region.plan.flat("")]
-        wide = [node for part in regions for node in part.nodes if node.name in part.edited(Edit.WIDE_PRODUCT)]
+        policy, parts = self.policy, [part for region in self.regions for part in region.plan.flat("")]
+        wide = [node for part in parts for node in part.nodes if node.name in part.edited(Edit.WIDE_PRODUCT)]
         for asked in policy.overrides if policy.low is BASE else ():
             if asked.word == WIDE and not any(asked.matches_node(node.name) or asked.matches_module(node.module) for node in wide):
                 raise PolicyError(
@@ -367,8 +285,7 @@ class Session(CallRecord):
         """Raise PolicyError if an override names a node that no captured graph has."""
         if any(override.scope == "node" for override in self.options.overrides):
             policy = Policy(self.options.low or FP32, overrides=self.options.overrides)
-            regions = (region for each in list(self.entries.values()) for region in each.graphs.regions)
-            policy.check_nodes(node.name for region in regions for node in region.plan.nodes)
+            policy.check_nodes(node.name for region in self.regions for node in region.plan.nodes)
 
     def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
         """List the code that Dynamo failed on in this call, and warn once for each cause."""
@@ -435,158 +352,15 @@ class Session(CallRecord):
         self.freeze(None)
         return rounded
 
-    # -- capture ---------------------------------------------------------------------
-    def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        """Plan, edit and emit a captured graph, and return its region.
-
-        A graph that cannot be rewritten stays fp32, with a warning. Raises PlanError or PolicyError if the plan or the options do not fit
-        the graph, CaptureError inside torch.autocast, and under `strict` every error of the rewrite.
-        """
-        dynamo.refuse_ambient_autocast()
-        self.warn_once(lost_masters(self.root))
-        self.children = None
-        put_inputs_first(module.graph)
-        stand_in_for_frozen(module.graph)
-        with self.lock:
-            graphs.note_break(module)
-            return self._rewritten(graphs, module, example_inputs)
-
-    def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
-        """Return a captured graph with its problem: everything that decisions read. Nothing is decided yet."""
-        entry, name = graphs.entry, f"graph{len(graphs.regions)}"
-        path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.training.loss_scale.enabled
-        path = entry.path if path is None else path
-        with failing_as_pass(f"reading {name}"):
-            captured = self.read(module, example_inputs, name, path, entry.names, pad=self.options.pad, scale_loss=scale)
-        if under_autocast(module.graph, captured.problem.graph):
-            self.warn_once(own_autocast(entry.place), own_autocast.__name__)
-        if captured.problem.scale_loss and takes_gradients(module.graph):
-            captured.know(scale_loss=False)
-            captured.note("its gradients are not scaled: it takes gradients itself")
-        if captured.problem.training and self._casts_at_once(entry, True, captured.problem.device):
-            captured.know(block_size=block_size())
-        return captured
-
-    def read(
-        self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
-        training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
-    ) -> Captured:  # fmt: skip
-        """Return a graph of this model with its problem, by this model's options.
-
-        `training`: the graph records gradients; None: if grad mode is on or the graph turns it on. `may_decline`: the graph may stay fp32
-        if a low format gains nothing.
-        """
-        policy = self.policy_for(graph_device(module))
-        grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
-        return read_problem(
-            module, replace(policy, may_decline=policy.may_decline and may_decline), inputs=inputs, name=name, entry=entry, training=grad,
-            names=names, pad=pad, fold_masks="any" if self.options.backend == "eager" else "fixed", scale_loss=scale_loss,
-            calibration=self.calibration, keep_high=self.options.keep_high, agreed=self.agreement.colours, given=self.options.given,
-        )  # fmt: skip
-
-    def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        """Plan and edit a captured graph, and emit the function that runs. If planning or editing fails, emit the unedited fp32 graph."""
-        entry = graphs.entry
-        compiled = self.options.backend != "eager" and entry.compiles
-        backend = dynamo.without_counting_backwards(dynamo.lookup_backend(self.options.backend)) if compiled else None
-        try:
-            captured = self.read_region(graphs, module, example_inputs)
-            rewritten, plan = rewrite_graph(captured)
-            self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
-            self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
-            for left in plan.left:
-                graphs.left_out[left] = Skipped(plan.name, left)
-                self.warn_fp32(left)
-            for text in plan.flushes:
-                self.warn_once(f"{text}; compute in fp32 or bf16 there, or use dtype='bf16'")
-        except AmpRewriteError as error:
-            if self.options.strict or isinstance(error, PlanError | PolicyError):
-                raise
-            why, name = f"{type(error).__name__}: {error}", f"graph{len(graphs.regions)}"
-            graphs.left_out[name] = Skipped(name, why)
-            self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
-            plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
-            self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
-            unedited = emit(module, example_inputs, backend, None)
-            return Region(entry.place, self.training, self.gathered, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
-        problem, grad = captured.problem, captured.problem.training
-        at_once = self._casts_at_once(entry, grad, problem.device)
-        cache = self.cache if at_once or (not grad and not compiled and self.options.cache_weights and not self._sharded()) else None
-
-        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Running:
-            device = scale_device(rewritten.graph) if problem.scale_loss else None
-            scales = () if device is None else self.training.forward_scale(device).on(device)
-            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks, at_once)
-            return made.run, rewritten if scales else None, self._reads(entry, made, inputs), made.refused
-
-        region = Region(entry.place, self.training, self.gathered, plan, *emitted(rewritten, example_inputs, plan))
-
-        def again(inputs: tuple[Any, ...]) -> RegionPlan:  # takes inputs, because a closure over `example_inputs` would keep them alive
-            with self.lock:
-                rewritten, plan = rewrite_graph(captured)
-                region.become(plan, *emitted(rewritten, inputs, plan))
-                self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
-                return plan
-
-        def keep_high(refused: Refusals, inputs: tuple[Any, ...]) -> None:
-            refuse_ops(captured, refused)
-            again(inputs)
-            for op, why in refused.items():
-                said = f"{op} refused {problem.policy.low.name} operands ({why}): it ran in fp32 in this call, and stays fp32"
-                self.warn_once(f"{entry.place}: {said}", said)
-
-        region.keep_high = keep_high
-        if worth_watching(problem):
-            graphs.weights += known_weights(captured, example_inputs, self.root)
-            region.look_ahead = LookAhead(captured, plan, self.learn, again, self.warn_fp32)
-        return region
-
-    def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:
-        """Return how an emitted graph reads the weights, and warn if it reads fp32 values that freezing dropped."""
-        reads = weight_reads(made, inputs, self.root)
-        self.warn_fp32(lost_values(self.root, reads.copies, entry.place))
-        return reads
-
-    def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
-        """Add the ranges of a first call that overflowed to the calibration of this session, and return the new calibration."""
-        with self.lock:
-            old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
-            self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
-            return self.calibration
-
-    def _casts_at_once(self, entry: Entry, training: bool, device: str) -> bool:
-        """True if one launch casts many weights for the graphs of `entry`; False if a graph casts each weight where it reads the weight."""
-        kept = self.cache.block() is not None
-        return self.options.casts_at_once(entry.compiles, training, device, kept) and not self._sharded()
-
-    def _sharded(self) -> bool:
-        """True, with a note, if FSDP2 shards a module. It gathers the weights for every forward, which `_version` does not show."""
-        if found := any(map(is_sharded, self.root.modules())):
-            self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
-        return found
-
-    def weight_names(self) -> dict[int, str]:
-        """Return the names of the weights by id. A tied weight has the last of its names."""
-        return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
-
-    def _row(self, device: str) -> Device:
-        """Return the device to plan for: the device of the options, or the table's row for `device`, which the model is on."""
-        return named_device(self.options.device) if self.options.device else device_row(device)
-
-    def policy_for(self, device: str) -> Policy:
-        """Return the policy for a model on `device`, such as "cuda". A note is added if the device gains nothing from the low format."""
-        kept = "step" if self.cache.block() else self.options.cache_weights
-        return policy_on(self._row(device), self.options, self.note, kept, runnable(self.options.products, device, self.note))
-
     def generates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Return the context manager for a call of `generate()` with these arguments."""
-        return self.state.generates(self.caches.of_call(self.policy_for(self._device()).low, args, kwargs))
+        return self.state.generates(self.caches.of_call(self.policy.low, args, kwargs))
 
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
         """Code that ran outside the rewritten graphs, for each entry since its graphs were last captured anew."""
-        return tuple(self.unreadable) + tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
+        return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:
         """Return the plan of the graphs of `regions`, each once."""
@@ -605,16 +379,12 @@ class Session(CallRecord):
 
     def _plan(self, plans: Sequence[RegionPlan], *notes: str) -> ModelPlan:
         return ModelPlan(
-            low=self.policy_for(self._device()).low.name,
+            low=self.policy.low.name,
             regions=tuple(part for index, plan in enumerate(plans) for part in plan.flat(f"graph{index}")),
             skipped=self.left_out,
             notes=(*self.notes, *notes),
             lists=lists if isinstance(lists := self.options.lists, str) else lists.name,
         )
-
-    def _device(self) -> str:
-        return next((t.device.type for t in (*parameters_in(self.root), *buffers_in(self.root))), "cpu")
-
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the entry at `path`. Every call of a rewritten model runs through this function.

@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "gradients-taken-inside", "torch.autograd.grad that is captured inside forward sees one of two copies, and is scaled", ("programs",), ('autograd_grad', "traced=True"),
         (("amprewrite/graphs/fx/read/leaving.py", "for node in dict.fromkeys((*_results(graph), *asked)):", "for node in dict.fromkeys(_results(graph)):"),
-         ("amprewrite/runtime/session.py", "if captured.problem.scale_loss and takes_gradients(module.graph):", "if False:")),
+         ("amprewrite/runtime/captured/graph_rewriter.py", "if captured.problem.scale_loss and takes_gradients(module.graph):", "if False:")),
     ),
     Mutant(
         "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
-        (("amprewrite/runtime/compiler/dynamo.py", "            if not whole:  # a user may want errors: Dynamo takes one of the two\n", "            if False:\n"),
+        (("amprewrite/runtime/compiler/dynamo.py", "                if not whole:  # Dynamo allows only one of the two settings, and the user may have set the other one\n", "                if False:\n"),
          ("amprewrite/runtime/session.py", "            if has_begun(error, entry.function):", "            if False:")),
     ),
     Mutant(

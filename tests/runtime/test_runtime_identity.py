@@ -15,6 +15,7 @@ from torch import nn
 import amprewrite
 from amprewrite import CaptureError, PlanError, PolicyError
 from amprewrite.api.module import Rewritten
+from amprewrite.runtime.captured import graph_rewriter
 from amprewrite.runtime.model.rewritten import RewrittenBase
 
 
@@ -363,7 +364,7 @@ def test_a_failed_capture_leaves_nothing_behind(monkeypatch):
     model, x = mlp(), data()
     amp = low(model)
     with monkeypatch.context() as patch:
-        patch.setattr("amprewrite.runtime.session.rewrite_graph", lambda program: (_ for _ in ()).throw(PlanError("no luck")))
+        patch.setattr(graph_rewriter, "rewrite_graph", lambda program: (_ for _ in ()).throw(PlanError("no luck")))
         with pytest.raises(PlanError, match="no luck"):
             amp(x)
     assert ran_low(amp(x), model(x))
@@ -378,7 +379,7 @@ def test_a_graph_that_cannot_be_rewritten_stays_fp32_and_says_so(monkeypatch):
     def refuse(program):
         raise amprewrite.PassError("cannot")
 
-    monkeypatch.setattr("amprewrite.runtime.session.rewrite_graph", refuse)
+    monkeypatch.setattr(graph_rewriter, "rewrite_graph", refuse)
     amp = low(model)
     with pytest.warns(amprewrite.AmpRewriteWarning, match="stays fp32.*cannot"):
         assert torch.equal(amp(x), model(x))
