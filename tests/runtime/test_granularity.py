@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import pickle
 
 import pytest
 import torch
@@ -175,3 +177,18 @@ def test_a_model_that_computes_nothing_has_an_empty_plan():
     amp = amprewrite.rewrite(Sparse(), dtype="bf16")
     amp(torch.eye(2))
     assert not amp.plan.nodes
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_copy_of_a_part_is_the_part_before_the_rewrite(patched, how):
+    model, x = net(), torch.randn(2, 6, 16)
+    if patched:
+        model.blocks[1].forward = functools.partial(nn.functional.gelu)
+    amp = amprewrite.rewrite(model, dtype="bf16", granularity="blocks")
+    amp(TOKENS)
+    copied = how(amp.blocks[1])
+    assert torch.equal(copied(x), model.blocks[1](x)) and copied.up.weight is not amp.blocks[1].up.weight
+    again = amprewrite.rewrite(copied, dtype="bf16")
+    torch.testing.assert_close(again(x), model.blocks[1](x), rtol=2e-2, atol=2e-2)
+    assert again.plan.regions

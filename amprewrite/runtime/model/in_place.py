@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from amprewrite.runtime.model.part_calls import PartForward
+from amprewrite.runtime.model.part_calls import FORWARD, PartForward
 from amprewrite.runtime.model.replicas import REPLICATE
 
-SESSION, FORWARD, BEFORE = "_amprewrite_session", "_amprewrite_forward", "_amprewrite_before"
+SESSION, BEFORE = "_amprewrite_session", "_amprewrite_before"
 _COMPILED = "_compiled_call_impl"
 TOUCHED = (SESSION, FORWARD, BEFORE, REPLICATE, "forward", _COMPILED)
 """Names of the instance attributes that a rewrite sets."""
@@ -66,4 +66,4 @@ def _put_back(module: nn.Module, values: dict[str, Any], is_root: bool) -> None:
             module.__dict__.pop(name, None)
 
 
-__all__ = ["BEFORE", "FORWARD", "SESSION", "Before"]
+__all__ = ["BEFORE", "SESSION", "Before"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
 from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.session import Session, enter
 
+FORWARD = "_amprewrite_forward"
+"""Attribute of a rewritten module with the forward that was set on the instance before the rewrite."""
+
 
 def call_as_part(session: Session, path: str, module: nn.Module) -> None:
     """Make calls of `module`, which is at `path` in a rewritten model, run through `session`."""
@@ -25,8 +29,13 @@ def call_as_part(session: Session, path: str, module: nn.Module) -> None:
 class PartForward:
     """The forward of a part that is captured separately. Hooks on the part, such as FSDP2's hooks, run outside of its graph."""
 
-    def __init__(self, session: Session, path: str) -> None:
-        self.session, self.path = session, path
+    def __init__(self, session: Session, path: str, part: nn.Module) -> None:
+        self.session, self.path, self.part = session, path, part
+
+    def __reduce__(self) -> Any:
+        """A copy of the part alone has the forward from before the rewrite."""
+        own = self.part.__dict__.get(FORWARD)
+        return (getattr, (self.part, "forward")) if own is None else (functools.partial, (own,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return enter(self.session, self.path, args, kwargs)

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
-from amprewrite.runtime.model.in_place import BEFORE, FORWARD, SESSION, Before
-from amprewrite.runtime.model.part_calls import PartForward, PartReplicas, call_as_part
+from amprewrite.runtime.model.in_place import BEFORE, SESSION, Before
+from amprewrite.runtime.model.part_calls import FORWARD, PartForward, PartReplicas, call_as_part
 from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.model.subclass import original_of, subclass_of
 from amprewrite.runtime.options import Options
@@ -367,7 +367,7 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
             _unwrap(module)
         if path in parts:
             _add_entry(session, path, module, type(module), captured=True)
-            module.__dict__["forward"] = PartForward(session, path)
+            module.__dict__["forward"] = PartForward(session, path, module)
             module.__dict__[REPLICATE] = PartReplicas(session, module)
         elif not parts or _is_inside(path, parts):
             call_as_part(session, path, module)
