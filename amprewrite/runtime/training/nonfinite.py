@@ -193,6 +193,11 @@ def sharing(p: Tensor) -> dict[int, Group]:
     return found
 
 
+def is_finite(gradient: Tensor) -> bool:
+    """True if all values of `gradient` on this rank are finite. Waits for the device."""
+    return bool(local_values(gradient.detach()).isfinite().all())
+
+
 def local_values(gradient: Tensor) -> Tensor:
     """Return the values of `gradient` on this rank as a dense, real tensor.
 
@@ -206,6 +211,6 @@ def local_values(gradient: Tensor) -> Tensor:
 
 
 __all__ = [
-    "any_nonzero", "any_of", "find_nonfinite", "found_after_backward", "infinities_to_nan", "local_values", "params_of", "several_ranks",
-    "sharing",
+    "any_nonzero", "any_of", "find_nonfinite", "found_after_backward", "infinities_to_nan", "is_finite", "local_values", "params_of",
+    "several_ranks", "sharing",
 ]  # fmt: skip

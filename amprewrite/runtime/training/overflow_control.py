@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from amprewrite.graphs.fx.weights.step_listeners import StepListeners
 from amprewrite.runtime.parts import is_flattened
 from amprewrite.runtime.training.backwards import BackwardEnd, Noted
-from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, optimizer_inside
 from amprewrite.runtime.training.optimizers.grad_scalers import GradScalers
@@ -43,25 +43,20 @@ from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 
 
+@dataclass(eq=False)
 class StepGate(StepRecord):
     """Guards the optimizers of one model: steps whose gradients overflowed are skipped, and the loss scale is updated after each step."""
 
-    _backwards: BackwardEnd
-    _stray: bool
+    on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
+    """Called with the weights once it is clear that the model is trained although no optimizer is known."""
+    adopt: bool = field(default=True, init=False)
+    """True if the gate searches for optimizers; False once it is retired."""
+    _stray: bool = field(init=False)
     """True if there may be a parameter with gradients that no known optimizer owns."""
-    _known: set[int] | None
+    _known: set[int] | None = field(init=False)
     """Ids of all parameters of known optimizers; None until they are needed in the current forward."""
 
-    def __init__(
-        self, loss_scale: LossScale, parameters: Callable[[], Iterable[Tensor]], *,
-        on_unscaled: Callable[[Sequence[Tensor]], None] | None = None, **record: Any,
-    ) -> None:  # fmt: skip
-        """`record`: the other arguments of StepRecord."""
-        super().__init__(loss_scale, parameters, **record)
-        self.adopt = True
-        """True if the gate searches for optimizers; False once it is retired."""
-        self.on_unscaled = on_unscaled
-        """Called with the weights once it is clear that the model is trained although no optimizer is known."""
+    def __post_init__(self) -> None:
         self._first = {id(p) for p in self.parameters()}
         """Ids of the parameters at the start. By these, parameters that FSDP1 takes out of the model during a forward are recognised."""
         self._forget_optimizers()
@@ -259,19 +254,6 @@ class StepGate(StepRecord):
         self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
         if self.adopt and self.loss_scale.enabled:
             _BEFORE_STEPS.add(self._adopt)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without optimizers: a copy of the gate belongs to a copy of the model, and will find the optimizers of that."""
-        mine = (
-            "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_use", "_rest", "_notes",
-            "_stray", "_known", "_copies", "_backwards", "_first", "_alone", "_scalers",
-        )  # fmt: skip
-        return {name: value for name, value in self.__dict__.items() if name not in mine} | {"_facts": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._first = set()
-        self._forget_optimizers()
 
 
 _BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)

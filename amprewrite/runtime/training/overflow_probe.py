@@ -31,6 +31,8 @@ from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
+from amprewrite.runtime.parts import is_flattened
+from amprewrite.runtime.training.nonfinite import is_finite
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.torch_internals.trees import tree_leaves
 
@@ -125,7 +127,7 @@ class OverflowProbe:
                         readers[value] = node
         order = [*(name for name in gradients if name not in readers), *readers]
         for name in reversed(order):
-            if not _finite(gradients[name]):
+            if not is_finite(gradients[name]):
                 return FirstNonFinite(_SEEN, f"the gradient of {name}" + (f", read by {_place(readers[name])}" if name in readers else ""))
         return None
 
@@ -170,7 +172,7 @@ class LatestInputs:
         for index, number in zip(self._own, self._ids, strict=True):
             buffer = buffers.get(number)
             value = parameters.get(number) if buffer is None else buffer.detach().clone()
-            if value is None or getattr(value, "_fsdp_flattened", False):
+            if value is None or is_flattened(value):
                 return None
             values[index] = value
         for index, kept in zip(self._fed, self._data, strict=True):
@@ -239,7 +241,7 @@ class _FiniteWatch(torch.fx.Interpreter):
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
     @uncaptured
     def look(gradient: Tensor | None) -> None:
-        if gradient is None or probe.backward is not None or _finite(gradient):  # None if the loss does not depend on it
+        if gradient is None or probe.backward is not None or is_finite(gradient):  # None if the loss does not depend on it
             return
         if node.target is scale_gradient:
             probe.backward = FirstNonFinite(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")
@@ -278,13 +280,6 @@ def _infinities(t: Tensor, given: bool) -> Tensor:
     In real values that are `given` to the graph (inputs, weights, constants), -inf does not count: masks hold it on purpose.
     """
     return (t.isposinf() if given and not t.is_complex() else t.isinf()).any()
-
-
-def _finite(gradient: Tensor) -> bool:
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
-    values = gradient.coalesce()._values() if gradient.is_sparse else gradient
-    return bool(values.detach().isfinite().all())
 
 
 def _written(node: torch.fx.Node) -> tuple[bool, bool]:

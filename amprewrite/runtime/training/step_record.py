@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -17,7 +17,7 @@ from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.runtime.training.backwards import Noted
 from amprewrite.runtime.training.forward_scale import ScaleUse
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
-from amprewrite.runtime.training.nonfinite import local_values, params_of
+from amprewrite.runtime.training.nonfinite import is_finite, params_of
 
 MAX_CONSECUTIVE_SKIPS = 50
 """Default limit of skips in a row. It exceeds 46, the halvings from the highest initial scale, 2**32, to the default floor, 2**-14."""
@@ -68,34 +68,25 @@ class Stuck:
         )
 
 
+@dataclass(eq=False)
 class StepRecord:
     """The steps of the optimizers of one model, and the overflow flags that they read.
 
     `parameters` returns the model's current parameters, which FSDP replaces by other tensors during a forward.
     """
 
-    _use: ScaleUse
-
-    def __init__(
-        self,
-        loss_scale: LossScale,
-        parameters: Callable[[], Iterable[Tensor]],
-        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
-        on_overflow: Callable[[], str | None] | None = None,
-        on_clean: Callable[[], None] | None = None,
-        on_stuck: Callable[[], bool] | None = None,
-    ) -> None:
-        self.loss_scale = loss_scale
-        self.parameters = parameters
-        self.max_consecutive_skips = max_consecutive_skips
-        self.on_overflow = on_overflow
-        """Called when the host learns that a step overflowed: at once, or later for a fused optimizer. Returns where it began, or None."""
-        self.on_clean = on_clean
-        """Called when the host learns that the first step after an overflow was clean."""
-        self.on_stuck = on_stuck
-        """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
-        self._overflowed = False
-        self._facts: dict[str, bool | Tensor] = {}
+    loss_scale: LossScale
+    parameters: Callable[[], Iterable[Tensor]]
+    max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
+    on_overflow: Callable[[], str | None] | None = None
+    """Called when the host learns that a step overflowed: at once, or later for a fused optimizer. Returns where it began, or None."""
+    on_clean: Callable[[], None] | None = None
+    """Called when the host learns that the first step after an overflow was clean."""
+    on_stuck: Callable[[], bool] | None = None
+    """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
+    _overflowed: bool = field(default=False, init=False)
+    _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
+    _use: ScaleUse = field(init=False)
 
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the overflow flags that backwards left for gradients of `optimizer`."""
@@ -172,7 +163,7 @@ class StepRecord:
             self.loss_scale.number,
             floor,
             self.loss_scale.kind == "dynamic",
-            sum(not bool(local_values(g).isfinite().all()) for g in gradients),
+            sum(not is_finite(g) for g in gradients),
             len(gradients),
             **finite,
         )

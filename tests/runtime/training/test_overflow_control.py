@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
+import amprewrite
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient
 from amprewrite.graphs.fx.weights.linked_copies import CastBlock, cast_block
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
@@ -457,20 +458,24 @@ def test_a_tensor_that_takes_the_number_of_a_lost_parameter_makes_no_optimizer_o
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
 def test_a_copied_model_guards_the_copied_optimizer(how):
-    model = tiny()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    model.gate.attach(optimizer)
-    backward(model)
-    optimizer.step()
-    other, copied = how((model, optimizer))
-    assert copied.param_groups[0]["params"][0] is other.a.weight
+    amp = amprewrite.rewrite(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), dtype="fp16", loss_scale=256.0)
+    optimizer = OPTIMIZERS["adamw"](amp.parameters())
+
+    def train(model: nn.Module, by: torch.optim.Optimizer, factor: float) -> None:
+        by.zero_grad()
+        (model(torch.ones(2, 16)).square().mean() * factor).backward()
+        by.step()
+
+    train(amp, optimizer, 1.0)
+    other, copied = how((amp, optimizer))
+    assert copied.param_groups[0]["params"][0] is other[0].weight
     before, original = values(*other.parameters()), frozen(optimizer)
-    copied.zero_grad()
-    backward(other, 0, HUGE * 2.0**10)
-    copied.step()
+    train(other, copied, 1e30)
     assert same(before, other.parameters())
-    assert (other.scale.report().skipped, model.scale.report().skipped) == (1, 0)
+    assert (other.loss_scale.report().skipped, amp.loss_scale.report().skipped) == (1, 0)
     assert frozen(optimizer) == original
+    train(other, copied, 1.0)
+    assert not same(before, other.parameters())
 
 
 def test_optimizer_state_goes_where_it_always_did():
