@@ -17,10 +17,12 @@ from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import CapturedGraph, read_parts, read_problem
 from amprewrite.runtime.ambient.kept_state import state_kept
+from amprewrite.runtime.captured.entries import Graphs
+from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.compiler.dynamo import parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of, wrap
 from amprewrite.runtime.options import Options
-from amprewrite.runtime.session import Graphs, Region, Session
+from amprewrite.runtime.session import Session
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.torch_internals.trees import TreeSpec, tree_flatten
 

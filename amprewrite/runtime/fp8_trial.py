@@ -26,6 +26,3 @@ def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], No
         note("products: the kernel that makes fp8 copies cannot run here, so copies are priced as torch makes them, in many passes")
         return replace(products, kernel=False)
     return products
-
-
-__all__ = ["runnable"]

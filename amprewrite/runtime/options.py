@@ -97,6 +97,3 @@ def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: 
         measure=options.measure, memory=options.memory, parity=options.parity, products=products,
         may_decline=options.low is None and options.backend == "eager" and not options.overrides,
     )  # fmt: skip
-
-
-__all__ = ["Options", "policy_on"]

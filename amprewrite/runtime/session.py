@@ -404,6 +404,3 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
 @torch.compiler.disable(reason=DOOR_REASON)  # type: ignore[misc]
 def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return session.call(session.entries[path], args, kwargs)
-
-
-__all__ = ["Entry", "Graphs", "Region", "Session", "enter"]

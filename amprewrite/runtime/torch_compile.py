@@ -249,6 +249,3 @@ def _modules_in(value: Any) -> Iterator[nn.Module]:
         except ValueError:  # the closure's variable has no value yet
             return
         yield from _modules_in(inside)
-
-
-__all__ = ["CompiledSession", "compile_graph", "sessions_of"]

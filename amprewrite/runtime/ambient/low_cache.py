@@ -199,6 +199,3 @@ def reads_high(plan: RegionPlan) -> bool:
 def _is_conversion(node: NodePlan) -> bool:
     """True if a node is a conversion of a low cache. It is recognised by its source line, which is in this file."""
     return node.source.startswith(f"{_SOURCE}:")
-
-
-__all__ = ["CacheReadHigh", "CachesOfModel", "LowCaches", "hold_fp32", "is_low", "layers_of", "reads_high", "tensors_of"]

@@ -85,6 +85,3 @@ class Past(Generic[T]):
             return now
         number = node._sequence_nr()
         return next((value for until, value in self._before if self._first <= number < until), now)
-
-
-__all__ = ["CallsInRegions", "Past", "asking_node", "asking_number"]

@@ -67,6 +67,3 @@ def _products(plan: RegionPlan) -> list[NodePlan]:
     """Return the products for which the planner considered fp8: coloured low if their results are computed in fp8, otherwise high."""
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]
-
-
-__all__ = ["Agreement"]

@@ -140,6 +140,3 @@ class CallRecord:
         """Clear `calls`, because graphs of earlier calls are replaced."""
         with self.lock:
             self.calls.clear()
-
-
-__all__ = ["CallRecord", "State"]

@@ -282,6 +282,3 @@ def past_the_limit(entry: Entry) -> str:
         "graphs it has run as they are written, in fp32; call it in fewer variants: pad lists to a few lengths, "
         "torch._dynamo.mark_dynamic the sizes that vary, pass numbers that vary as tensors"
     )
-
-
-__all__ = ["FRESH_STARTS", "Anew", "Entry", "Graphs", "past_the_limit"]

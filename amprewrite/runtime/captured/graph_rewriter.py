@@ -271,6 +271,3 @@ class GraphRewriter(CallRecord):
 
     def _device(self) -> str:
         return next((t.device.type for t in (*parameters_in(self.root), *buffers_in(self.root))), "cpu")
-
-
-__all__ = ["GraphRewriter"]

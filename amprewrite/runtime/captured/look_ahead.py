@@ -280,6 +280,3 @@ def _floats(value: Any) -> list[torch.Tensor]:
 def all_finite(value: Any) -> bool:
     """True if all elements of all floating tensors in a nested value are finite."""
     return all(bool(t.isfinite().all()) for t in _floats(value))
-
-
-__all__ = ["LookAhead", "rewrite_for", "worth_watching"]

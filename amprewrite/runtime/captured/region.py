@@ -112,6 +112,3 @@ class Region:
         """Run the graph op by op, and find the first result or gradient that is not finite."""
         assert self.module is not None
         return self.training.probe.run(self.plan, self.module, inputs)
-
-
-__all__ = ["Region", "Running", "scale_device"]

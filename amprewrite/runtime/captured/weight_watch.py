@@ -157,6 +157,3 @@ class Schedule:
         now = self.due or switched or doubling or self._calls % LAST_DOUBLING == 0
         self.due = False
         return now
-
-
-__all__ = ["Known", "Moved", "Schedule", "known_weights", "moved", "weights_by_path"]

@@ -320,6 +320,3 @@ class CaptureCheck:
                 given[place] = each.requires_grad_(grad and self.given[place].requires_grad)
         with _from(self.random), closed_if_raised(), unhooked(), torch.set_grad_enabled(grad):
             return interpreter.run(*given)
-
-
-__all__ = ["TOLERANCE", "CaptureCheck", "Values", "can_be_checked", "furthest", "results_of"]

@@ -147,6 +147,3 @@ def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
             return True
         step = step.tb_next
     return False
-
-
-__all__ = ["Failure", "Listener", "Unseen", "failure_of", "has_begun", "try_all_again", "under_way", "unseen"]

@@ -40,6 +40,3 @@ def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
             for held in tensors_of(layer):
                 if isinstance(held, Tensor) and held.dim() == 4:
                     yield held, _IN_CACHE
-
-
-__all__ = ["mark_growing"]

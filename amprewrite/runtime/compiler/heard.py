@@ -131,6 +131,3 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif depth and isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each, depth - 1)
-
-
-__all__ = ["autocast_for_fp32", "regions_around", "reporting_autocast_on"]

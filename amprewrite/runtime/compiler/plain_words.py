@@ -128,9 +128,3 @@ FORWARD_MODE = (
     "model instead"
 )
 """Reason in messages why a call inside forward-mode derivatives runs in fp32."""
-
-
-__all__ = [
-    "DISABLE_REASON", "DOOR_REASON", "FORWARD_MODE", "FUNCTORCH", "ambient_autocast", "captured_otherwise", "one_graph", "own_autocast",
-    "plain_reason", "traced", "who_switched_autocast",
-]  # fmt: skip

@@ -108,6 +108,3 @@ def _on_meta(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_meta
     return isinstance(value, list | tuple | dict) and any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves(value))
-
-
-__all__ = ["WantsOneGraph", "asks_shapes", "refuse_tracers", "refuse_whole_graph", "transform_at_work", "undisturbed"]

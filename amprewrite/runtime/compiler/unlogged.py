@@ -45,6 +45,3 @@ def _loggers(module: str) -> list[logging.Logger]:
     """Return the loggers among the globals of an imported Python module, given its name."""
     found = sys.modules.get(module)
     return [] if found is None else [value for value in list(vars(found).values()) if isinstance(value, logging.Logger)]
-
-
-__all__ = ["Unlogged", "has_logger", "loggers_of"]

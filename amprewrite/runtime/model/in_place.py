@@ -64,6 +64,3 @@ def _put_back(module: nn.Module, values: dict[str, Any], is_root: bool) -> None:
             module.__dict__[name] = values[name]
         else:
             module.__dict__.pop(name, None)
-
-
-__all__ = ["BEFORE", "SESSION", "Before"]

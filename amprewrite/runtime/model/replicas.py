@@ -56,6 +56,3 @@ def _tensors_of(replica: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in (*module._former_parameters.items(), *module._buffers.items()):  # type: ignore[union-attr, operator]
             if tensor is not None:
                 yield f"{path}.{name}".lstrip("."), tensor
-
-
-__all__ = ["REPLICATE", "replica_of"]

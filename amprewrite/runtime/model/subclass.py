@@ -92,6 +92,3 @@ def _reduce_class(cls: type) -> Any:
     if original is None:
         return cls.__qualname__
     return subclass_of, (cls.__bases__[1], original)
-
-
-__all__ = ["original_of", "subclass_of"]

@@ -219,6 +219,3 @@ def _values(gradient: Tensor) -> Tensor:
     if hasattr(gradient, "to_local"):
         gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
     return gradient._values() if gradient.is_sparse else gradient  # not by `coalesce`, which returns a copy in other memory
-
-
-__all__ = ["BackwardEnd", "Noted"]

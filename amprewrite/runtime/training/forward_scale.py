@@ -237,6 +237,3 @@ def _runs(node: Any) -> bool | None:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
     except RuntimeError:  # during a backward, torch raises this only for a leaf whose gradient torch.autograd.grad returns
         return None
-
-
-__all__ = ["ForwardScale", "ScaleUse"]

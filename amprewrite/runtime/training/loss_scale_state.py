@@ -131,6 +131,3 @@ def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
     if not all(type(number) is Tensor and number.is_cpu for number in numbers):
         return None
     return tuple(number.tolist() for number in numbers)  # type: ignore[misc]
-
-
-__all__ = ["COUNTERS", "OWN_KEY", "LossScaleReport", "check_state", "host_numbers", "positive", "reciprocal"]

@@ -208,9 +208,3 @@ def local_values(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.coalesce()._values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-__all__ = [
-    "any_nonzero", "any_of", "find_nonfinite", "found_after_backward", "infinities_to_nan", "is_finite", "local_values", "params_of",
-    "several_ranks", "sharing",
-]  # fmt: skip

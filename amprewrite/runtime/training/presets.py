@@ -23,5 +23,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     # megatron/core/optimizer/grad_scaler.py: no check that the grown scale is finite, hence the infinite cap
     "megatron": {"init": 2.0**32, "growth_interval": 1000, "floor": 1.0, "cap": math.inf, "hysteresis": 2},
 }
-
-__all__ = ["PRESETS"]

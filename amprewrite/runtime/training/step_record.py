@@ -183,6 +183,3 @@ class StepRecord:
         self._notes = [self._rest]
         self._copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers that step copies of the parameters."""
-
-
-__all__ = ["MAX_CONSECUTIVE_SKIPS", "StepRecord", "Stuck"]

@@ -83,6 +83,3 @@ class Training:
         """Check gradients for overflow at the end of each backward that enters the `results` of an outermost call."""
         if torch.is_grad_enabled() and self.loss_scale.enabled:
             self.gate.await_backward((results,) if isinstance(results, torch.Tensor) else tree_leaves(results))
-
-
-__all__ = ["Training"]

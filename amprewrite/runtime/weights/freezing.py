@@ -281,9 +281,3 @@ def hook_states(model: nn.Module, frozen: bool) -> None:
             del module._state_dict_hooks[key]
         if held and frozen:
             module.register_state_dict_post_hook(give_stored)
-
-
-__all__ = [
-    "FROZEN", "brings_fp32", "check_freezable", "freeze_weights", "frozen_weights_note", "hook_states", "lost_values", "refuse_frozen",
-    "refuse_training", "unfreeze_weights", "warn_of_optimizers", "without_frozen_weights",
-]  # fmt: skip

@@ -99,6 +99,3 @@ def lost_masters(model: nn.Module) -> str:
         "gone, small updates are lost, and there is nothing left to rewrite. Keep a rewritten model in fp32: call amp.float() and "
         "leave out .half(), .bfloat16() and .to(dtype) (Lightning: precision='32-true')"
     )
-
-
-__all__ = ["frozen_note", "half_put_back", "lost_masters", "refuse_trainable", "upcast"]

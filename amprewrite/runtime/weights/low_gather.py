@@ -225,6 +225,3 @@ class GatheredLow:
             raise RoundedRead(f"{place} has forward hooks that see weights which gather_low sends rounded; {AGAIN}")
         if not whole:
             raise RoundedRead(f"{place} ran code outside its graph, which may read weights that gather_low sends rounded; {AGAIN}")
-
-
-__all__ = ["AGAIN", "GatheredLow", "LowGather", "RoundedRead", "Sharded", "agree", "full_gather", "own_hooks", "sharded_modules"]

@@ -41,6 +41,3 @@ def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> We
             reads[place in emitted.low_alone].update(paths)
     copies = {paths[-1]: emitted.copies[place] for place, paths in weights.items()}
     return WeightReads(frozenset(reads[True] - reads[False]), frozenset(reads[False]), copies)
-
-
-__all__ = ["WeightReads", "weight_reads"]

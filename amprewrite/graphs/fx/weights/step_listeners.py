@@ -57,5 +57,3 @@ def in_a_step() -> bool:
 
 
 AFTER_STEPS = StepListeners(register_optimizer_step_post_hook)
-
-__all__ = ["AFTER_STEPS", "StepListeners", "in_a_step"]

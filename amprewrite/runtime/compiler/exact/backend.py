@@ -79,6 +79,3 @@ class ChooseFused(CustomGraphPass):
     def uuid(self) -> bytes:
         """Return a key of this pass for inductor's cache of compiled graphs: a hash of the source files in this folder."""
         return get_hash_for_files(tuple(str(Path(__file__).with_name(name)) for name in ("backend.py", "fusible.py", "spelling.py")))
-
-
-__all__ = ["SETTINGS", "ChooseFused", "check_inductor", "compile_exactly"]

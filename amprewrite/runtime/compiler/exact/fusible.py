@@ -126,6 +126,3 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _operands(node: torch.fx.Node) -> list[Tensor]:
     return [value for source in node.all_input_nodes for value in _tensors(source.meta.get("val"))]
-
-
-__all__ = ["ARITHMETIC", "CHOICES", "MOVES", "ON_CPU", "SPELLINGS", "aten", "is_fusible", "numbers_of", "prims", "survives"]

@@ -137,6 +137,3 @@ def _compute_in_fp32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     low.meta = {**node.meta}
     node.meta["val"] = value.to(torch.float32)
     node.replace_all_uses_with(low, delete_user_cb=lambda user: user is not low)
-
-
-__all__ = ["DECOMPOSED", "decompositions", "spell"]

@@ -77,6 +77,3 @@ def _load(scale: LossScale, state: Any, optimizer: Optimizer) -> None:
 def _share_nothing(one: Optimizer, other: Optimizer) -> bool:
     """True if the two optimizers have no parameter in common."""
     return {*map(id, params_of(one))}.isdisjoint(map(id, params_of(other)))
-
-
-__all__ = ["KEY", "Arrived", "save"]

@@ -238,6 +238,3 @@ def _is_grad_mode(value: ast.expr) -> bool:
 
 def _is_name(value: ast.expr, name: str) -> bool:
     return isinstance(value, ast.Name) and value.id == name
-
-
-__all__ = ["Checked", "Evaluated", "calls_closure_first", "guarded_closure"]

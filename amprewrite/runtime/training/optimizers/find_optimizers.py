@@ -107,9 +107,3 @@ def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
         for group in fsdp_groups(state):
             for parameter in getattr(group, "fsdp_params", ()):
                 yield parameter.sharded_param
-
-
-__all__ = [
-    "can_be_guarded", "differentiates", "every_optimizer", "existing_optimizers", "optimizer_inside", "parameters_of",
-    "sharded_parameters",
-]  # fmt: skip

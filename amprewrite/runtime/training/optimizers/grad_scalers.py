@@ -69,5 +69,3 @@ _TWICE = (
     "scaled twice; remove scaler.scale, unscale_, step and update and call loss.backward() and optimizer.step(), "
     "or rewrite with loss_scale='none' to keep the scaler"
 )
-
-__all__ = ["GradScalers", "refuse_grad_scaler"]

@@ -141,6 +141,3 @@ def _scales_itself(optimizer: Any) -> bool:
         return callable(scale) and float(scale(1.0)) != 1.0
     except (TypeError, ValueError, RuntimeError):  # a `scale_loss` with other arguments or results is no loss scale
         return False
-
-
-__all__ = ["BACKWARDS", "UnscaledBackwards", "unscaled_message"]

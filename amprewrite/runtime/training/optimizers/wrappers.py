@@ -41,6 +41,3 @@ def _wraps(found: Any, optimizer: Optimizer) -> bool:
 def tell(wrapper: Any, skipped: bool) -> None:
     """Set the attribute by which `wrapper` knows whether the latest step was skipped."""
     setattr(wrapper, _ANSWER, skipped)
-
-
-__all__ = ["tell", "wrappers_above"]
