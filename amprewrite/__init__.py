@@ -60,7 +60,6 @@ _HOMES = {
     "amprewrite.api.gather_low": ("LowGathers", "gather_low"),
     "amprewrite.api.rewrite": ("plan", "restore", "rewrite"),
     "amprewrite.accuracy.verify": ("verify",),
-    "amprewrite.api.training_log": ("TrainingLog",),
     **{extra.home: extra.public for extra in _EXTRAS.values() if extra.public},
 }  # fmt: skip
 """The public names of each module. The first use of a name imports its module; the first call imports Dynamo, scipy and the like."""

@@ -31,7 +31,6 @@ from amprewrite.graphs.fx.read.counts import read_counts
 from amprewrite.graphs.fx.read.magnitudes import factors, magnitudes, offsets
 from amprewrite.graphs.fx.read.matrix_products import read_matrix_products
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
-from amprewrite.graphs.fx.run.measure import measure
 from amprewrite.graphs.fx.run.range_dangers import exchanges_infinities
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
@@ -52,6 +51,7 @@ from amprewrite.passes.lower.dry_run import Refused, dry_run
 from amprewrite.passes.repaint.repaint_as_autocast import Roundings
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import PassError, PlanError
+from amprewrite.tables.extras import load_extra
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import op_lists, op_name
 from amprewrite.tables.recipes import WIDE
@@ -114,7 +114,7 @@ def read_problem(
     captured.factors = factors(captured, inputs)
     captured.know(small_steps=read_small_steps(graph, nodes, captured.factors))
     if policy.measure and policy.low is not FP32 and lists.rule == "cost":
-        measured = measure(captured)
+        measured = load_extra("measured prices", "measure=").measure(captured)
         kept = f"; {measured.refused} that cannot be made alone keep the table's prices" if measured.refused else ""
         captured.know(timings=measured)
         captured.note(f"prices measured here: {len(measured.ops)} calls of ops, {len(measured.casts)} sizes of casts{kept}")

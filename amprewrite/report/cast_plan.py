@@ -16,6 +16,7 @@ from amprewrite.report.counts import fp8_counts
 from amprewrite.report.schema import schema
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
+from amprewrite.tables.extras import EXTRAS, load_extra
 from amprewrite.tables.vocabulary import Colour, Reason
 
 
@@ -112,51 +113,39 @@ class CastPlan(ModelPlan):
         The report shows the graph, charts, and for every node its reason and the change that would alter it. `report` is the result of
         `verify` or `debug` for the same model; it adds ranges and errors. Raises EmitError if `path` cannot be written.
         """
-        from amprewrite.report.html.page import to_html
-
-        return to_html(self, path, title, report)
+        return load_extra("drawings", "to_html").to_html(self, path, title, report)
 
     def to_svg(self, path: Any = None, depth: int | None = None) -> str:
         """Return a drawing of the graph as SVG text, and write it to `path` if given.
 
         Modules nested deeper than `depth` are drawn as one closed box; None chooses a depth. Raises EmitError if `path` cannot be written.
         """
-        from amprewrite.report.pictures.svg import to_svg
-
-        return to_svg(self, path, depth)
+        return load_extra("drawings", "to_svg").to_svg(self, path, depth)
 
     def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
         """Write the drawing of `to_svg` as a PNG file with `scale` pixels per unit, and return its path.
 
         Raises EmitError if the png extra is not installed, or if `path` cannot be written.
         """
-        from amprewrite.report.pictures.svg import to_png
-
-        return to_png(self, path, depth, scale)
+        return load_extra("drawings", "to_png").to_png(self, path, depth, scale)
 
     def to_dot(self, path: Any = None) -> str:
         """Return the graph as DOT text for Graphviz, with modules as clusters, and write it to `path` if given.
 
         Raises EmitError if `path` cannot be written.
         """
-        from amprewrite.report.pictures.dot import to_dot
-
-        return to_dot(self, path)
+        return load_extra("drawings", "to_dot").to_dot(self, path)
 
     def to_model_explorer(self, path: Any, graph: str = "main") -> Path:
         """Write node data for Google's Model Explorer, and return the path. Model Explorer shows the formats on its graph called `graph`.
 
         Raises EmitError if `path` cannot be written.
         """
-        from amprewrite.report.pictures.model_explorer import to_model_explorer
+        return load_extra("drawings", "to_model_explorer").to_model_explorer(self, path, graph)
 
-        return to_model_explorer(self, path, graph)
-
-    def _repr_html_(self) -> str:
-        """Return an HTML fragment that notebooks display."""
-        from amprewrite.report.html.notebook import to_notebook
-
-        return to_notebook(self, self.summary())
+    def _repr_html_(self) -> str | None:
+        """Return an HTML fragment that notebooks display; None, so that they display text, if drawings were removed."""
+        return load_extra("drawings", "HTML").to_notebook(self, self.summary()) if "drawings" in EXTRAS else None
 
     def __str__(self) -> str:
         lines = [f"cast plan, low = {self.low}, lists = {self.lists}"]
