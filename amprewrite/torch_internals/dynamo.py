@@ -1,13 +1,13 @@
-"""Functions that decide whether Dynamo converts the frames of a code object, and SkipFrame: a backend that raises it makes Dynamo run the
-frame eagerly."""
+"""Functions that decide whether Dynamo converts the frames of a code object, and two errors of Dynamo: SkipFrame, by which a backend makes
+Dynamo run the frame eagerly, and Unsupported, which Dynamo raises at code that it cannot capture."""
 
 from types import CodeType
 
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo.exc import SkipFrame
+from torch._dynamo.exc import SkipFrame, Unsupported
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
-__all__ = ["SkipFrame", "convert_again", "skip_code", "skip_once"]
+__all__ = ["SkipFrame", "Unsupported", "convert_again", "skip_code", "skip_once"]
 
 
 def skip_code(code: CodeType, *, callees: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Return a result as a view if the fp32 graph returns a view, such as the result of `linear` on an input with more than two dims.
+"""Return a result as a view if the fp32 graph returns a view, such as the result of `tensordot` (before torch 2.15, of `linear`, too).
 
-    before   to = linear.to(float32); return to
-    after    to = linear.to(float32); view_as = to.view_as(to); return view_as
+    before   to = tensordot.to(float32); return to
+    after    to = tensordot.to(float32); view_as = to.view_as(to); return view_as
 
 A cast returns a new tensor, not a view. Autograd treats the two differently if the caller writes to a view of the result in place: the
 gradient that `retain_grad` keeps of a result that is a view leaves out the gradient through that written view.

@@ -91,6 +91,8 @@ def test_what_it_returns_and_its_gradients_are_right(kind, optimizer, dtype):
 @differs_in_2_11("aot_eager captures no such gradient")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_gradient_that_is_a_number(backend):
+    if backend == "aot_eager":  # since torch 2.15 Dynamo leaves such a forward as written for a compiler; its modules have graphs
+        warnings.filterwarnings("ignore", "Guided has code that runs as it is written")
     for model, other, (want, got), _ in trained(Guided, torch.optim.SGD, 2, dtype="fp16", backend=backend):
         assert error(got[0], want[0]) < 2e-3 and error(got[1], want[1]) < 2e-3
         assert all(error(q.grad, p.grad) < 2e-3 for p, q in zip(model.parameters(), other.parameters(), strict=True))

@@ -91,7 +91,7 @@ class Graphs:
                     entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
                     recurrent=not (entry.compiles and session.runs_recurrent_eagerly), failed=_weakly(self.failed),
                     beside_hooks=beside_hooks, hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph),
-                    around=_weakly(session.state.regions_around),
+                    around=_weakly(session.state.regions_around), eager=session.options.backend == "eager",
                 )
                 for beside_hooks in (False, True)
             )  # fmt: skip

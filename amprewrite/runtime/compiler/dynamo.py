@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -24,6 +25,7 @@ from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.runtime.ambient.hook_watch import hook_node
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
+from amprewrite.runtime.compiler.handlers import breaking_at_gradients
 from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
@@ -58,7 +60,7 @@ ONE_EXPORT = threading.RLock()
 def compile_afresh(
     function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
     recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False, hooks_differ: bool = True,
-    no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around,
+    no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around, eager: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return `function`, a forward in the model `root`, compiled by Dynamo with an empty cache: Dynamo also reads skipped frames again.
 
@@ -76,7 +78,8 @@ def compile_afresh(
     8. The model is told that autocast is on (`heard.py`), except in its own autocast regions. `around` returns the number of the other
        regions around the call.
     9. Graphs of other models do not count towards the limit of code that several models run, such as a submodule behind a graph break.
-    10. Functions of Python's own library run as written: they have no op. The functions that they call are converted.
+    10. If `eager`, graphs run eagerly: Dynamo also captures code behind a `torch.autograd.grad` that reads values from before it.
+    11. Functions of Python's own library run as written: they have no op. The functions that they call are converted.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
     """
@@ -116,7 +119,8 @@ def compile_afresh(
                 if not _ISOLATES and (more := _entries_of_others(frame[1], given)):
                     for name in ("recompile_limit", "accumulated_recompile_limit"):
                         undo.append(_set(name, getattr(torch._dynamo.config, name) + more))
-                with Listener(failed), reporting_autocast_on(root, frame[0].f_locals, around()):
+                gradients = breaking_at_gradients() if eager else contextlib.nullcontext()
+                with Listener(failed), reporting_autocast_on(root, frame[0].f_locals, around()), gradients:
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)

@@ -14,8 +14,7 @@ the regions. The reported dtype is fp32, so that a cast to this dtype in the mod
 
 Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32 (`autocast_for_fp32`).
 
-Dynamo evaluates these functions as constants. While Dynamo converts a frame, they are removed from its table of such functions and get
-other handlers. Afterwards the table is restored. Dynamo's own lock for conversions is held meanwhile.
+Dynamo evaluates these functions as constants. While Dynamo converts a frame, they have handlers of ours instead (`handlers.py`).
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.variables import ConstantVariable
-from torch._dynamo.variables import torch as torch_functions
 
+from amprewrite.runtime.compiler.handlers import handling
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.formats import LOW_FORMATS
 from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
 
-_FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignore[assignment]
 _HALF = frozenset(each.dtype for each in LOW_FORMATS)
 
 
@@ -83,18 +80,8 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator
         torch.get_autocast_gpu_dtype: answer(torch.get_autocast_gpu_dtype, fp32, "cuda"),
         is_any_autocast_enabled: answer(is_any_autocast_enabled, on, min(devices)),
     }
-    handlers = torch_functions.TorchInGraphFunctionVariable._get_handlers()
-    with compile_lock:
-        before = dict(_FOLDED)
-        for function in answers:
-            _FOLDED.pop(function, None)
-        handlers.update(answers)
-        try:
-            yield
-        finally:
-            for function in answers:
-                handlers.pop(function, None)
-            _FOLDED.update(before)
+    with handling(answers):
+        yield
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad
 from torch import nn
-from torch._dynamo.exc import Unsupported
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
@@ -25,6 +24,7 @@ from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
 from amprewrite.torch_internals.autograd import in_forward_mode
 from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_transform, is_any_autocast_enabled, tracing_context
+from amprewrite.torch_internals.dynamo import Unsupported
 from amprewrite.torch_internals.trees import tree_leaves
 
 

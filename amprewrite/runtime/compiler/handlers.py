@@ -1,0 +1,59 @@
+"""Replace the handlers by which Dynamo reads calls of some functions, for as long as it converts a frame of a model.
+
+Dynamo's own lock for conversions is held meanwhile, so that no other thread captures with these handlers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.variables import torch as torch_functions
+
+from amprewrite.torch_internals.dynamo import Unsupported
+
+_FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignore[assignment]
+"""Functions that Dynamo evaluates as constants, before it looks for a handler."""
+
+
+@contextlib.contextmanager
+def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager in which Dynamo reads calls of the functions in `handlers` by these handlers."""
+    table = torch_functions.TorchInGraphFunctionVariable._get_handlers()
+    with compile_lock:
+        folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}
+        for function in handlers:
+            _FOLDED.pop(function, None)
+        table.update(handlers)
+        try:
+            yield
+        finally:
+            for function in handlers:
+                table.pop(function, None)
+            table.update(before)
+            _FOLDED.update(folded)
+
+
+@contextlib.contextmanager
+def breaking_at_gradients() -> Iterator[None]:
+    """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code behind it. For graphs that run eagerly.
+
+    Since torch 2.15 Dynamo gives up the frame if later code reads a differentiable value of the graph, because a compiler loses the edges
+    of autograd between the results of a graph. A graph that runs eagerly keeps them.
+    """
+    given = torch_functions.TorchInGraphFunctionVariable._get_handlers()[torch.autograd.grad]
+
+    def handle(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return given(*args, **kwargs)
+        except Unsupported as refused:
+            refused.skip_frame = False
+            if hasattr(refused, "preserve_skip_frame_after_inline"):
+                refused.preserve_skip_frame_after_inline, refused.apply_to_code = False, True
+            raise
+
+    with handling({torch.autograd.grad: handle}):
+        yield
