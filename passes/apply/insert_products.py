@@ -69,11 +69,12 @@ class _ProductInsertion:
             for reader in copy.readers if copy.role != G else ():
                 name, _, gemm = reader.rpartition(".")
                 node = self.nodes[name]
-                read[copy.role, copy.write_version, self._operand(node, copy.role), copy.role == W and transposes(node)].add((node, gemm))
+                key = (copy.role, copy.write_version, self._operand(node, copy.role), copy.role == W and transposes(node), copy.largest)
+                read[key].add((node, gemm))
         made = {
             (node, role): copy
-            for (role, _, value, _), readers in read.items()
-            for copy in [self._quantise(value, role, readers)]
+            for (role, _, value, _, largest), readers in read.items()
+            for copy in [self._quantise(value, role, readers, largest)]
             for node, _ in readers
         }
         for product in self.plan.chosen:
@@ -86,11 +87,14 @@ class _ProductInsertion:
             raise PlanError(f"the plan quantises the operands of {node.name}, which is no product of rows and a matrix; make the plan anew")
         return found[(X, W).index(role)]
 
-    def _quantise(self, value: torch.fx.Node, role: str, readers: set[tuple[torch.fx.Node, str]]) -> torch.fx.Node:
+    def _quantise(
+        self, value: torch.fx.Node, role: str, readers: set[tuple[torch.fx.Node, str]], largest: float | None
+    ) -> torch.fx.Node:
         first = min((node for node, _ in readers), key=self.order.__getitem__)
         gemms = tuple(each for each in GEMMS if any(gemm == each for _, gemm in readers))
         with self.graph.inserting_before(first):
-            copy = self.graph.call_function(quantise, (value, role, self.plan.recipe, gemms, role == W and transposes(first)))
+            how = (role, self.plan.recipe, gemms, role == W and transposes(first), *([] if largest is None else [largest]))
+            copy = self.graph.call_function(quantise, (value, *how))
         copy.meta = {key: first.meta[key] for key in KEPT if key in first.meta}
         return copy
 

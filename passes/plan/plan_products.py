@@ -67,13 +67,13 @@ class PlanProducts(Pass[Problem, Decisions]):
         low = {name: product for name, product in problem.matrix_products.items() if decisions.paints[name].colour is Colour.LOW}
         given = problem.given.quantised if problem.given is not None else None
         if given is not None:
-            plans, recipe = _as_given(given, low), RECIPES.get(given.recipe)
+            plans, recipe = tuple(plan for plan in given.products if plan.node in low), RECIPES.get(given.recipe)
         elif problem.policy.products is not None:
             plans, recipe = _Choice(problem, low).plans(), problem.policy.products.preset.recipe
         else:
             return
         if recipe is not None and plans:
-            decisions.quantised = QuantisedProducts(recipe.name, plans, copies_of(problem, plans, recipe))
+            decisions.quantised = QuantisedProducts(recipe.name, plans, copies_of(problem, plans, recipe, _largest(problem, given)))
 
 
 def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
@@ -85,8 +85,13 @@ def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
     return problem.policy.is_wide(name, problem.graph[name].module)
 
 
-def _as_given(given: QuantisedProducts, low: Mapping[str, MatrixProduct]) -> tuple[ProductPlan, ...]:
-    return tuple(plan for plan in given.products if plan.node in low)
+def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, float]:
+    """Return the largest magnitude of each value in sample batches, for constant scales. {} without samples, and in training."""
+    if given is not None and given.copies:
+        return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
+    samples = problem.calibration if not problem.training else None
+    seen = samples.of(problem.graph) if samples is not None and samples.model else None  # without a model it was learnt in a first call
+    return {name: found.amax for name, found in seen.values.items() if found.amax} if seen is not None else {}
 
 
 def gemms_of(product: MatrixProduct, training: bool) -> tuple[str, ...]:
@@ -229,10 +234,13 @@ def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
     return chooser, scores and bool(list(graph.readers(product.name)))
 
 
-def copies_of(problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe) -> tuple[QuantisedCopy, ...]:
+def copies_of(
+    problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe, largest: Mapping[str, float]
+) -> tuple[QuantisedCopy, ...]:
     """Return the copies that fp8 GEMMs read. All readers of a value in one format with the same scales share one copy.
 
-    A matrix that some products read as w and others as wᵀ has a copy for each.
+    A value in `largest` has a constant scale if the recipe has one scale for the tensor. A matrix that some products read as w and others
+    as wᵀ has a copy for each.
     """
     found: dict[tuple[str, str, int, str, str, bool], list[Key]] = {}
     for plan in plans:
@@ -249,7 +257,7 @@ def copies_of(problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe) 
         QuantisedCopy(
             value, to, scales, tuple(f"{node}.{gemm}" for node, gemm in readers), role,
             kept=role != G and any(gemm != OUT for _, gemm in readers), weight=role != G and problem.graph.seen(value).role == "parameter",
-            write_version=version,
+            write_version=version, largest=largest.get(value) if role == X and scales == TENSOR and not version else None,
         )
         for (role, value, version, to, scales, _), readers in found.items()
     )  # fmt: skip

@@ -301,6 +301,54 @@ def test_a_compiler_gets_the_quantised_weights_of_a_frozen_model_as_inputs() -> 
     ]
 
 
+def saturated(block: Block, x: Tensor, ranges: Any) -> Tensor:
+    """The result of the block if the inputs of its products are cast with the scales of `ranges`; emulated by hand."""
+    largest = {name: found.amax for name, found in ranges.regions[0].values.items()}
+
+    def product(linear: nn.Linear, value: Tensor, name: str) -> Tensor:
+        low, scale = value.bfloat16().float(), torch.tensor(448 / largest[name], dtype=torch.float32)
+        copy = (low * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+        w8 = quantise(linear.weight.bfloat16(), "w", "tensorwise", ("out",)).straight
+        return ((copy @ w8.values().t()).bfloat16() + linear.bias.bfloat16()).float()
+
+    h = block.norm(x)
+    x = x + product(block.q, h, "layer_norm") * product(block.k, h, "layer_norm")
+    return x + product(block.down, nn.functional.gelu(product(block.up, x, "add")), "gelu")
+
+
+@pytest.mark.parametrize("way", ["plain", "frozen", "exported", "compiled", "its plan"])
+@torch.no_grad()
+def test_a_calibration_gives_constant_scales(way: str) -> None:
+    block = Block().eval()
+    ranges = amprewrite.calibrate(block, [X])
+    options: dict[str, Any] = {"dtype": "bf16", "products": "fp8-all", "backend": "aot_eager" if way == "compiled" else "eager"}
+    amp = amprewrite.rewrite(block, calibration=ranges, **options).eval()
+    run: Any = amp
+    if way == "frozen":
+        amp.freeze(X)
+    elif way == "exported":
+        run = amp.export_program((X,)).module()
+    elif way == "its plan":
+        amp(X)
+        run = amprewrite.rewrite(block, plan=amprewrite.CastPlan.from_json(amp.plan.to_json())).eval()
+    for scale in (1, 30):  # beyond the range values saturate
+        wanted = saturated(block, scale * X, ranges)
+        assert (run(scale * X) - wanted).norm() < 0.02 * wanted.norm()
+    dynamic = amprewrite.rewrite(block, **options).eval()(30 * X)
+    assert (dynamic - wanted).norm() > 0.1 * wanted.norm()
+    if way == "plain":
+        exact = block(30 * X)
+        assert "fp8 copy layer_norm -> e4m3 with a constant scale, for values up to" in str(run.plan)
+        found = amprewrite.verify(run, (30 * X,)).output_error
+        assert found == pytest.approx(((run(30 * X) - exact).norm() / exact.norm()).item(), rel=0.05)
+
+
+def test_training_computes_its_scales_whatever_was_calibrated() -> None:
+    block = Block()
+    amp = amprewrite.rewrite(block, dtype="bf16", products="fp8-all", calibration=amprewrite.calibrate(block, [X]), example_inputs=(X,))
+    assert amp.plan.regions[0].training and "constant scale" not in str(amp.plan)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_weights_that_are_kept_until_a_step_are_quantised_once_until_then(backend: str, counted: list[tuple[int, ...]]) -> None:
     amp = amprewrite.rewrite(Block().eval(), dtype="bf16", products="fp8-all", backend=backend, cache_weights="step").eval()

@@ -213,6 +213,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.low = region.captured.problem.policy.low
         self.copies: dict[Cast, Any] = {}
         self.fp8 = {each.node: each for each in region.plan.quantised.chosen}
+        self.largest = {each.value: each.largest for each in region.plan.quantised.copies if each.role == X}
         self.quantised: dict[str, list[str]] = {}
         """For each product with fp8 copies: the names of the rows of these copies."""
         self.wide = region.plan.edited(Edit.WIDE_PRODUCT)
@@ -265,7 +266,8 @@ class StrictInterpreter(torch.fx.Interpreter):
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]
-        copies = [quantise(value, role, recipe, gemms, transposed and role == W) for role, value in zip((X, W), values, strict=True)]
+        largest = self.largest.get(self.region.nodes[read[0]].name)
+        copies = [quantise(values[0], X, recipe, gemms, False, largest), quantise(values[1], W, recipe, gemms, transposed)]
         for role, node, value, copy in zip((X, W), read, values, copies, strict=True):
             found = copy.straight or (copy.turned and Scaled(copy.turned.data.t(), copy.turned.scale.t()))
             if found is not None:

@@ -103,11 +103,14 @@ class QuantisedCopy:
     """Whether the value is a parameter, or a view of a parameter."""
     write_version: int = 0
     """Number of in-place writes to the value's memory before the copy."""
+    largest: float | None = None
+    """Largest magnitude of the value in sample batches, which gives a constant scale; None if the graph computes the scale in each call."""
 
     def __str__(self) -> str:
         readers = ", ".join(self.readers[:4]) + (f" and {len(self.readers) - 4} more" if len(self.readers) > 4 else "")
         value = f"gradient of {self.value}" if self.role == "g" else self.value
         scale = "" if self.scales == "tensor" else f" by {self.scales}"
+        scale += "" if self.largest is None else f" with a constant scale, for values up to {self.largest:.3g},"
         return f"{value} -> {self.to}{scale} for {readers}" + ", kept for backward" * self.kept
 
 

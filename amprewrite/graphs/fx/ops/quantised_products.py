@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply, quantise_matrix, quantise_rows, scale_of
+from amprewrite.graphs.fx.ops.scaled_casts import Scaled, constant_scale, multiply, quantise_matrix, quantise_rows, scale_of
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES, ROWS, STRAIGHT, TENSOR, TURNED, WAYS, G, Recipe
 
@@ -41,27 +41,30 @@ def ways(role: str, gemms: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(way for gemm in gemms for each, way in READS[gemm] if each == role))
 
 
-def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False) -> Quantised:
+def quantise(
+    value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
+) -> Quantised:
     """Return the fp8 copies of `value` that `gemms` read, with a link for its gradient.
 
     `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
-    `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ.
+    `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. With `largest`, the scale of the tensor is a
+    constant for magnitudes up to this number, and larger ones saturate.
     """
     matrix = value.detach()  # no gradient passes through copies and scales: `link` passes it on to `value`
     link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
     if transposed:
         return Quantised(link, *reversed(copies(matrix, role, RECIPES[recipe], gemms, {STRAIGHT: TURNED, TURNED: STRAIGHT})))
-    return Quantised(link, *copies(matrix.reshape(-1, matrix.shape[-1]), role, RECIPES[recipe], gemms))
+    return Quantised(link, *copies(matrix.reshape(-1, matrix.shape[-1]), role, RECIPES[recipe], gemms, largest=largest))
 
 
 def copies(
-    matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], layouts: Mapping[str, str] = _AS_READ
+    matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], layouts: Mapping[str, str] = _AS_READ, largest: float | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
     """Return (straight copy, transposed copy) of `matrix`; each is None if no GEMM of `gemms` reads it.
 
     `layouts` gives, for each layout in which GEMMs read the operand, the layout relative to `matrix`: a transposed operand exchanges both.
     If the recipe has one scale for a tensor, both copies share the scale. If one of them has a scale for each row, the scale of the other
-    is the smallest of these: it is the scale of the whole tensor.
+    is the smallest of these: it is the scale of the whole tensor. `largest` is as for `quantise`.
     """
     fmt, scalings = recipe.format(role), {layouts[way]: recipe.scaling(role, way) for way in ways(role, gemms)}
     made: dict[str, Scaled] = {}
@@ -73,7 +76,10 @@ def copies(
     whole = [way for way in scalings if way not in made]
     if whole:
         known = [each.scale for each in made.values()] if not guard_or_false(matrix.numel() == 0) else []
-        scale = known[0].amin() if known else scale_of(matrix, fmt, TENSOR, recipe.power_of_two)
+        if largest is not None:
+            scale = constant_scale(matrix, largest, fmt, recipe.power_of_two)
+        else:
+            scale = known[0].amin() if known else scale_of(matrix, fmt, TENSOR, recipe.power_of_two)
         straight, turned = quantise_matrix(matrix, fmt, scale, STRAIGHT in whole, TURNED in whole)
         made |= {way: Scaled(straight if way == STRAIGHT else turned, scale) for way in whole}
     return made.get(STRAIGHT), made.get(TURNED)

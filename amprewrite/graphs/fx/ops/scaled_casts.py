@@ -53,6 +53,12 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
 
 
+def constant_scale(like: Tensor, largest: float, fmt: Format, power_of_two: bool) -> Tensor:
+    """Return the 0-dim fp32 scale of magnitudes up to `largest` for `fmt`, on the device of `like`."""
+    scale = fmt.max / max(largest, SMALLEST)
+    return like.new_full((), 2.0 ** (math.frexp(scale)[1] - 1) if power_of_two else scale, dtype=torch.float32)
+
+
 def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
     """Return `matrix` in `fmt` with a scale for each row. Where our Triton kernel runs, it reads the matrix from memory once."""
     found = by_kernel(matrix, lambda kernels: kernels.cast_rows(matrix, fmt.dtype, SMALLEST, power_of_two))
