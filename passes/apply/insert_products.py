@@ -93,8 +93,8 @@ class _ProductInsertion:
         first = min((node for node, _ in readers), key=self.order.__getitem__)
         gemms = tuple(each for each in GEMMS if any(gemm == each for _, gemm in readers))
         with self.graph.inserting_before(first):
-            how = (role, self.plan.recipe, gemms, role == W and transposes(first), *([] if largest is None else [largest]))
-            copy = self.graph.call_function(quantise, (value, *how))
+            args = (value, role, self.plan.recipe, gemms, role == W and transposes(first))
+            copy = self.graph.call_function(quantise, args if largest is None else (*args, largest))
         copy.meta = {key: first.meta[key] for key in KEPT if key in first.meta}
         return copy
 

@@ -266,8 +266,11 @@ class StrictInterpreter(torch.fx.Interpreter):
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]
-        largest = self.largest.get(self.region.nodes[read[0]].name)
-        copies = [quantise(values[0], X, recipe, gemms, False, largest), quantise(values[1], W, recipe, gemms, transposed)]
+        largest = [self.largest.get(self.region.nodes[node].name) if role == X else None for role, node in zip((X, W), read, strict=True)]
+        copies = [
+            quantise(value, role, recipe, gemms, transposed and role == W, most)
+            for role, value, most in zip((X, W), values, largest, strict=True)
+        ]
         for role, node, value, copy in zip((X, W), read, values, copies, strict=True):
             found = copy.straight or (copy.turned and Scaled(copy.turned.data.t(), copy.turned.scale.t()))
             if found is not None:
