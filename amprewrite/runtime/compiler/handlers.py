@@ -50,9 +50,7 @@ def breaking_at_gradients() -> Iterator[None]:
         try:
             return given(*args, **kwargs)
         except Unsupported as refused:
-            refused.skip_frame = False
-            if hasattr(refused, "preserve_skip_frame_after_inline"):
-                refused.preserve_skip_frame_after_inline, refused.apply_to_code = False, True
+            vars(refused).update(skip_frame=False, preserve_skip_frame_after_inline=False, apply_to_code=True)
             raise
 
     with handling({torch.autograd.grad: handle}):
