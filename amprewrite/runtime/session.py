@@ -19,7 +19,6 @@ import torch.fx
 
 from amprewrite.ir.plans.each_once import each_once
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
-from amprewrite.ir.policies.policy import Policy
 from amprewrite.runtime.ambient.low_cache import CacheReadHigh
 from amprewrite.runtime.ambient.past import asking_number
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graphs, past_the_limit
@@ -37,7 +36,6 @@ from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hoo
 from amprewrite.runtime.weights.low_gather import RoundedRead
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError, one_line
-from amprewrite.tables.formats import FP32
 from amprewrite.tables.recipes import BASE, WIDE
 from amprewrite.tables.vocabulary import Edit
 from amprewrite.torch_internals.autograd import current_backward
@@ -284,8 +282,7 @@ class Session(GraphRewriter):
     def _check_node_overrides(self) -> None:
         """Raise PolicyError if an override names a node that no captured graph has."""
         if any(override.scope == "node" for override in self.options.overrides):
-            policy = Policy(self.options.low or FP32, overrides=self.options.overrides)
-            policy.check_nodes(node.name for region in self.regions for node in region.plan.nodes)
+            self.policy.check_nodes(node.name for region in self.regions for node in region.plan.nodes)
 
     def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
         """List the code that Dynamo failed on in this call, and warn once for each cause."""
@@ -385,6 +382,7 @@ class Session(GraphRewriter):
             notes=(*self.notes, *notes),
             lists=lists if isinstance(lists := self.options.lists, str) else lists.name,
         )
+
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the entry at `path`. Every call of a rewritten model runs through this function.
