@@ -40,11 +40,13 @@ def is_flattened(parameter: Tensor) -> bool:
     return getattr(parameter, "_fsdp_flattened", False)
 
 
-def fsdp_groups(state: Any) -> list[Any]:
-    """Return the groups of weights in FSDP2's `state` of a module. FSDP2 gathers each group at once.
+def fsdp_groups(module: Any) -> list[Any]:
+    """Return FSDP2's groups of the weights of `module`, which are gathered together; [] if it did not go through `fully_shard`.
 
     In earlier versions of torch a module has at most one group.
     """
+    ask = getattr(module, "_get_fsdp_state", None)
+    state = None if ask is None else ask()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
 

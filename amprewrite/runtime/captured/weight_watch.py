@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import is_opaque
+from amprewrite.graphs.fx.node_facts import is_opaque, local_part
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.read.bodies import operands
 from amprewrite.graphs.fx.read.magnitudes import largest, weights_among
@@ -134,8 +134,7 @@ def _readable(tensor: Tensor) -> Tensor | None:
     That is the whole tensor, or the local shard of a distributed tensor. A shard can only show that a weight has become too large. There is
     no such part, for instance, of a weight whose memory FSDP has freed.
     """
-    to_local = getattr(tensor, "to_local", None)
-    part = tensor if to_local is None else to_local()
+    part = local_part(tensor)
     plain = type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and part.device.type != "meta"
     return part if plain and part.numel() and part.untyped_storage().nbytes() > 0 else None
 

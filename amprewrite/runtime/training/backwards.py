@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
+from amprewrite.graphs.fx.node_facts import local_part
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
@@ -216,6 +217,5 @@ def _address(gradient: Tensor) -> int:
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the tensor whose memory holds the values of `gradient` on this rank: the local shard, or the values of a sparse tensor."""
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
+    gradient = local_part(gradient)
     return gradient._values() if gradient.is_sparse else gradient  # not by `coalesce`, which returns a copy in other memory

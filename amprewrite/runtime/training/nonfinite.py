@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from amprewrite.graphs.fx.node_facts import local_part
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.graphs.fx.ops.on_device import on_device
@@ -203,8 +204,7 @@ def local_values(gradient: Tensor) -> Tensor:
 
     A DTensor gives its local shard, a sparse tensor its summed values, a complex tensor a view as pairs of real numbers.
     """
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
+    gradient = local_part(gradient)
     if gradient.is_sparse:
         gradient = gradient.coalesce()._values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

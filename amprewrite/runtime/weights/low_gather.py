@@ -87,8 +87,7 @@ def sharded_modules(root: nn.Module) -> Iterator[Sharded | str]:
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     for module, (path, *_) in paths.items():
-        ask: Any = getattr(module, "_get_fsdp_state", None)
-        groups = fsdp_groups(ask() if ask is not None else None)
+        groups = fsdp_groups(module)
         if len(groups) > 1 or any(len(group.modules) > 1 for group in groups):
             yield path
         elif groups:

@@ -10,7 +10,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import is_checkpoint, storages, tensors, written
+from amprewrite.graphs.fx.node_facts import is_checkpoint, local_part, storages, tensors, written
 from amprewrite.graphs.fx.run.range_dangers import poles
 from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import RegionRanges, ValueRange, fingerprint
@@ -39,11 +39,6 @@ class Observer:
         graph = self._fingerprints[id(captured)][1]
         region = self.regions.setdefault(graph, RegionRanges(graph, captured.problem.name))
         return _ObservingInterpreter(captured, region, self).run(*inputs)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds; any other tensor is returned unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
 
 
 def inside_transform(vertex: OpNode) -> bool:

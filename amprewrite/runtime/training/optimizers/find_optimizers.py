@@ -102,8 +102,6 @@ def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
 def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
     """Yield the sharded parameters of FSDP2, which optimizers own. During a forward the modules hold gathered parameters in their place."""
     for module in root.modules():
-        ask: Any = getattr(module, "_get_fsdp_state", None)
-        state = ask() if ask is not None else None
-        for group in fsdp_groups(state):
+        for group in fsdp_groups(module):
             for parameter in getattr(group, "fsdp_params", ()):
                 yield parameter.sharded_param
