@@ -23,23 +23,17 @@ class FollowWrites(Pass[Reading, EditedGraph]):
     name = "follow-writes"
 
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
-        _follow(edited.module.graph)
-
-
-def _follow(graph: torch.fx.Graph) -> None:
-    """Let later nodes read the results of in-place ops."""
-    places: dict[torch.fx.Node, int] = {}
-    apart, switch = transformed_nodes(graph), -1
-    for place, node in enumerate(graph.nodes):
-        places[node] = place
-        if op_name(node.target) in GRAD_SWITCHES:
-            switch = place
-        target = next((each for each in node.all_input_nodes if _gives(node, each)), None)
-        if target is None or target.op in ("placeholder", "get_attr") or node in apart or places[target] < switch:
-            continue
-        later = [user for user in target.users if user is not node and user not in places]
-        for user in later:
-            user.replace_input_with(target, node)
+        places: dict[torch.fx.Node, int] = {}
+        apart, switch = transformed_nodes(edited.module.graph), -1
+        for place, node in enumerate(edited.module.graph.nodes):
+            places[node] = place
+            if op_name(node.target) in GRAD_SWITCHES:
+                switch = place
+            target = next((each for each in node.all_input_nodes if _gives(node, each)), None)
+            if target is None or target.op in ("placeholder", "get_attr") or node in apart or places[target] < switch:
+                continue
+            for user in [user for user in target.users if user is not node and user not in places]:
+                user.replace_input_with(target, node)
 
 
 def _gives(node: torch.fx.Node, operand: torch.fx.Node) -> bool:

@@ -7,12 +7,18 @@
 from __future__ import annotations
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
-from amprewrite.graphs.fx.ops.tensor_hooks import restore_hooks
+from amprewrite.graphs.fx.ops.tensor_hooks import hooked
 from amprewrite.ir.pass_base import Pass
+from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
 class RestoreHooks(Pass[Reading, EditedGraph]):
     name = "restore-hooks"
 
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
-        restore_hooks(edited.module)
+        nodes = edited.module.graph.nodes
+        hooks = [node for node in nodes if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook"]
+        for node in hooks:
+            node.target = hooked
+        if hooks:
+            edited.module.recompile()

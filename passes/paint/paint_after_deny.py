@@ -30,21 +30,16 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
         self.past_bounded = past_bounded
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
-        paint_after_deny(problem, decisions, self.past_bounded)
-
-
-def paint_after_deny(problem: Problem, decisions: Decisions, past_bounded: bool) -> None:
-    """Paint infer, internal and clear ops after a denied op high, breadth first. The cause is the nearest denied op, the first on a tie."""
-    reaches = _clear_ops_before_infer(problem.graph)
-    roots = [node.name for node in problem.graph if _denied(decisions, node) and (past_bounded or _spreads(node))]
-    queue = deque((root, root) for root in roots)
-    while queue:
-        name, root = queue.popleft()
-        for reader in sorted(problem.graph.readers(name), key=lambda node: problem.graph.rank[node.name]):
-            free = reader.name not in decisions.paints and reader.carries_fp32 and not reader.relative
-            if free and reader.name in reaches and _takes_colour(reader, name):
-                decisions.paint(reader.name, Colour.HIGH, Reason.AFTER_DENY, because_of=root)
-                queue.append((reader.name, root))
+        reaches = _clear_ops_before_infer(problem.graph)
+        roots = [node.name for node in problem.graph if _denied(decisions, node) and (self.past_bounded or _spreads(node))]
+        queue = deque((root, root) for root in roots)
+        while queue:  # breadth first, so that the cause is the nearest denied op
+            name, root = queue.popleft()
+            for reader in sorted(problem.graph.readers(name), key=lambda node: problem.graph.rank[node.name]):
+                free = reader.name not in decisions.paints and reader.carries_fp32 and not reader.relative
+                if free and reader.name in reaches and _takes_colour(reader, name):
+                    decisions.paint(reader.name, Colour.HIGH, Reason.AFTER_DENY, because_of=root)
+                    queue.append((reader.name, root))
 
 
 def _denied(decisions: Decisions, node: OpNode) -> bool:

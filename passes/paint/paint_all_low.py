@@ -12,6 +12,6 @@ class PaintAllLow(Pass[Problem, Decisions]):
     name = "paint-all-low"
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
-        open_nodes = [node.name for node in problem.graph if node.name not in decisions.paints]
-        for name in open_nodes:
-            decisions.paint(name, Colour.LOW, Reason.FORCED)
+        for node in problem.graph:
+            if node.name not in decisions.paints:
+                decisions.paint(node.name, Colour.LOW, Reason.FORCED)

@@ -20,17 +20,12 @@ class PlanConstants(Pass[Problem, Decisions]):
     name = "plan-constants"
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
-        decisions.casts += plan_constants(problem, decisions)
-
-
-def plan_constants(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
-    """Return one cast for each constant that low ops read, with these ops as its users."""
-    readers: dict[str, dict[str, None]] = {}
-    for read in problem.constants:
-        if decisions.paints[read.follows].colour is Colour.LOW:
-            readers.setdefault(read.constant, {})[read.reader] = None
-    saturating = {read.constant for read in problem.constants if read.loss is not None and read.loss.saturated}
-    return tuple(
-        Cast(value=constant, to=problem.policy.low.name, users=tuple(users), saturate=constant in saturating, weight=True)
-        for constant, users in readers.items()
-    )
+        readers: dict[str, dict[str, None]] = {}
+        for read in problem.constants:
+            if decisions.paints[read.follows].colour is Colour.LOW:
+                readers.setdefault(read.constant, {})[read.reader] = None
+        saturating = {read.constant for read in problem.constants if read.loss is not None and read.loss.saturated}
+        decisions.casts += tuple(
+            Cast(value=constant, to=problem.policy.low.name, users=tuple(users), saturate=constant in saturating, weight=True)
+            for constant, users in readers.items()
+        )

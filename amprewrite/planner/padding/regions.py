@@ -455,9 +455,7 @@ def _merged(factors: Factors) -> Factors:
     """Simplify the factors of a dim: join neighbouring axes without padding, and join unpadded axes to the padded axis outside them."""
     found: list[tuple[int, int]] = []
     for n, m in factors:
-        if found and found[-1][0] == found[-1][1] and n == m:
-            found[-1] = (found[-1][0] * n, found[-1][1] * m)
-        elif found and found[-1][0] != found[-1][1] and n == m:
+        if found and n == m:
             found[-1] = (found[-1][0] * n, found[-1][1] * m)  # rows added at the end of a matrix lie at the end of the flat axis, too
         else:
             found.append((n, m))

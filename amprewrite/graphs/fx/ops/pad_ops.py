@@ -23,12 +23,12 @@ def pad_dims(x: Tensor, layout: Layout) -> Tensor:
     """Return `x`, which has its logical sizes, with zeros appended to every axis that `layout` pads."""
     opened, pads = _opened(x, layout, 0)
     amounts = [amount for logical, grown in reversed(pads) for amount in (0, grown - logical)]
-    return _closed(F.pad(opened, amounts), x.dim(), layout)
+    return _closed(F.pad(opened, amounts), layout)
 
 
 def slice_dims(x: Tensor, layout: Layout, dense: bool = False) -> Tensor:
     """Return `x`, which is padded as in `layout`, without the padding: a view if possible, contiguous if `dense`."""
-    found = _closed(logical_part(x, layout), x.dim(), layout)
+    found = _closed(logical_part(x, layout), layout)
     return found.clone() if dense and not found.is_contiguous() else found
 
 
@@ -70,7 +70,7 @@ def logical_part(x: Tensor, layout: Layout) -> Tensor:
     return opened
 
 
-def _closed(x: Tensor, rank: int, layout: Layout) -> Tensor:
+def _closed(x: Tensor, layout: Layout) -> Tensor:
     """Return `x` with the axes that `_opened` split joined to composed dims again."""
     for dim, factors in layout:
         if len(factors) > 1:

@@ -11,23 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.fx
 from torch import Tensor
 
 from amprewrite.graphs.fx.ops.on_device import on_device
-from amprewrite.torch_internals.operators import HigherOrderOperator
 
 Body = Callable[..., Tensor]
 """The function of a hook: takes the gradient and the other values that the hook reads, and returns the new gradient."""
-
-
-def restore_hooks(module: torch.fx.GraphModule) -> None:
-    """Replace each higher-order hook op in the graph of `module` by a call of `hooked`."""
-    hooks = [node for node in module.graph.nodes if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook"]
-    for node in hooks:
-        node.target = hooked
-    if hooks:
-        module.recompile()
 
 
 def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:

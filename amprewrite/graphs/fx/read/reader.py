@@ -103,7 +103,7 @@ def read_graph(
             facts[node].pinned = Colour.HIGH, Reason.DRAWN, ""
     _absorb_explicit_internal(facts, lists)
     order = canonical_order(facts)
-    graph = OpGraph.of(_vertex(facts[node], lists, ties, entry) for node in order)
+    graph = OpGraph.of(_vertex(facts[node], ties, entry) for node in order)
     return _pinned_summing(graph, facts, lists, learning, device), {facts[node].name: node for node in order}
 
 
@@ -356,7 +356,7 @@ def _casts_back(fact: Fact) -> bool:
     return fact.relative and fact.pinned is None
 
 
-def _vertex(fact: Fact, lists: OpLists, ties: Ties, entry: str) -> OpNode:
+def _vertex(fact: Fact, ties: Ties, entry: str) -> OpNode:
     node = fact.node
     found = tensors(fact.value)
     shape = tuple(found[0].shape) if found and isinstance(fact.value, torch.Tensor) else ()
