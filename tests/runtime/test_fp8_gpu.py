@@ -20,6 +20,7 @@ from amprewrite.graphs.fx.ops.fp8_units import by_kernel, fails_on, makes_copies
 from amprewrite.graphs.fx.ops.quantised_products import copies, quantise, quantised_product
 from amprewrite.graphs.fx.ops.scaled_casts import Scaled, quantise_rows, round_scaled, scale_of
 from amprewrite.graphs.fx.ops.wide_products import wide_linear
+from amprewrite.passes.lower import keep_quantised
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import SCALED_FORMATS
 from amprewrite.tables.recipes import GEMMS, RECIPES, SMALLEST, TENSOR
@@ -263,6 +264,29 @@ def test_an_exported_program_multiplies_by_the_fp8_units() -> None:
         wanted, program = amp(X.to(CUDA)), amp.export_program((X.to(CUDA),))
         assert sum(node.target is torch.ops.aten._scaled_mm.default for node in program.graph.nodes) == 4
         assert error(program.module()(X.to(CUDA)), wanted.cpu()) < 0.1
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@torch.no_grad()
+def test_a_frozen_model_quantises_its_weights_once_and_has_the_same_numbers(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, amp = (rewritten("fp8", CUDA, backend=backend).eval() for _ in range(2))
+    wanted = plain(X.to(CUDA))
+    amp.freeze(X.to(CUDA))
+    made: list[Any] = []
+    first = amp(X.to(CUDA))
+    monkeypatch.setattr(keep_quantised, "quantise", lambda *args: made.append(args) or quantise(*args))
+    assert torch.equal(amp(X.to(CUDA)), first) and not made
+    assert error(first, wanted.cpu()) < (1e-6 if backend == "eager" else 0.1)
+    assert launched(lambda: amp(X.to(CUDA))) == 4
+
+
+@torch.no_grad()
+def test_a_calibration_gives_the_constant_scales_of_a_cpu() -> None:
+    ranges = amprewrite.calibrate(Block(), [X])
+    on_card, on_host = (rewritten("fp8", device, calibration=ranges).eval() for device in (CUDA, "cpu"))
+    for scale in (1, 30):
+        assert error(on_card(scale * X.to(CUDA)), on_host(scale * X)) < 0.1
+    assert "constant scale" in str(on_card.plan)
 
 
 # wide products --------------------------------------------------------------------------------------------------------------
