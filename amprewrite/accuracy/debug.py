@@ -177,9 +177,7 @@ def debug(
     run = StrictRun(amp, args, kwargs, backward, loss, "debug")
     found = run.rounded()
     findings = (*_findings(found.rows, run.low), *_gradient_findings(found))
-    return DebugReport(
-        run.low, run.plan, found.rows, found.gradient_rows, found.gradients, found.error, findings, found.notes, run, amp
-    )
+    return DebugReport(run.low, run.plan, found.rows, found.gradient_rows, found.gradients, found.error, findings, found.notes, run, amp)
 
 
 def op_table(plan: CastPlan) -> str:

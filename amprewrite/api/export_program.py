@@ -85,9 +85,7 @@ def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
         pin_high(each, Reason.BETWEEN, "", outside)
 
 
-def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
-) -> CapturedGraph:
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any) -> CapturedGraph:
     """Capture the whole plain model as one fx graph with torch.export, cleaned for the passes.
 
     Raises CaptureError with the message of torch.export if the export fails.

@@ -184,9 +184,7 @@ def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
     return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
 
 
-def resolved(
-    node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]
-) -> Iterator[tuple[Operand, Colour]]:
+def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
     """Yield the operands of `node` that must be cast if it runs in `colour`, each with the colour to which it is cast.
 
     `colours` are the colours of all nodes by name. A promoting op that runs high reads low operands without a cast if another operand with

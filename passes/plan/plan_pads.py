@@ -232,9 +232,7 @@ def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versio
     return PadPlan(_regions(regions, wants, chooser, copies), values, copies)
 
 
-def layouts(
-    regions: Regions, versions: Mapping[tuple[str, str], int]
-) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
+def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
     """Return the layout of every padded result, and every pad, slice or re-pad between a result and its readers.
 
     `versions` gives the write version in which a reader sees a value. Readers of different versions get separate copies.

@@ -191,9 +191,7 @@ def _source_problem(source: Source) -> str:
     return invalid(found if isinstance(source, ir.Model) else source)
 
 
-def _order(
-    out: Any, plan_path: Any, external_data: bool | str, verify: bool, max_rel_err: float | None, time_limit: TimeLimit
-) -> Order:
+def _order(out: Any, plan_path: Any, external_data: bool | str, verify: bool, max_rel_err: float | None, time_limit: TimeLimit) -> Order:
     if plan_path is not None and out is None:
         raise PolicyError("plan_path= goes with a file that is written: give out=, or save result.plan.to_json() yourself")
     return Order(_target(out), _target(plan_path), external_data, verify, max_rel_err, time_limit)

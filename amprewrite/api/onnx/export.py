@@ -124,9 +124,7 @@ def torch_plan(
     return _captured_plan(amp, args, kwargs), True
 
 
-def kept_out(
-    amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model
-) -> frozenset[str]:
+def kept_out(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model) -> frozenset[str]:
     """Return the ATen base names of the ops that the model runs with torch.autocast disabled.
 
     The exported file does not record such regions, so a capture of `amp` finds them. If a part of the model cannot be captured, the ops in
@@ -152,12 +150,7 @@ def _captured_plan(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Map
 
 
 def _export(
-    plain: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    opset: int | None,
-    dynamic_shapes: Any,
-    optimize: bool = True,
+    plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opset: int | None, dynamic_shapes: Any, optimize: bool = True
 ) -> ir.Model:
     try:
         with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):

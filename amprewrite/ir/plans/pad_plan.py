@@ -142,9 +142,7 @@ class PadPlan:
     def about(self, name: str) -> list[str]:
         """Return sentences about the padding of the result and the operands of the node `name`; [] if there is none."""
         lines = [
-            f"  its result is padded: {_shown(padded.layout)}"
-            for padded in self.values
-            if padded.value.split(" ")[0].split("#")[0] == name
+            f"  its result is padded: {_shown(padded.layout)}" for padded in self.values if padded.value.split(" ")[0].split("#")[0] == name
         ]
         lines += [f"  it reads {copy.value}, {copy.kind}: {copy}" for copy in self.copies if name in copy.users]
         declined = [region for region in self.regions if region.declined]

@@ -59,8 +59,7 @@ TF_OPS: dict[str, str] = {
     "Square": "square",
     "Tanh": "tanh tanhshrink",
     # deny in fp16, infer in bf16; norms are in the row of Mean, because TensorFlow decomposes them, and Mean decides
-    "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
-    "layer_norm group_norm instance_norm rms_norm",
+    "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d layer_norm group_norm instance_norm rms_norm",
     "Sum": "sum nansum",
     # deny
     "Exp": "exp",

@@ -246,21 +246,14 @@ class OpLists:
     ) -> OpLists:
         """Make lists from sets of op names or spellings. Raises OpListError if an op is unknown, or on two lists."""
         kinds: dict[str, OpKind] = {}
-        sets = {
-            OpKind.ALLOW: allow,
-            OpKind.INFER: infer,
-            OpKind.CLEAR: clear,
-            OpKind.DENY: deny,
-            OpKind.INTERNAL: internal,
-        }
+        sets = {OpKind.ALLOW: allow, OpKind.INFER: infer, OpKind.CLEAR: clear, OpKind.DENY: deny, OpKind.INTERNAL: internal}
         for kind, ops in sets.items():
             for op in ops:
                 known = _known(op)
                 if kinds.get(known, kind) is not kind:
                     spelled = f"{shown(op)}" if op == known else f"{shown(op)} (a spelling of {known!r})"
                     raise OpListError(
-                        f"{spelled} stands on the {kinds[known].value}list and on the {kind.value}list of {name!r}; "
-                        "keep one of the two"
+                        f"{spelled} stands on the {kinds[known].value}list and on the {kind.value}list of {name!r}; keep one of the two"
                     )
                 kinds[known] = kind
         return cls(name, rule, kinds)

@@ -31,9 +31,7 @@ def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[st
     opaque |= _moved_in_place(module_graph)
     opaque |= dict.fromkeys(transformed, "it runs inside a torch.func transform")
     opaque |= dict.fromkeys((node for node in module_graph.nodes if LEAVES in node.meta), "others see this value itself, or its memory")
-    return {
-        names[node]: _call(graph, names[node], node, names, opaque.get(node, "")) for node in module_graph.nodes if node in names
-    }
+    return {names[node]: _call(graph, names[node], node, names, opaque.get(node, "")) for node in module_graph.nodes if node in names}
 
 
 NORMS = ops_with(Trait.RUNNING_STATISTICS)

@@ -92,11 +92,7 @@ def read_graph(
         far.look_at(fact)
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
-        fact.pinned = (
-            _pin(fact, kind, low, ties, far)
-            or (pin_unset(fact, low) if training else None)
-            or pin_uneven(fact, kind, lists)
-        )
+        fact.pinned = _pin(fact, kind, low, ties, far) or (pin_unset(fact, low) if training else None) or pin_uneven(fact, kind, lists)
         fact.may_saturate = far.may_saturate(fact, facts)
     for node in draws_before_logs(facts) if lists.rule == "cost" else ():
         if facts[node].pinned is None:
@@ -107,9 +103,7 @@ def read_graph(
     return _pinned_summing(graph, facts, lists, learning, device), {facts[node].name: node for node in order}
 
 
-def _pinned_summing(
-    graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str
-) -> OpGraph:
+def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
     """Return `graph` with ops pinned high that would add up gradients in the low format where torch.autocast adds them up in fp32."""
     wide = held_wide(graph, device) if learning else set()
     trained = {node for node in learning if facts[node].name in wide}

@@ -75,19 +75,8 @@ ROWS = (
         "pdist _pdist_forward",
         no_kernel=NOWHERE,
     ),
-    *rows(
-        DENY,
-        "divides by a norm whose squares leave fp16's range; the result fits",
-        "cosine_similarity",
-        bounded=True,
-    ),
-    *rows(
-        DENY,
-        "divides by a power of summed squares; the result fits",
-        "local_response_norm",
-        bounded=True,
-        no_kernel=ON_CPU,
-    ),
+    *rows(DENY, "divides by a norm whose squares leave fp16's range; the result fits", "cosine_similarity", bounded=True),
+    *rows(DENY, "divides by a power of summed squares; the result fits", "local_response_norm", bounded=True, no_kernel=ON_CPU),
     *rows(DENY, "differences of products cancel", "cross linalg_cross"),
     *rows(DENY, "the rest of a division is what rounding destroys", "fmod", "remainder", promotes=True),
     *rows(DENY, "asks about differences that rounding makes or hides, and takes no mixed dtypes", "isclose", "allclose", "equal"),
@@ -152,12 +141,7 @@ ROWS = (
         "gumbel_softmax",
     ),
     *rows(
-        DENY,
-        "its draw depends on the tails that rounding cuts off",
-        "binomial",
-        "_standard_gamma",
-        "_sample_dirichlet",
-        no_kernel=ON_CPU,
+        DENY, "its draw depends on the tails that rounding cuts off", "binomial", "_standard_gamma", "_sample_dirichlet", no_kernel=ON_CPU
     ),
     *rows(
         DENY,
@@ -168,9 +152,7 @@ ROWS = (
         "unique_consecutive",
         "unique_dim",
     ),
-    *rows(
-        DENY, "sorts values into bins: rounding moves them across edges", "histc", no_kernel=("cuda:bf16", "cuda:fp16")
-    ),
+    *rows(DENY, "sorts values into bins: rounding moves them across edges", "histc", no_kernel=("cuda:bf16", "cuda:fp16")),
     *rows(DENY, "sorts values into bins: rounding moves them across edges", "histogram", "histogramdd", no_kernel=NOWHERE),
     *rows(DENY, "interpolates between order statistics", "quantile", "nanquantile", no_kernel=NOWHERE),
     *rows(

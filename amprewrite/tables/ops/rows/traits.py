@@ -67,8 +67,7 @@ TRAITS: dict[Trait, str] = {
     Trait.TAKES_AWAY: "sub rsub diff",
     Trait.TAKES_MEAN_AWAY: "layer_norm group_norm batch_norm instance_norm var var_mean std std_mean",
     Trait.TAKES_BATCH_MEAN: "batch_norm",
-    Trait.AVERAGES: "sum nansum mean nanmean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "adaptive_avg_pool3d",
+    Trait.AVERAGES: "sum nansum mean nanmean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
     Trait.HAS_STEPS: "sign sgn ceil floor trunc round floor_divide argmax argmin argsort eq ne lt le gt ge isin bool byte char short int "
     "long item tolist",
     Trait.HAS_KINKS: "relu relu6 leaky_relu prelu rrelu selu hardtanh hardsigmoid hardswish hardshrink softshrink threshold abs clamp "
