@@ -8,8 +8,9 @@ A factor is a number or a *schedule*, a value that is known only in a call. A st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, TypeVar
 
 SMALL, MANY = 0.25, 8
@@ -50,6 +51,12 @@ class Factor:
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
 
 
+def _may_be_small(factors: Collection[Factor]) -> bool:
+    """False if no factor is small compared with another: all have the same schedules, and their numbers are of about one size."""
+    numbers = [abs(factor.number) for factor in factors]
+    return min(numbers) <= SMALL * max(numbers) or len({factor.schedules for factor in factors}) > 1
+
+
 class SmallSteps(ABC, Generic[Node]):
     """Finds the sums of one graph that change a value in many small steps, as `x = x + 0.1 * f(x)` does.
 
@@ -82,11 +89,12 @@ class SmallSteps(ABC, Generic[Node]):
 
         `is_sum` is True for ops that may be steps. `in_turns` is True for a value that a loop passes to its next iteration.
         """
+        terms, shape = cache(self.terms), cache(self.shape)
         before: dict[Node, Node | None] = {}
         between: dict[Node, list[Node]] = {}
         so_far: dict[Node, int] = {}
         for node in self.order:
-            step = self._step(node) if is_sum(node) else None
+            step = self._step(node, terms, shape) if is_sum(node) else None
             if step is None:
                 continue
             value, passed = step
@@ -102,12 +110,17 @@ class SmallSteps(ABC, Generic[Node]):
                 whole[behind] = max(whole[behind], whole[node])
         return {each for node, steps in whole.items() if steps >= MANY for each in (node, *between[node])}
 
-    def _step(self, node: Node) -> tuple[Node, list[Node]] | None:
-        """Return the value to which a sum adds a small step, and the ops between the two; None if the sum is no small step."""
+    def _step(
+        self, node: Node, parts_of: Callable[[Node], dict[Node, Factor]], shape: Callable[[Node], tuple[object, ...] | None]
+    ) -> tuple[Node, list[Node]] | None:
+        """Return the value to which a sum adds a small step, and the ops between the two; None if the sum is no small step.
+
+        `parts_of` and `shape` are the methods `terms` and `shape`, called once for each node of the graph.
+        """
         read: dict[Node, dict[Node, Factor]] = {}
         terms: dict[Node, Factor] = {node: Factor()}
         for _ in range(FEW):
-            made = {each: parts for each in terms if (parts := self.terms(each))}
+            made = {each: parts for each in terms if (parts := parts_of(each))}
             if not made:
                 return None
             latest = max(made, key=self.order.__getitem__)
@@ -115,8 +128,10 @@ class SmallSteps(ABC, Generic[Node]):
             factor = terms.pop(latest)
             for part, times in made[latest].items():
                 terms[part] = terms[part] + factor * times if part in terms else factor * times
+            if not _may_be_small(terms.values()):
+                continue
             plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # try plain x before terms such as `schedule * cos(x)`
-            value = next((each for each in plainest if self.shape(each) == self.shape(node) and self._goes_on(each, terms)), None)
+            value = next((each for each in plainest if shape(each) == shape(node) and self._goes_on(each, terms)), None)
             if value is not None:
                 passed = {value}
                 for each in reversed(read):

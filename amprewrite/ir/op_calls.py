@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 Size = int | str
@@ -51,6 +52,10 @@ class Call:
 
     def refs(self) -> tuple[str, ...]:
         """Return the names of the values that the call reads, each once, in the order of the arguments."""
+        return self._refs
+
+    @cached_property
+    def _refs(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(ref.name for ref in leaves((self.args, tuple(self.kwargs.values()))) if isinstance(ref, Ref)))
 
 

@@ -40,14 +40,14 @@ class KeepConstants(Pass[Target, EditedGraph]):
     name = "keep-constants"
 
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        if target.eager and _results(edited.module):
-            edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its ops
-            keep_constants(edited.module)
+        if target.eager and (results := _results(edited.module)):
+            edited.module, copies = copy_graph(edited.module)  # edit a copy: users can inspect the original with its ops
+            keep_constants(edited.module, [copies[result] for result in results])
 
 
-def keep_constants(module: torch.fx.GraphModule) -> None:
-    """Replace the constants of a graph, in place, by one node that computes all of them in its first call."""
-    graph, results = module.graph, _results(module)
+def keep_constants(module: torch.fx.GraphModule, results: list[torch.fx.Node]) -> None:
+    """Replace the constants `results` of a graph, in place, by one node that computes all of them in its first call."""
+    graph = module.graph
     needed = set(results)
     for node in reversed(graph.nodes):
         if node in needed:

@@ -27,7 +27,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 
-from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
+from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.graphs.fx.node_facts import (
     CONVERSIONS,
     ENTER_AUTOCAST,
@@ -64,30 +64,30 @@ class FusePatterns(Pass[Reading, EditedGraph]):
 
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         if reading.low is not FP32:
-            edited.module = fuse_patterns(edited.module, reading.lists)
+            fuse_patterns(edited, reading.lists)
 
 
-def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.GraphModule:
-    """Return a copy of `module` with each pattern as one call; `module` itself if there is no pattern to fuse."""
-    names = {op_name(node.target) for node in module.graph.nodes if node.op in ("call_function", "call_method")}
+def fuse_patterns(edited: EditedGraph, lists: OpLists) -> None:
+    """Replace each pattern by one call, in a copy of the graph."""
+    nodes = edited.module.graph.nodes
+    names = {op_name(node.target) for node in nodes if node.op in ("call_function", "call_method")}
     if lists.rule != "cost" or any(name.endswith(FUNCTORCH) for name in names):
-        return module
-    units = list(find_patterns(module.graph, lists))
+        return
+    units = list(find_patterns(edited.module.graph, lists))
     if not units:
-        return module
-    copied, copy_of = copy_graph(module)
+        return
+    copy_of = edited.make_own()
+    graph = edited.module.graph
     for unit in units:
-        end = copy_of[unit.end]
-        args = torch.fx.map_arg((unit.args, unit.kwargs), copy_of.__getitem__)
-        with copied.graph.inserting_before(end):
-            call = copied.graph.call_function(unit.target, *args)
+        end = copy_of(unit.end)
+        args = torch.fx.map_arg((unit.args, unit.kwargs), copy_of)
+        with graph.inserting_before(end):
+            call = graph.call_function(unit.target, *args)
         call.meta = dict(end.meta)
         end.replace_all_uses_with(call)
-        for node in sorted((copy_of[node] for node in unit.inside | {unit.end}), reverse=True):
-            copied.graph.erase_node(node)
-    copied.recompile()
-    gathered: torch.fx.GraphModule = copied
-    return gathered
+        for node in sorted((copy_of(node) for node in unit.inside | {unit.end}), reverse=True):
+            graph.erase_node(node)
+    edited.module.recompile()
 
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:

@@ -9,7 +9,7 @@ each result, which later passes read, too.
 
 from __future__ import annotations
 
-from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
+from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.leaving import mark_leaving
 from amprewrite.graphs.fx.read.reader import without_grad
@@ -25,4 +25,5 @@ class MarkLeaving(Pass[Reading, EditedGraph]):
             return
         graph = edited.module.graph
         note_memory(graph)
-        edited.module = mark_leaving(edited.module, copy_graph, without_grad(graph, reading.grad) if reading.training else None)
+        if mark_leaving(graph, edited.make_own, without_grad(graph, reading.grad) if reading.training else None):
+            edited.module.recompile()

@@ -261,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         "transform-result-read", "what leaves a torch.func transform counts as read by its op's backward, inside, where no border can stand", ("programs",), ("func_", "'fp16'"),
-        (("amprewrite/graphs/fx/read/leaving.py", "    apart, alike, known = transform_regions(graph), Alike()", "    apart, alike, known = _inside_transforms(graph), Alike()"),),
+        (("amprewrite/graphs/fx/read/leaving.py", "    apart, read_back = transform_regions(graph), Answers", "    apart, read_back = _inside_transforms(graph), Answers"),),
     ),
     Mutant(
         "hook-behind-write", "a hook that the model puts on its input sees the gradient of what the model then writes there", ("programs",), ("hook_written",),

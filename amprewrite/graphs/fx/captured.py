@@ -133,11 +133,20 @@ class EditedGraph:
     """The results that the graph returns low, and that are cast after the graph has run."""
     cast_up: list[int] = field(default_factory=list)
     """Positions of the frozen weights that the graph takes low and casts to fp32."""
+    own: bool = False
+    """True if `module` is a copy that `make_own` made, which passes edit in place."""
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
         """Names of the vertices in the op graph, by fx node."""
         return {node: name for name, node in self.nodes.items()}
+
+    def make_own(self) -> Callable[[torch.fx.Node], torch.fx.Node]:
+        """Replace `module` by a copy, unless it is one already. Return a function from a node to the node in its place."""
+        if self.own:
+            return lambda node: node
+        (self.module, copies), self.own = copy_graph(self.module), True
+        return copies.__getitem__
 
     @classmethod
     def of(cls, captured: Captured) -> EditedGraph:

@@ -53,7 +53,7 @@ NODE = "amprewrite_node"
 """Key in the meta of a node of an edited graph: its name in the plan. A cast has the name of the value that it casts."""
 
 ROLES = {"placeholder", "get_attr", "output"}
-FUNCTORCH = ("_increment_nesting", "_decrement_nesting")
+FUNCTORCH = OPENS, CLOSES = "_increment_nesting", "_decrement_nesting"
 """Suffixes of the names of the ops that open a torch.func transform, and of the ops that close one."""
 ENTER_AUTOCAST, EXIT_AUTOCAST = "_enter_autocast", "_exit_autocast"
 
@@ -457,11 +457,13 @@ def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch
     """Return {node: nodes that open the transforms around it, outermost first} for all nodes inside torch.func transforms."""
     around, found = list[torch.fx.Node](), {}
     for node in graph.nodes:
-        opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
-        around += [node] if opens else []
+        name = str(getattr(node.target, "__name__", ""))
+        if name.endswith(OPENS):
+            around.append(node)
         if around:
             found[node] = tuple(around)
-        del around[len(around) - closes :]
+            if name.endswith(CLOSES):
+                around.pop()
     return found
 
 

@@ -23,3 +23,26 @@ def test_a_first_call_generates_the_code_of_the_captured_graph_and_of_the_one_th
     assert len(generated) <= 2
     amp(torch.randn(4, 64)).sum().backward()
     assert len(generated) <= 2
+
+
+class WrittenOut(nn.Module):
+    """A softmax by hand, which is fused, of a value that is returned, too, and marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.first(x)
+        e = (y - y.amax(-1, keepdim=True)).exp()
+        return y, e / e.sum(-1, keepdim=True)
+
+
+def test_passes_that_normalise_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, copy = list[torch.fx.Node](), torch.fx.Graph.node_copy
+    monkeypatch.setattr(torch.fx.Graph, "node_copy", lambda graph, node, *given: copied.append(node) or copy(graph, node, *given))
+    amp = amprewrite.rewrite(WrittenOut(), dtype="bf16")
+    y, shares = amp(torch.randn(4, 64))
+    (y.sum() + shares.square().sum()).backward()
+    assert {"softmax", "to"} <= {node.op for region in amp.plan.regions for node in region.nodes}
+    assert sum(node.op == "output" for node in copied) == 2  # one that normalising passes edit, and one that is edited by the plan

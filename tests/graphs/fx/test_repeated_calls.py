@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import amprewrite
 from amprewrite.graphs.fx.node_facts import example_value, memory_of, tensors
-from amprewrite.graphs.fx.run.repeated_calls import Alike
+from amprewrite.graphs.fx.read import aliasing
+from amprewrite.graphs.fx.run.repeated_calls import Alike, Answers
 from amprewrite.passes.lower.dry_run import dry_run
 
 Block = Callable[[nn.Linear, Tensor], Tensor]
@@ -129,3 +130,38 @@ def test_calls_on_values_that_are_known_are_not_alike() -> None:
         values = {"unknown": torch.zeros(()), "known": torch.tensor(2.0)}
     keys = {name: Alike().key(node, lambda _, value=value: value) for name, value in values.items()}
     assert keys["unknown"] is not None and keys["known"] is None
+
+
+def test_calls_that_are_alike_share_one_answer() -> None:
+    graph, asked = torch.fx.Graph(), list[torch.fx.Node]()
+    with FakeTensorMode():
+        for rows in (2, 2, 3):
+            given = graph.placeholder(f"x{rows}")
+            given.meta["example_value"] = torch.zeros(rows, 4)
+            graph.call_function(torch.tanh, (given,))
+    calls = graph.find_nodes(op="call_function", target=torch.tanh)
+    answers = Answers(lambda node: bool(asked.append(node) or example_value(node.all_input_nodes[0]).shape[0] == 3))
+    assert [answers(call) for call in calls] == [False, False, True]
+    assert asked == [calls[0], calls[2]]
+
+
+class Caches(nn.Module):
+    """Returns every cache with a row more, as a step of decoding does."""
+
+    def forward(self, caches: list[Tensor], x: Tensor) -> list[Tensor]:
+        return [torch.cat([cache, x], 1).tanh() if place % 2 else torch.cat([cache, x], 1) for place, cache in enumerate(caches)]
+
+
+def test_caches_of_a_length_each_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, tried = aliasing.real_value, list[str]()
+    monkeypatch.setattr(aliasing, "real_value", lambda node, *given: tried.append(node.name) or run(node, *given))
+    counts = []
+    for layers in (4, 8):
+        tried.clear()
+        torch._dynamo.reset()
+        caches = [torch.randn(2, 5, 4) for _ in range(layers)]
+        for cache in caches:
+            torch._dynamo.maybe_mark_dynamic(cache, 1)  # each length is a symbol of its own
+        amprewrite.rewrite(Caches(), dtype="bf16")(caches, torch.randn(2, 1, 4))
+        counts.append(len(tried))
+    assert 0 < counts[1] == counts[0]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
-from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor
-from amprewrite.graphs.fx.run.repeated_calls import Alike
+from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor, sized
+from amprewrite.graphs.fx.run.repeated_calls import Answers
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.dispatch import is_wrapped_by_transform
@@ -57,38 +57,38 @@ Node = torch.fx.Node
 _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
-def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without_grad: set[Node] | None) -> torch.fx.GraphModule:
-    """Return a copy of `module` with idle conversions and LEAVES marks on the values that leave the graph; `module` if there are none.
+def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
+    """Insert idle conversions after the values that leave the graph, and set their LEAVES marks. Return False if there are none.
 
-    `copy(module)` returns (copy, {node: its copy}). `without_grad` are the nodes that run without gradients; None if the graph is read as
-    a graph without gradients.
+    If there are some, `make_own` is called, and a copy of the graph is edited: the call returns a function from a node to its copy.
+    `without_grad` are the nodes that run without gradients; None if the graph is read as a graph without gradients.
     """
-    memory = Memory(module.graph, without_grad or set())
+    memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(module.graph)  # left out: no cast can be inserted inside a transform, whose ops run high anyway
+    regions = transform_regions(graph)  # left out: no cast can be inserted inside a transform, whose ops run high anyway
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
     if without_grad is not None:
-        left = dict.fromkeys((*map(_before_hooks, read_results(module.graph)), *_hooked_results(module.graph)))
+        left = dict.fromkeys((*map(_before_hooks, read_results(graph)), *_hooked_results(graph)))
         makers |= dict.fromkeys(node for node in left if node not in chains and node not in without_grad)
-        own = {op for node in read_results_back(module.graph, without_grad) for op in _op_of(node)}
+        own = {op for node in read_results_back(graph, without_grad) for op in _op_of(node)}
         makers = {maker: None for maker in makers if maker not in own}
     if not makers and not chains and not own:
-        return module
-    copied, copy_of = copy(module)
+        return False
+    viewed = {maker for maker in makers if without_grad is not None and memory_of(maker) & set(shared) and is_view(maker)}
+    copy_of = make_own()
     for node in own - chains:
-        copy_of[node].meta[LEAVES] = READ_BACK
+        copy_of(node).meta[LEAVES] = READ_BACK
     for node in chains:
-        copy_of[node].meta[LEAVES] = SHARED
-    inside = transform_regions(copied.graph)
+        copy_of(node).meta[LEAVES] = SHARED
+    inside = {copy_of(node): copy_of(region) for node, region in regions.items()}
     for maker in makers:
-        followed = _follow(copied.graph, copy_of[maker], inside)
-        if without_grad is not None and memory_of(maker) & set(shared) and is_view(maker):
+        copied = copy_of(maker)
+        followed = _follow(copied.graph, copied, inside)
+        if maker in viewed:
             _view(copied.graph, followed)
-    copied.recompile()
-    marked: torch.fx.GraphModule = copied
-    return marked
+    return True
 
 
 def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterator[Node]:
@@ -97,15 +97,11 @@ def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterato
     Ops on the allow list are left out: their backward has no derivative, or does not read their result. Results of ops inside a torch.func
     transform are left out: no cast can be inserted there, and the ops inside do not read the tensor that the caller gets.
     """
-    apart, alike, known = transform_regions(graph), Alike(), dict[Hashable, bool]()
+    apart, read_back = transform_regions(graph), Answers(_is_read_back, sized)
     for node in dict.fromkeys(map(_before_hooks, _results(graph))):
         if node in without_grad or not differentiable(example_value(node)) or _op_of(node)[-1] in apart:
             continue
-        op = _maker(node)
-        key = alike.key(op) or op  # the layers of a model make equal calls, so one answer serves all of them
-        if key not in known:
-            known[key] = _is_read_back(op)
-        if known[key]:
+        if read_back(_maker(node)):
             yield node
 
 
@@ -212,13 +208,18 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
     return next(node for node in graph.nodes if node.op == "output").all_input_nodes
 
 
-def _read_as_another(result: Node, without_grad: Set[Node]) -> bool:
+def _returns_operand(op: Node) -> bool:
+    return same_tensor(op) is not None
+
+
+def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
     """True if `result` is the same tensor object as an operand with other readers or hooks, or if a checkpoint returns such a tensor.
 
-    Also true if that operand is made with gradients enabled, and `result` with gradients disabled (`without_grad`).
+    Also true if that operand is made with gradients enabled, and `result` with gradients disabled (`without_grad`). `returns_operand` tells
+    of an op in this graph whether it returns an operand.
     """
     result = _before_hooks(result)
-    while (given := same_tensor(result)) is not None:
+    while (made_inside(result) is not None or returns_operand(result)) and (given := same_tensor(result)) is not None:
         elsewhere = result in without_grad and given not in without_grad
         inside = made_inside(result) is not None or made_inside(given) is not None
         if len(given.users) > 1 or given.target is hooked or inside or elsewhere:
@@ -274,7 +275,9 @@ class Memory:
                 counted[storage] += 1
                 counted[storage] += _overlaps(example_value(result))
         self.several = {storage for storage, count in counted.items() if count > 1}
-        self.same = {storage for result in found if _read_as_another(result, without_grad) for storage in memory_of(result)}
+        returns_operand = Answers(_returns_operand, sized)
+        again = (result for result in found if _read_as_another(result, without_grad, returns_operand))
+        self.same = {storage for result in again for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
         """Return the storages of results that need one fp32 memory (rule 1 above), in the order of the first nodes that hold them."""

@@ -56,6 +56,7 @@ def source_of(stack_trace: str | None) -> str:
     return f"{file_label(file)}:{line}" if file else ""
 
 
+@cache
 def file_label(file: str) -> str:
     """Return a file as plans show it: its name without folders, or for a file of this package its path from the package on."""
     path = PurePath(file)

@@ -105,6 +105,21 @@ class Alike:
         return known[1]
 
 
+class Answers:
+    """The answers of a function to calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
+
+    def __init__(self, ask: Callable[[torch.fx.Node], bool], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
+        """`ask` must read nothing of a call but its op, its plain arguments, and the values that `value_of` returns for its operands."""
+        self._ask, self._value_of = ask, value_of
+        self._alike, self._known = Alike(), dict[Hashable, bool]()
+
+    def __call__(self, node: torch.fx.Node) -> bool:
+        key = self._alike.key(node, self._value_of) or node
+        if key not in self._known:
+            self._known[key] = self._ask(node)
+        return self._known[key]
+
+
 class RepeatedCalls:
     """Reuses results of calls that are alike, in one walk over a graph."""
 
