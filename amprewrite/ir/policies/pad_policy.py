@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from amprewrite.tables.boundary.arguments import did_you_mean, is_flag, names_module, shown
+from amprewrite.tables.boundary.arguments import is_flag, names_module, refuse_unmatched, shown
 from amprewrite.tables.errors import PolicyError
 
 MODES = ("auto", "always", "never", "measure")
@@ -49,11 +49,7 @@ class PadPolicy:
 
     def check_modules(self, paths: Iterable[str]) -> None:
         """Raise PolicyError, with similar names, if a pattern matches no module of the model."""
-        known = [path for path in paths if path]
-        for rule in self.modules:
-            if not any(rule.matches(path) for path in known):
-                hint = did_you_mean(rule.pattern, known, scope="module:")
-                raise PolicyError(f"pad[{shown('module:' + rule.pattern)}] matches no module of the model{hint}")
+        refuse_unmatched("pad", "module", {f"module:{rule.pattern}": rule.pattern for rule in self.modules}, paths)
 
 
 def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:

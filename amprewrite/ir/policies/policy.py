@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from amprewrite.ir.policies.product_policy import ProductPolicy
-from amprewrite.tables.boundary.arguments import did_you_mean, names_module, shown
+from amprewrite.tables.boundary.arguments import did_you_mean, names_module, refuse_unmatched, shown
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import FP32, LOW_FORMATS, LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OPS, OpLists, find_op
@@ -147,16 +147,8 @@ class Policy:
 
     def check_modules(self, paths: Iterable[str]) -> None:
         """Raise PolicyError, with similar names, if a module pattern matches no module of the model."""
-        known = [path for path in paths if path]
-        for override in self.overrides:
-            if override.scope == "module" and not any(override.matches_module(path) for path in known):
-                hint = did_you_mean(override.pattern, known, scope="module:")
-                raise PolicyError(f"overrides[{shown(override.key)}] matches no module of the model{hint}")
+        refuse_unmatched("overrides", "module", {each.key: each.pattern for each in self.overrides if each.scope == "module"}, paths)
 
     def check_nodes(self, names: Iterable[str]) -> None:
         """Raise PolicyError, with similar names, if a node pattern matches no node of the captured graphs."""
-        known = sorted(set(names))
-        for override in self.overrides:
-            if override.scope == "node" and not any(override.matches_node(name) for name in known):
-                hint = did_you_mean(override.pattern, known, "; print(amp.plan) lists them", scope="node:")
-                raise PolicyError(f"overrides[{shown(override.key)}] matches no node of the captured graphs{hint}")
+        refuse_unmatched("overrides", "node", {each.key: each.pattern for each in self.overrides if each.scope == "node"}, names)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from amprewrite.tables.boundary.arguments import did_you_mean, names_module, shown
+from amprewrite.tables.boundary.arguments import names_module, refuse_unmatched, shown
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.recipes import BASE, FP8, GEMMS, PRESETS, Preset
 
@@ -63,19 +63,11 @@ class ProductPolicy:
 
     def check_modules(self, paths: Iterable[str]) -> None:
         """Raise PolicyError, with similar names, if a module pattern matches no module of the model."""
-        known = [path for path in paths if path]
-        for rule in self.rules:
-            if rule.scope == "module" and not any(rule.matches("", path, rule.gemm) for path in known):
-                hint = did_you_mean(rule.pattern, known, scope="module:")
-                raise PolicyError(f"products[{shown(rule.key)}] matches no module of the model{hint}")
+        refuse_unmatched("products", "module", {each.key: each.pattern for each in self.rules if each.scope == "module"}, paths)
 
     def check_nodes(self, names: Iterable[str]) -> None:
         """Raise PolicyError, with similar names, if a node pattern matches no node of the captured graphs."""
-        known = sorted(set(names))
-        for rule in self.rules:
-            if rule.scope == "node" and not any(rule.matches(name, "", rule.gemm) for name in known):
-                hint = did_you_mean(rule.pattern, known, "; print(amp.plan) lists them", scope="node:")
-                raise PolicyError(f"products[{shown(rule.key)}] matches no node of the captured graphs{hint}")
+        refuse_unmatched("products", "node", {each.key: each.pattern for each in self.rules if each.scope == "node"}, names)
 
 
 def parse_products(products: Any, fused: bool = False) -> ProductPolicy | None:

@@ -53,6 +53,19 @@ def names_module(pattern: str, path: str) -> bool:
     return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
+def refuse_unmatched(option: str, scope: str, patterns: Mapping[str, str], names: Iterable[str]) -> None:
+    """Raise PolicyError, with similar names, if a pattern of `option` matches none of `names`.
+
+    `scope` is "module" or "node". `patterns` has the pattern of each key that the user wrote.
+    """
+    known, nodes = sorted({name for name in names if name}), scope == "node"
+    what = "node of the captured graphs" if nodes else "module of the model"
+    for key, pattern in patterns.items():
+        if not any(fnmatch.fnmatchcase(name, pattern) if nodes else names_module(pattern, name) for name in known):
+            hint = did_you_mean(pattern, known, "; print(amp.plan) lists them" if nodes else "", scope=f"{scope}:")
+            raise PolicyError(f"{option}[{shown(key)}] matches no {what}{hint}")
+
+
 def is_flag(value: object) -> bool:
     """True if `value` is a bool of Python or NumPy."""
     return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
