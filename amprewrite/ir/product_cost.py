@@ -22,6 +22,10 @@ WIDE, NARROW = BASE.bytes, 1
 ALONE_AMAX, ALONE_CAST = (12, 4), (45, 6)
 """(bytes of traffic per element, launches) of the amax and of the cast in eager PyTorch, without a compiler or amprewrite's own kernel."""
 
+EAGER_HOST = 0.67e-3
+"""Seconds that the host takes for one fp8 GEMM and its copies without a compiler. Measured beside an H100: 2.0 ms for the three GEMMs of a
+product (`examples/benchmarks/fp8.py`, 26 November 2026)."""
+
 
 @dataclass(frozen=True)
 class ProductPrices:
@@ -40,6 +44,10 @@ class ProductPrices:
     def saved(self, rows: int, inner: int, columns: int) -> int:
         """Return the time that a GEMM [rows, inner] @ [inner, columns] saves in fp8 compared with bf16; below 0 if fp8 is slower."""
         return self._gemm(rows, inner, columns, BASE.name, WIDE) - self._gemm(rows, inner, columns, FP8, NARROW)
+
+    def waits_for_host(self, rows: int, inner: int, columns: int) -> bool:
+        """True if the host takes longer for a GEMM in fp8 and its copies than the device takes for the GEMM in bf16."""
+        return not self.fused and self._gemm(rows, inner, columns, BASE.name, WIDE) < _ticks(EAGER_HOST)
 
     def _gemm(self, rows: int, inner: int, columns: int, rate: str, size: int) -> int:
         arithmetic = 2 * rows * inner * columns / (self.device.rate(rate) * REACHED_FLOPS)

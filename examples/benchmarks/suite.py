@@ -371,7 +371,8 @@ def measured(group: list[Job], device: torch.device, ends: float) -> list[tuple[
 
     def answer(pipe: Connection) -> Any:
         try:
-            return pipe.recv() if pipe.poll(max(ends - time.monotonic(), 0)) else {"failed": "out of time"}
+            left = None if math.isinf(ends) else max(ends - time.monotonic(), 0)  # None waits forever
+            return pipe.recv() if pipe.poll(left) else {"failed": "out of time"}
         except EOFError:
             return {"failed": "its process ended"}
 

@@ -157,7 +157,10 @@ class _Choice:
         chooser, scores = _ends(self.problem, node)
         if chooser:
             return self._bf16(gemm, ProductReason.CHOOSES, chooser)
-        return self._bf16(gemm, ProductReason.SCORES) if scores else None
+        if scores:
+            return self._bf16(gemm, ProductReason.SCORES)
+        sizes = self._sizes(name, gemm)
+        return self._bf16(gemm, ProductReason.WAITS, " x ".join(map(str, sizes))) if self.prices.waits_for_host(*sizes) else None
 
     def _bf16(self, gemm: str, reason: ProductReason, detail: str = "") -> GemmPlan:
         return GemmPlan(gemm, self.problem.policy.low.name, reason, detail)

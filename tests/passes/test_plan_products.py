@@ -18,18 +18,21 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.policies.product_policy import parse_products
 from amprewrite.ir.product_cost import ProductPrices
 from amprewrite.passes.driver import read_problem
+from amprewrite.passes.plan import plan_products
 from amprewrite.tables.devices import GPUS, H100, Device
 from amprewrite.tables.formats import BF16
 from amprewrite.tables.recipes import GEMMS, GRAD_IN, GRAD_WEIGHT, OUT, PAIRS, PRESETS, READS, RECIPES, G, W, X
 
 
-def planned(function: Any, shapes: list[tuple[int, ...]], products: Any, training: bool = True, **facts: Any) -> RegionPlan:
-    """The plan, for an H100 and a compiler, of a function whose inputs but the first are parameters. Nothing is computed."""
+def planned(
+    function: Any, shapes: list[tuple[int, ...]], products: Any, training: bool = True, fused: bool = True, **facts: Any
+) -> RegionPlan:
+    """The plan, for an H100 and, if `fused`, a compiler, of a function whose inputs but the first are parameters. Nothing is computed."""
     found: list[RegionPlan] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         asked = {"parity": facts.pop("parity", 1.0), "cache_weights": facts.pop("cache_weights", True)}
-        policy = Policy(BF16, device="h100", products=replace(parse_products(products), fused=True), **asked)
+        policy = Policy(BF16, device="h100", products=replace(parse_products(products), fused=fused), **asked)
         captured = read_problem(module, policy, training=training)
         captured.know(**facts)
         found.append(passes.plan_region(captured.problem))
@@ -66,6 +69,32 @@ def test_a_block_is_converted_where_its_width_pays(preset: str, width: int, per_
     plan = planned(block, [(16, 1024, width), (4 * width, width), (width, 4 * width)], preset).quantised
     assert len(gemms(plan)) == 2 * per_product
     assert (ProductReason.PAYS in reasons(plan)) == bool(per_product)
+
+
+FASTER = """
+       512  1024  2048  4096  8192
+ 512  0.46  0.44  0.45  0.48  0.66
+1024  0.44  0.47  0.47  0.50  0.65
+2048  0.45  0.45  0.48  0.52  0.77
+4096  0.45  0.45  0.49  0.77  0.91
+8192  0.49  0.54  0.64  1.04  1.18
+"""
+"""Times that a step of one product in fp8 was faster than in bf16, for each summed dim (down) and number of columns (across): 8,192 rows,
+eager, NVIDIA H100, torch 2.11, 26 November 2026 (`examples/benchmarks/fp8.py`)."""
+
+
+def test_the_sign_without_a_compiler_is_that_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's time decides: the roofline alone called 13 of the 25 wrong."""
+    monkeypatch.setattr(plan_products, "find_spec", lambda name: name)
+    across, *rows = (line.split() for line in FASTER.strip().splitlines())
+    right = 0
+    for inner, *measured in rows:
+        for columns, faster in zip(across, measured, strict=True):
+            shapes = [(8192, int(inner)), (int(columns), int(inner))]
+            plan = planned(lambda x, w: nn.functional.gelu(nn.functional.linear(x * 2, w)), shapes, "fp8", fused=False).quantised
+            right += bool(gemms(plan)) == (float(faster) > 1)
+            assert gemms(plan) or reasons(plan) == {ProductReason.WAITS}
+    assert right >= 24
 
 
 def test_few_rows_convert_nothing() -> None:

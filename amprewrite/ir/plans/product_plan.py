@@ -17,6 +17,7 @@ class ProductReason(Enum):
 
     PAYS = "fp8 saves more than its copies cost"
     COSTS = "its copies would cost more than fp8 saves"
+    WAITS = "without a compiler the host takes longer for its copies than the device takes for it in bf16"
     ANY_PRICE = "the preset asks for fp8 at any price"
     ASKED = "products= asks for it"
     RECIPE = "the recipe leaves it in bf16"
