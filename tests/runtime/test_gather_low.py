@@ -156,7 +156,7 @@ def asked_of_one_rank(rank: int, amp: Any) -> None:
     if rank == 0:
         region.reads = WeightReads(full=frozenset(["blocks.0.up.weight"]))
     report = amprewrite.gather_low(amp)
-    assert report.full["blocks.0.up.weight"] == ("FSDPNet.blocks.0 reads it in fp32" if rank == 0 else ANOTHER_RANK)
+    assert report.full["blocks.0.up.weight"] == ("Net.blocks.0 reads it in fp32" if rank == 0 else ANOTHER_RANK)
     region.reads = reads
     amp(batch(rank))
 
