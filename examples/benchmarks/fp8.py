@@ -211,7 +211,7 @@ def cases(small: bool, device: str) -> list[tuple[str, str, str, float, Make]]:
 
 
 def product(inner: int, columns: int) -> nn.Module:
-    """A product of which both gradients are taken, because a weight stands in front of it. GELU reads its result: logits would stay bf16."""
+    """A product of which both gradients are taken, because a weight precedes it. GELU reads its result: logits would stay bf16."""
     return nn.Sequential(nn.RMSNorm(inner), nn.Linear(inner, columns, bias=False), nn.GELU())
 
 

@@ -458,12 +458,10 @@ def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch
     around, found = list[torch.fx.Node](), {}
     for node in graph.nodes:
         name = str(getattr(node.target, "__name__", ""))
-        if name.endswith(OPENS):
-            around.append(node)
+        around += [node] if name.endswith(OPENS) else []
         if around:
             found[node] = tuple(around)
-            if name.endswith(CLOSES):
-                around.pop()
+        del around[len(around) - name.endswith(CLOSES) :]
     return found
 
 
