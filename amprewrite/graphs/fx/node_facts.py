@@ -130,11 +130,6 @@ def is_checkpoint(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds, without its gradient history; any other tensor is returned unchanged."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
-
-
 def is_batched(tensor: torch.Tensor) -> bool:
     """True if a vmap inside the graph batches `tensor`: ops can read the tensor, but Python code cannot read its values."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))

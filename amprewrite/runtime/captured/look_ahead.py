@@ -28,8 +28,9 @@ import torch
 from torch.fx._pytree import tree_flatten_spec
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import differentiates, example_value, local_part, tensors, written_inputs
+from amprewrite.graphs.fx.node_facts import differentiates, example_value, tensors, written_inputs
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.on_device import local_part
 from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.graphs.fx.run.range_dangers import dangers, too_large, unobserved
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked

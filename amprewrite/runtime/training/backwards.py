@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.graphs.fx.node_facts import local_part
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.on_device import on_device
+from amprewrite.graphs.fx.ops.on_device import local_part, on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_after_backward

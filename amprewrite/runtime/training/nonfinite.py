@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.graphs.fx.node_facts import local_part
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.finite_flags import finite_flags
-from amprewrite.graphs.fx.ops.on_device import on_device
+from amprewrite.graphs.fx.ops.on_device import local_part, on_device
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 from amprewrite.torch_internals.kernels import norms_of_tensors, unscale_and_check

@@ -10,7 +10,8 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import is_checkpoint, local_part, storages, tensors, written
+from amprewrite.graphs.fx.node_facts import is_checkpoint, storages, tensors, written
+from amprewrite.graphs.fx.ops.on_device import local_part
 from amprewrite.graphs.fx.run.range_dangers import poles
 from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import RegionRanges, ValueRange, fingerprint
