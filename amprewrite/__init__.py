@@ -18,9 +18,8 @@ if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").i
 
 if _TYPE_CHECKING:
     from amprewrite.accuracy.calibrate import calibrate
-    from amprewrite.accuracy.debug import debug
+    from amprewrite.accuracy.debug import debug, verify
     from amprewrite.accuracy.frontier import sensitivity
-    from amprewrite.accuracy.verify import verify
     from amprewrite.api.compile_backend import compile_backend, compiled
     from amprewrite.api.gather_low import LowGathers, gather_low
     from amprewrite.api.rewrite import plan, restore, rewrite
@@ -47,7 +46,6 @@ if _TYPE_CHECKING:
 
 _HOMES = {
     "amprewrite.accuracy.calibrate": ("calibrate",),
-    "amprewrite.accuracy.debug": ("debug",),
     "amprewrite.tables.errors": (
         "AccuracyError", "AmpRewriteError", "AmpRewriteWarning", "CalibrationError", "CaptureError", "EmitError", "MissingPackageError",
         "OpListError", "PassError", "PlanError", "PolicyError", "StaleWeightsError",
@@ -59,7 +57,6 @@ _HOMES = {
     "amprewrite.ir.evidence.ranges": ("Calibration",),
     "amprewrite.api.gather_low": ("LowGathers", "gather_low"),
     "amprewrite.api.rewrite": ("plan", "restore", "rewrite"),
-    "amprewrite.accuracy.verify": ("verify",),
     **{extra.home: extra.public for extra in _EXTRAS.values() if extra.public},
 }  # fmt: skip
 """The public names of each module. The first use of a name imports its module; the first call imports Dynamo, scipy and the like."""

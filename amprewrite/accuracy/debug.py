@@ -27,7 +27,7 @@ from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import Loss, Outcome, StrictRun
-from amprewrite.accuracy.verify import percentage, table_of
+from amprewrite.accuracy.verify import percentage, table_of, verify
 from amprewrite.ir.policies.policy import Override
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.counts import amount, op_dtypes
@@ -368,3 +368,6 @@ def _override(key: str, word: str) -> Override:
     if not colon:
         return Override(key, "op", key, word)
     return Override(key, scope, pattern, "high" if word == "fp32" else word)  # type: ignore[arg-type]
+
+
+__all__ = ["debug", "op_table", "verify"]

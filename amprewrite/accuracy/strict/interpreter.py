@@ -8,12 +8,13 @@ the loss scale first, since low kernels see scaled gradients. Products with fp8 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.fx
+from torch import nn
 from torch.fx.node import map_aggregate, map_arg
 
 from amprewrite.graphs.fx.captured import Captured
@@ -138,6 +139,19 @@ def floats(value: Any) -> list[torch.Tensor]:
     """Return the dense floating tensors in a result. Batched tensors inside a vmap are left out, since their values cannot be read."""
     tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point())
     return [t for t in tensors if t.layout == torch.strided and not is_batched(t)]
+
+
+def output_floats(value: Any) -> list[torch.Tensor]:
+    """Return the dense floating tensors of a model's result, also from attributes of objects that pytree does not know."""
+
+    def inside(part: Any, depth: int) -> Iterator[torch.Tensor]:
+        for leaf in tree_leaves(part):
+            if isinstance(leaf, torch.Tensor):
+                yield from floats(leaf)
+            elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and depth < 4:
+                yield from inside(vars(leaf), depth + 1)
+
+    return list(inside(value, 0))
 
 
 # -- one graph and one run of it -----------------------------------------------------------------

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amprewrite.accuracy.strict.interpreter import relative_error
-from amprewrite.accuracy.strict.run import output_floats
+from amprewrite.accuracy.strict.interpreter import output_floats, relative_error
 from amprewrite.tables.boundary.arguments import is_word, shown
 from amprewrite.tables.errors import CalibrationError, PolicyError
 from amprewrite.torch_internals.trees import tree_map

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, floats, relative_error
+from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, output_floats, relative_error
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
@@ -35,7 +35,7 @@ from amprewrite.runtime.parts import part_paths
 from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
-from amprewrite.torch_internals.trees import tree_leaves, tree_map
+from amprewrite.torch_internals.trees import tree_map
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -238,16 +238,3 @@ def _copied(leaf: Any) -> Any:
         return copy.deepcopy(leaf)
     made = leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return made if leaf.is_leaf else made.clone()
-
-
-def output_floats(value: Any) -> list[torch.Tensor]:
-    """Return the dense floating tensors of a model's result, also from attributes of objects that pytree does not know."""
-
-    def inside(part: Any, depth: int) -> Iterator[torch.Tensor]:
-        for leaf in tree_leaves(part):
-            if isinstance(leaf, torch.Tensor):
-                yield from floats(leaf)
-            elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and depth < 4:
-                yield from inside(vars(leaf), depth + 1)
-
-    return list(inside(value, 0))

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion
+from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, output_floats
 from amprewrite.accuracy.strict.metric import Metric, check_reference, kept
-from amprewrite.accuracy.strict.run import output_floats
 from amprewrite.accuracy.trial import GraphRunner, Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.plans.plan import RegionPlan

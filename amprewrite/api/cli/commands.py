@@ -10,6 +10,7 @@ import inspect
 import os
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,6 @@ import torch
 from torch import nn
 
 from amprewrite.accuracy.calibrate import calibrate as run_calibrate
-from amprewrite.accuracy.debug import debug as run_debug
-from amprewrite.accuracy.debug import op_table
-from amprewrite.accuracy.verify import verify as run_verify
 from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
 from amprewrite.api.cli.output import as_json, say, table, text, working
 from amprewrite.api.cli.pt2 import save_program
@@ -37,12 +35,15 @@ from amprewrite.tables.boundary.arguments import did_you_mean
 from amprewrite.tables.boundary.files import resolved, write_text
 from amprewrite.tables.devices import DEVICES, device_row, named_device
 from amprewrite.tables.errors import AccuracyError
+from amprewrite.tables.extras import load_extra
 from amprewrite.tables.formats import DEFAULT_LOW, parse_format
 from amprewrite.tables.ops.op_lists import OPS, find_op, op_lists
 from amprewrite.tables.vocabulary import Colour
 from amprewrite.torch_internals.trees import tree_map
 
 Options = argparse.Namespace
+reports = partial(load_extra, "error reports")
+"""Imports the module of `verify` and `debug`, for the command that it is given."""
 
 
 # -- plan, explain, diff ---------------------------------------------------------------------
@@ -51,7 +52,7 @@ def plan(options: Options) -> int:
     if options.html and options.errors:
         source = torch_model(load(options.model, options.trust), "plan --errors")
         with working("measuring errors"), _mode(options):
-            report = run_debug(_rewritten(source, options), source.args, source.kwargs)
+            report = reports("plan --errors").debug(_rewritten(source, options), source.args, source.kwargs)
     written = [
         (options.html, lambda path: found.to_html(path, _title(options.model), report)),
         (options.svg, lambda path: found.to_svg(path, options.depth)),
@@ -76,7 +77,7 @@ def plan(options: Options) -> int:
         text(str(found))
         return 0
     if options.ops:
-        text(op_table(found))
+        text(reports("plan --ops").op_table(found))
         return 0
     text(found.summary())
     print()
@@ -183,7 +184,7 @@ def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> d
 def _exported(amp: Any, source: TorchModel, out: Path, limit: float | None) -> dict[str, Any]:
     """Export to a .pt2 file and return a report. Nothing is written if the error exceeds `limit`."""
     program = amp.export_program(source.args, source.kwargs)
-    error = run_verify(amp, source.args, source.kwargs).output_error
+    error: float = reports("convert").verify(amp, source.args, source.kwargs).output_error
     lines = [f"relative L2 error under strict rounding: {error:.3g}"]
     if limit is None or error <= limit:
         save_program(program, out)
@@ -203,7 +204,7 @@ def verify(options: Options) -> int:
     else:
         amp = _rewritten(source, options)
         with working("running both"), _mode(options):
-            report = run_verify(amp, source.args, source.kwargs)
+            report = reports("verify").verify(amp, source.args, source.kwargs)
         error, told = report.output_error, str(report)
         rows = [asdict(row) | {"colour": row.colour.value} for row in report.worst(options.top)]
         captured = {"capture_error": report.capture_error, "parted": report.parted}
@@ -223,7 +224,7 @@ def debug(options: Options) -> int:
     source = torch_model(load(options.model, options.trust), "debug")
     amp = _rewritten(source, options)
     with working("running low beside fp32"), _mode(options):
-        report = run_debug(amp, source.args, source.kwargs, backward=options.train)
+        report = reports("debug").debug(amp, source.args, source.kwargs, backward=options.train)
     overrides = None
     if options.suggest:
         with working("bisecting"), _mode(options):
