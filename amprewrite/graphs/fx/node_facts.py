@@ -400,8 +400,7 @@ def differentiates(graph: torch.fx.Graph) -> bool:
 
 def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
     """Return the arguments of a call by parameter name, as far as names are known. A parameter that is not given has None."""
-    names = _parameters(node.target)
-    return {**dict.fromkeys(names), **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**dict.fromkeys(_parameters(node.target)), **_given(node)}
 
 
 def set_argument(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
