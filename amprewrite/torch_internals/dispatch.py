@@ -11,6 +11,8 @@ __all__ = [
     "current_transform",
     "disable_dispatch_modes",
     "dispatch_modes",
+    "enter_autocast",
+    "exit_autocast",
     "is_any_autocast_enabled",
     "is_legacy_batched",
     "is_traceable_wrapper_subclass",
@@ -28,6 +30,8 @@ tracing_context = TracingContext.try_get
 """Return the context of the trace that Dynamo or AOTAutograd runs now; None outside a trace."""
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 """True if autocast is on for any device type."""
+enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+"""The functions that Dynamo writes into graphs for `with torch.autocast(...)`."""
 current_transform = torch._C._functorch.peek_interpreter_stack
 """Return the innermost transform of torch.func that runs; None outside a transform."""
 is_wrapped_by_transform = torch._C._functorch.is_functorch_wrapped_tensor

@@ -16,7 +16,7 @@ from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.insert_pads import PAD
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.ops.op_lists import op_name
-from amprewrite.torch_internals.dispatch import FakeTensor
+from amprewrite.torch_internals.dispatch import FakeTensor, exit_autocast
 from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
@@ -102,7 +102,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
         raise PassError(f"the edited graph cannot be tried: {_short(error)}") from error
     finally:
         for context in reversed(run.open_autocasts):
-            torch.amp.autocast_mode._exit_autocast(context)
+            exit_autocast(context)
         torch.set_grad_enabled(grad)
 
 

@@ -258,3 +258,58 @@ def test_onnx_exports_hear_regions(tmp_path: Any) -> None:
     amp, x = amprewrite.rewrite(Asks(REGIONS["switched off if on"]).eval(), dtype="fp16", device="h100"), torch.randn(64, 64)
     report = amp.export_onnx(tmp_path / "model.onnx", (x,))
     assert next(node.reason for node in report.plan.nodes if node.flops) is Reason.INSIDE_AUTOCAST
+
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False):
+        yield
+
+
+class BreaksInside(nn.Module):
+    """The graph breaks in code that a region calls, so that Dynamo captures that code by itself, without the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def sharp(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.sharp(x)
+        return self.c(x)
+
+
+class BreaksInManager(BreaksInside):
+    def forward(self, x: Tensor) -> Tensor:
+        with switched_off():
+            x = self.sharp(x)
+        return self.c(x)
+
+
+class BreaksInDecorator(BreaksInside):
+    decorated = torch.autocast("cpu", enabled=False)(BreaksInside.sharp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.decorated(x))
+
+
+class BreaksInManagersDecorator(BreaksInDecorator):
+    decorated = switched_off()(BreaksInside.sharp)
+
+
+@pytest.mark.parametrize("kind", [BreaksInside, BreaksInManager, BreaksInDecorator, BreaksInManagersDecorator])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.filterwarnings("ignore:.*runs as it is written")
+def test_a_region_holds_for_code_behind_a_graph_break_that_it_calls(kind: type[BreaksInside], dtype: str) -> None:
+    model = kind()
+    amp = amprewrite.rewrite(model, dtype=dtype)
+    for _ in range(2):
+        amp(torch.randn(8, 64)).square().sum().backward()
+    found = [(node.dtype, node.reason) for node in amp.plan.nodes if node.flops]
+    assert found == [("fp32", Reason.INSIDE_AUTOCAST)] * 2 + [(dtype, found[2][1])]
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in amp.parameters())

@@ -19,6 +19,7 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.vocabulary import Reason
+from amprewrite.torch_internals.dispatch import enter_autocast, exit_autocast
 from amprewrite.torch_internals.graph_modules import LazyGraphModule
 
 Hoisted = tuple[int, torch.dtype, Layout]
@@ -163,6 +164,15 @@ def put_inputs_first(graph: torch.fx.Graph) -> None:
             first = first.next
         else:
             first.prepend(node)
+
+
+def put_in_region(graph: torch.fx.Graph, device: str) -> None:
+    """Put all ops of a graph into a torch.autocast region that is off, as the model's region around the captured code is."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        entered = graph.call_function(enter_autocast, (device, None, False, None))
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(exit_autocast, (entered,))
 
 
 def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, torch.fx.Node]]:
