@@ -35,7 +35,7 @@ def test_they_compile_for_every_gpu_with_fp8_units_and_for_no_older_one() -> Non
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from amprewrite.graphs.fx.ops.triton_fp8 import AMAX, BLOCK, amax_kernel, cast_kernel, format_of, rows_kernel
+        from amprewrite.graphs.fx.ops.triton_fp8 import AMAX, BLOCK, amax_kernel, cast_kernel, format_of, rows_kernel, scale_kernel
 
         names = ("MOST", "EPS", "NORMAL", "TYPE")
         fixed = dict.fromkeys((*names, "WAYS", "BY", "BLOCK"), "constexpr")
@@ -43,6 +43,9 @@ def test_they_compile_for_every_gpu_with_fp8_units_and_for_no_older_one() -> Non
         for target in (80, 89, 90, 100):
             amax = {"source": "*bf16", "amax": "*fp32", "count": "i32", "BLOCK": "constexpr"}
             triton.compile(ASTSource(amax_kernel, amax, {"BLOCK": AMAX}), target=GPUTarget("cuda", target, 32))
+            values = {"SMALLEST": 1e-12, "POWER": True, "MOST": 448.0}
+            scale = {"amax": "*fp32", "scale": "*fp32"} | dict.fromkeys(values, "constexpr")
+            triton.compile(ASTSource(scale_kernel, scale, values), target=GPUTarget("cuda", target, 32))
             for name, dtype in (("fp8e4nv", torch.float8_e4m3fn), ("fp8e5", torch.float8_e5m2)):
                 facts = dict(zip(names, format_of(dtype), strict=True))
                 for by in (0, 1, 2, "its own"):
@@ -80,6 +83,7 @@ def test_interpreted_they_give_the_bits_of_torch() -> None:
         import torch
 
         from amprewrite.graphs.fx.ops.scaled_casts import SMALLEST, round_scaled, scale_of
+        from amprewrite.graphs.fx.ops import triton_fp8
         from amprewrite.graphs.fx.ops.triton_fp8 import amax_of, cast_both, cast_rows
         from amprewrite.tables.formats import SCALED_FORMATS
 
@@ -103,6 +107,9 @@ def test_interpreted_they_give_the_bits_of_torch() -> None:
                         straight, turned = cast_both(matrix, scale, fmt.dtype, *ways)
                         assert not ways[0] or same(straight, wanted)
                         assert not ways[1] or same(turned, wanted.t())
+                for power in (True, False):
+                    for each in (matrix, holed, torch.zeros(rows, columns)):
+                        assert torch.equal(triton_fp8.scale_of(each, fmt.dtype, SMALLEST, power), scale_of(each, fmt, "tensor", power))
                 for power, matrix in ((True, holed), (False, holed), (False, torch.zeros(rows, columns)), (True, holed.repeat(1, 100))):
                     made, scale = cast_rows(matrix, fmt.dtype, SMALLEST, power)
                     wanted = scale_of(matrix, fmt, "rows", power)

@@ -173,12 +173,12 @@ def _copies_ones(device: torch.device) -> bool:
     with disable_dispatch_modes(), torch.no_grad():
         ones = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device)
         # not by_kernel, which runs no kernel while Dynamo compiles a graph: plans are made then
-        amax = _launched(ones, lambda kernels: kernels.amax_of(ones))
+        scale = _launched(ones, lambda kernels: kernels.scale_of(ones, E4M3.dtype, 1.0, True))
         made = _launched(ones, lambda kernels: kernels.cast_both(ones, ones.new_ones((), dtype=torch.float32), E4M3.dtype, True, True))
         by_rows = _launched(ones, lambda kernels: kernels.cast_rows(ones, E4M3.dtype, 1.0, True))
-        if amax is None or made is None or by_rows is None:
+        if scale is None or made is None or by_rows is None:
             return False
-        right = bool(amax == 1) and all(bool((each.float() == 1).all()) for each in (*made, by_rows[0].float() / by_rows[1]))
+        right = bool(scale == 256) and all(bool((each.float() == 1).all()) for each in (*made, by_rows[0].float() / by_rows[1]))
     if not right:
         _fails(("casts", ones.device), "the kernel that makes fp8 copies gives wrong ones here; torch makes them")
     return right

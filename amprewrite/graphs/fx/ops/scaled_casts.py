@@ -42,14 +42,17 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
 
     With `power_of_two`, scales are rounded down to powers of two.
     """
-    found = by_kernel(matrix, lambda kernels: kernels.amax_of(matrix)) if scaling != ROWS else None
+    by_rows = scaling == ROWS
+    found = None if by_rows else by_kernel(matrix, lambda kernels: kernels.scale_of(matrix, fmt.dtype, SMALLEST, power_of_two))
+    if found is not None:
+        return found
     if guard_or_false(matrix.numel() == 0):
-        found = matrix.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
-    if found is None:
+        amax = matrix.new_zeros((matrix.shape[0], 1) if by_rows else ())
+    else:
         finite = torch.where(matrix.isfinite(), matrix, 0).abs()
-        found = finite.amax(-1, keepdim=True) if scaling == ROWS else finite.amax()
+        amax = finite.amax(-1, keepdim=True) if by_rows else finite.amax()
     # divided in fp64, because compilers replace a division in fp32 by a product with a rounded reciprocal
-    scale = (fmt.max / found.double().clamp(min=SMALLEST)).float()
+    scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
 
 

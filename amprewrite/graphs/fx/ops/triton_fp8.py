@@ -46,6 +46,22 @@ def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
+def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scale of values up to `amax`, divided in fp64 as torch divides."""
+    wide = amax.to(tl.float64)
+    factor = (tl.full((), MOST, tl.float64) / tl.where(wide > SMALLEST, wide, SMALLEST)).to(tl.float32)
+    if POWER:
+        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return factor
+
+
+@triton.jit
+def scale_kernel(amax, scale, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the scale of values up to the number at `amax`: one launch for six of torch."""
+    tl.store(scale, factor_of(tl.load(amax), SMALLEST, POWER, MOST))
+
+
+@triton.jit
 def cast_kernel(  # type: ignore[no-untyped-def]
     source, scale, straight, turned, rows, columns, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.constexpr, TYPE: tl.constexpr,
     WAYS: tl.constexpr, BY: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,10 +102,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
         at = first + tl.arange(0, BLOCK)
         size = tl.abs(tl.load(source + start + at, mask=at < columns, other=0.0).to(tl.float32))
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
-    amax = tl.max(largest, axis=0).to(tl.float64)
-    factor = (tl.full((), MOST, tl.float64) / tl.where(amax > SMALLEST, amax, SMALLEST)).to(tl.float32)
-    if POWER:
-        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    factor = factor_of(tl.max(largest, axis=0), SMALLEST, POWER, MOST)
     tl.store(scale + row, factor)
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -122,6 +135,14 @@ def amax_of(matrix: Tensor) -> Tensor:
     if matrix.numel():
         amax_kernel[(triton.cdiv(matrix.numel(), AMAX),)](matrix, amax, matrix.numel(), AMAX)
     return amax
+
+
+def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> Tensor:
+    """Return the 0-dim fp32 scale of a dense `matrix` for `dtype`. The options are those of `cast_rows`."""
+    amax = amax_of(matrix)
+    scale = torch.empty_like(amax)
+    scale_kernel[(1,)](amax, scale, smallest, power_of_two, torch.finfo(dtype).max)
+    return scale
 
 
 def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
