@@ -291,7 +291,7 @@ def cases(text: str) -> Iterator[tuple[str, str]]:
         yield header, source[0].rstrip() if source is not None else ""
 
 
-@differs_in_2_11("Dynamo names inputs otherwise")
+@differs_in_2_11("Dynamo names inputs otherwise", last=(2, 12))
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*DECIDING, *EDITING])
 def test_the_text_of_a_pass_is_what_it_does(name: str, request: pytest.FixtureRequest) -> None:
