@@ -15,9 +15,11 @@ from typing import Any
 import torch.fx
 from torch import nn
 
+from amprewrite.graphs.fx.captured import put_in_region
 from amprewrite.graphs.fx.node_facts import forget_inputs
 from amprewrite.graphs.fx.read.recorded_writes import hooked_and_written
 from amprewrite.ir.plans.plan import Skipped
+from amprewrite.passes.driver import graph_device
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks
 from amprewrite.runtime.ambient.past import CallsInRegions, Past
@@ -28,6 +30,7 @@ from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.capture_check import CaptureCheck, can_be_checked
 from amprewrite.runtime.compiler.dynamo import parameter_names
 from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
+from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
 from amprewrite.tables.errors import CaptureError
 from amprewrite.torch_internals.autograd import current_backward
@@ -176,6 +179,8 @@ class Graphs:
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
+        if regions_around() > self.entry.session.state.around:  # the graph broke inside a region of the model, which is open now and off
+            put_in_region(module.graph, graph_device(module))
         region = self.entry.rewrite_region(self, module, example_inputs)
         region.whole = dynamo.is_whole(module, self.entry.function)
         forget_inputs(module.graph)

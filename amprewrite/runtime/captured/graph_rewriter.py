@@ -11,7 +11,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from amprewrite.graphs.fx.captured import Captured, put_in_region, put_inputs_first
+from amprewrite.graphs.fx.captured import Captured, put_inputs_first
 from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
@@ -35,7 +35,6 @@ from amprewrite.runtime.captured.region import Region, Running, scale_device
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import under_way
-from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import own_autocast
 from amprewrite.runtime.fp8_trial import runnable
 from amprewrite.runtime.options import policy_on
@@ -108,8 +107,6 @@ class GraphRewriter(CallRecord):
         self.children = None
         put_inputs_first(module.graph)
         stand_in_for_frozen(module.graph)
-        if regions_around() > self.state.around:  # the graph broke inside a region of the model, which is open now and off
-            put_in_region(module.graph, graph_device(module))
         with self.lock:
             graphs.note_break(module)
             return self._rewritten(graphs, module, example_inputs)
