@@ -265,7 +265,7 @@ class Session(GraphRewriter):
         why = counted or "the graphs have no low product of rows and a matrix"
         raise PolicyError(
             f"products={asked.name!r} runs none of {len(weighed)} GEMMs in fp8: {why}. Leave products= out, try 'fp8-safe', whose copies "
-            "cost less, or ask for some at any price: products={'preset': 'fp8-safe', 'module:encoder.*': 'fp8'}"
+            "cost less, or backend='inductor', or ask for some at any price: products={'preset': 'fp8-safe', 'module:encoder.*': 'fp8'}"
         )
 
     def _check_wide(self) -> None:
