@@ -73,6 +73,19 @@ def test_it_computes_what_rewrite_does():
     assert str(amprewrite.compiled(model).plan) == str(amprewrite.compiled(run).plan)
 
 
+@pytest.mark.parametrize("first_inside", [True, False])
+def test_a_region_of_the_caller_changes_nothing(first_inside):
+    """A region around code behind a graph break counts in rewritten models alone: here it is the caller's."""
+    model, x = mlp(), data()
+    run, found = compiled(model), []
+    with torch.no_grad():
+        for inside in (first_inside, not first_inside):
+            with torch.autocast("cpu", enabled=False) if inside else contextlib.nullcontext():
+                found.append(run(x))
+            torch._dynamo.reset()
+        assert torch.equal(*found) and not torch.equal(found[0], model(x))
+
+
 def test_the_layer_that_an_override_names_stays_fp32():
     model, x = mlp(), data()
     run = compiled(model, overrides={"module:second": "fp32"})
