@@ -149,7 +149,7 @@ class CapturedModules(nn.Module):
         yield from ((name, member) for name, member in get_members_fn(loose) if member is not None)
 
     def _walk(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the names and values of `method` for each top. If there are several tops, each name begins with the number of its top."""
+        """Yield the names and values that `method` yields for each of `tops`. If there are several, a name begins with the top's number."""
         tops = self.tops
         for number, top in enumerate(tops):
             front = f"{number}." if len(tops) > 1 else ""

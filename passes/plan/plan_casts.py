@@ -61,7 +61,7 @@ def _is_spread(problem: Problem, cast: Cast) -> bool:
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
-    """Let ops that promote their operands and run high read the fp32 copy of a low operand, if other readers have such a copy."""
+    """Let each high op that promotes its operands read the fp32 copy of a low operand, if other readers have such a copy."""
     for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
             readers = users.get((operand.value, FP32.name, operand.write_version))

@@ -81,7 +81,7 @@ def exported(
         policy = replace(policy, products=replace(policy.products, rules=rules, fused=True))
     wide = any(override.word == WIDE for override in policy.overrides)
     notes += ("wide products read fp32 in ONNX files: no op there multiplies bf16 and returns fp32",) * wide
-    # node overrides name nodes of the PyTorch graph, so `torch_plan` matches them with the file
+    # node overrides are left out here: they name nodes of the PyTorch graph, and `torch_plan` matches them with the file
     kept = (replace(o, word="high") if o.word == WIDE else o for o in policy.overrides if o.scope != "node")
     policy = replace(policy, overrides=tuple(kept))
     if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):

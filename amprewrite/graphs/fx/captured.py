@@ -178,7 +178,7 @@ def put_in_region(graph: torch.fx.Graph, device: str) -> None:
 def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, torch.fx.Node]]:
     """Return (copy of `module`, {node: its copy}). The copy shares tensors and sub-modules with `module`.
 
-    The copy generates its Python code only when the code is needed, because passes edit the copy several times and read its graph alone.
+    The copy generates its Python code only when the code is needed, because passes edit the copy several times and read only its graph.
     """
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph = torch.fx.Graph()

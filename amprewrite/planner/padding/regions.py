@@ -330,7 +330,7 @@ class Regions:
                         ends = [
                             (reader, None if (value, reader) in self.barriers else self.variable(reader, value, dim, leaf))
                             for reader in readers[value]
-                        ]  # None for a reader behind a barrier: it reads the unpadded value, of which a padded copy is made
+                        ]  # None for a reader behind a barrier: the value reaches it unpadded, and is padded anew if the reader needs that
                         found[dim, value, leaf] = (self.variable(call.name, i, dim, leaf), ends)
         return found
 

@@ -37,7 +37,7 @@ class CacheReadHigh(Exception):
 
 
 class _KeepsLow:
-    """The methods of a layer of a low cache. An inner layer, of the layer's former class, stores the keys and values."""
+    """The methods that a layer of a low cache gets. Its keys and values are stored in an inner layer of its former class."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self

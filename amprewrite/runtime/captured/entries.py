@@ -111,9 +111,9 @@ class Graphs:
         return self._beside_hooks
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call that captures, and return its result. If the call can be checked, compare the captured graph with the original model.
+        """Run a call that captures, and return its result. In fp16 and under `strict`, check that capture changed no values, if possible.
 
-        Calls are checked in fp16 and under `strict`. If fp32 results differ, warn, or raise CaptureError under `strict`.
+        The check runs the captured graph and the original model in fp32. If results differ, warn, or raise CaptureError under `strict`.
         """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = options.strict or options.low is None or options.low.narrow

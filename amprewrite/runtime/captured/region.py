@@ -33,9 +33,10 @@ def scale_device(graph: torch.fx.Graph) -> torch.device:
 
 
 class Region:
-    """One rewritten graph, which Dynamo calls. `module` is the edited graph; None if the graph scales no gradients.
+    """One rewritten graph, which Dynamo calls.
 
-    `place` names the entry of the graph. `training` and `gathered` belong to the model.
+    `module` is the edited graph. It is kept only if the graph scales gradients; otherwise `module` is None. `place` names the entry whose
+    code the graph is from. All graphs of the model share `training` and `gathered`.
     """
 
     whole = False

@@ -103,7 +103,7 @@ def _code(error: BaseException) -> types.CodeType | None:
 
 
 class Unseen(BaseException):
-    """Carries an error of the backend through Dynamo. It is no Exception: Dynamo would take one for code that it cannot convert."""
+    """Carries an error of the backend through Dynamo. It is no Exception: Dynamo would count one as its failure to convert code."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

@@ -48,8 +48,8 @@ def undisturbed() -> bool:
 def refuse_tracers() -> None:
     """Raise CaptureError if a foreign tracer would record the graph instead of running it.
 
-    PyTorch has one flag for all threads that an export is running. The exporting thread is recognised by its dispatch modes or its tracing
-    context.
+    PyTorch's flag for a running export is the same in all threads. So the exporting thread is recognised by its dispatch modes or its
+    tracing context.
     """
     modes = {type(mode).__name__ for mode in user_modes()} if count_dispatch_modes() else ()
     if torch._C._is_tracing():

@@ -195,7 +195,7 @@ class ForwardScale:
         if self.copied:
             further = torch.is_grad_enabled()  # True under create_graph=True: the gradients will be differentiated
             self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
-        # Set last: until then, other threads of this backward also set the scale, so that none reads it before it is set.
+        # `_backward` is assigned last: until then each thread of this backward sets the scale itself, so that none reads it too early.
         call_after_backward(backward)  # type: ignore[attr-defined]
         self._backward = weakref.ref(backward)
 

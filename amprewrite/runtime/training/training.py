@@ -63,7 +63,7 @@ class Training:
     def _new_scale(self, device: torch.device) -> ForwardScale:
         entered = None if self._entered is None else self._entered()
         if entered is not None and entered.in_backward() and asking_node() is not None:
-            return entered  # the same scale, because the backward of that forward reads the tensors that this recomputation saves
+            return entered  # a recomputation: it saves tensors for the backward of `entered`, so it needs the same scale
         evaluates, static = not any(module.training for module in self.root.modules()), self.loss_scale.kind == "static"
         pair = self.gate.snapshot(device, evaluates)
         return ForwardScale(pair, self.in_parts(), static, self._backward_entered, self.gate.listens)

@@ -67,7 +67,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """Record the constants beyond the range that the result of the op holds."""
+        """If the result of the op holds constants beyond the low format's range, record them."""
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
         sides, size = self._written_down(fact)
@@ -94,7 +94,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (sides of zero, largest magnitude) of constants beyond the range that an op passes on from its operand `given`."""
+        """Return (sides of zero, largest magnitude) of constants that exceed the range and that an op passes on from operand `given`."""
         sides, size = set[int](), 0.0
         for read in (each for each in self.reads(given) if each.made is fact.node):
             size = max(size, self.sizes[given] * max(map(abs, read.factors), default=1.0))

@@ -172,7 +172,7 @@ def makes_copies(device: torch.device) -> bool:
 def _copies_ones(device: torch.device) -> bool:
     with disable_dispatch_modes(), torch.no_grad():
         ones = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device)
-        # not by_kernel, which runs no kernel while Dynamo compiles a graph: plans are made then
+        # by_kernel would run no kernel here, because plans are made while Dynamo compiles a graph
         scale = _launched(ones, lambda kernels: kernels.scale_of(ones, E4M3.dtype, 1.0, True))
         made = _launched(ones, lambda kernels: kernels.cast_both(ones, ones.new_ones((), dtype=torch.float32), E4M3.dtype, True, True))
         by_rows = _launched(ones, lambda kernels: kernels.cast_rows(ones, E4M3.dtype, 1.0, True))

@@ -215,9 +215,10 @@ class _Cross(torch.autograd.Function):
 
 
 class _Times(torch.autograd.Function):
-    """Autograd node that multiplies a gradient by `then`, the number in `factor` when this gradient was computed.
+    """Autograd node that multiplies a gradient by `then`: the number that `factor` held when this gradient was computed.
 
-    A later backward multiplies by `factor`, which may hold another number then, so the derivative of this node is `then / factor`.
+    In a later backward `factor` may hold another number, by which gradients are multiplied. So the derivative of this node is
+    `then / factor`.
     """
 
     @staticmethod

@@ -28,7 +28,7 @@ def cast_exactly(scaled, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.const
     """
     size = tl.abs(scaled)
     limited = tl.where(size > MOST, MOST, size)
-    # the sum with a number so large that its last bit is that of the result drops all bits below, and rounds to nearest even
+    # the last bit of `large` has the same weight as that of the result, so adding and subtracting `large` rounds to nearest even
     exponent = (limited.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     large = tl.where(exponent < NORMAL, NORMAL, exponent) * (EPS * 1.5 * 8388608)
     rounded = (limited + large) - large

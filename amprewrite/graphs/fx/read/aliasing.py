@@ -178,7 +178,7 @@ def _sized(value: Any) -> Any:
 def _backward(value: torch.Tensor) -> Any:
     try:
         return value.grad_fn
-    except RuntimeError:  # raised for a view, captured without gradients, of memory that is written
+    except RuntimeError:  # raised for a view that was captured without gradients, if its memory is written
         return None
 
 

@@ -145,8 +145,8 @@ class RepeatedCalls:
         if given is None:
             value = run()
             lies = storages(value)
-            # The result of a node that writes shares memory only with the operands that it writes. Any other operand may be the same fake
-            # tensor only because an earlier value was reused for both.
+            # The result of a node that writes shares memory only with the written operands. Another operand may be the same fake tensor as
+            # a written operand, but only because one value was reused for both.
             may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]
             aliases = tuple(place for place in may_be if lies & storages(values[place]))
             own = not lies <= {storage for place in aliases for storage in storages(values[place])}

@@ -113,7 +113,7 @@ class _Link(torch.autograd.Function):
     @staticmethod
     @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if all(gradient is None for gradient in gradients):  # as when a forward computes gradients of other weights only
+        if all(gradient is None for gradient in gradients):  # happens if the forward itself computes gradients, but only of other weights
             return (None,) * (3 + len(gradients))
         inner = list(gradients)
         for place, (layout, _) in enumerate(ctx.padded):

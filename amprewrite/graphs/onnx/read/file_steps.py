@@ -61,7 +61,7 @@ class _OnnxSteps(SmallSteps[str]):
         return self.graph[node].shape
 
     def given(self, name: str) -> list[ir.Value]:
-        """Return the operands of a node; [] for a vertex that is no node, or is at the border of a body."""
+        """Return the operands of an op; [] for a vertex that is no op of the file, and for `loop` and `scan` at the border of a body."""
         node = self.graph[name]
         if node.role != "op" or node.op in BODIES or name not in self.nodes:
             return []
