@@ -34,11 +34,11 @@ from amprewrite.tables.vocabulary import Colour, OpKind
 TICK = 1e-10
 """The unit of prices, in seconds."""
 RISK = 0.02
-"""Extra price of running an op low, as a share of a launch. So an op that rounds runs low only if that saves more than this."""
+"""Extra price of a low op that rounds, as a share of the time of a launch. Such an op runs low only if it saves more than this."""
 MIXING = 0.1
-"""Price in the forward of a kernel that reads a low operand next to a high one, as a share of a cast. Such kernels do not vectorise."""
+"""Extra price of a kernel that reads a low next to a high operand, as a share of the price of a cast. Such kernels do not vectorise."""
 _CONVERSIONS = ops_with(Trait.CONVERTS)
-"""Ops that convert dtypes. They have no price as ops: they are priced as casts if the format changes, and dropped if it does not."""
+"""Ops that convert dtypes. A conversion costs as much as a cast if the format changes. Otherwise it is dropped and costs nothing."""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class Measured:
     casts: dict[int, float] = field(default_factory=dict)
     """Seconds of a cast from fp32 to the low format, by number of elements."""
     fresh: int = 0
-    """Number of calls that were timed now. All other prices were read from disk."""
+    """Number of calls of ops that were timed in this run. All other times were read from disk."""
     refused: int = 0
-    """Number of calls that cannot be made alone, and have the price of the device table instead."""
+    """Number of calls of ops that cannot be timed alone. Their prices come from the device table."""
 
     def op(self, node: OpNode, fmt: Format) -> float | None:
         """Return the seconds of the op `node` in the format `fmt`; None if they were not measured."""
@@ -113,7 +113,7 @@ class CostModel:
         return self.device.launch + max(moved, node.flops / self.device.rate(rate))
 
     def cast(self, node: OpNode) -> int:
-        """Return the price, in the forward, of one copy of the result of `node` in the other format."""
+        """Return the price that a forward pays for one copy of the result of `node` in the other format."""
         if not 0 < self.training < 1:
             return self._cast(node, bool(self.training))
         return round(self.training * self._cast(node, True) + (1 - self.training) * self._cast(node, False))
@@ -181,7 +181,7 @@ class Price:
     casts: int
     """Price of all casts, casts of gradients included."""
     copies: int
-    """Number of copies that the forward makes. This is a count, no price."""
+    """Number of copies that the forward makes. This is a count, not a price."""
 
     @property
     def total(self) -> int:
@@ -189,7 +189,7 @@ class Price:
 
 
 class Prices:
-    """Computes the price of many colourings of one graph. The prices of single ops and casts are computed once, in the constructor."""
+    """Computes the price of one graph for many assignments of colours. The constructor computes the price of each op and cast once."""
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.places = {node.name: place for place, node in enumerate(graph)}

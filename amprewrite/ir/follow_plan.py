@@ -10,7 +10,7 @@ from amprewrite.tables.vocabulary import Colour
 
 
 def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if products may read fp8 copies: by the plan `given`, or by the policy if no plan is given."""
+    """True if the plan `given` has products that may read fp8 copies; without a plan, if the policy allows such products."""
     return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 
@@ -64,7 +64,7 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Raise PlanError if `region` lists casts and these differ from `casts`, which follow from its colours."""
+    """Raise PlanError if `region` lists casts other than `casts`, the casts that follow from its colours. It may also list none."""
     planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
     for key in [*planned, *given]:
         if region.casts and (key in planned) != (key in given):

@@ -31,7 +31,7 @@ SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_
 FILE = "meta"
 """The device of a graph that was read from an ONNX file."""
 LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
-"""Ops that may shrink the error of their operand, because the result hardly depends on some operands, as in a saturated sigmoid."""
+"""Ops that may shrink the error of their operand, because the result hardly changes with some operands, as in a saturated sigmoid."""
 
 
 def is_product(node: OpNode) -> bool:
@@ -123,7 +123,7 @@ class _Reading:
             spans = [each for each in given if self._spans(each) >= node.numel]
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
-            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a logarithm makes an offset of the scale of its operand
+            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a logarithm turns the scale of its operand into an offset
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS
         if node.op in SUMS:  # a sum counts as PLAIN if it adds a number, or a PLAIN value that is not learnt
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)

@@ -26,7 +26,7 @@ class Demand(Enum):
     PROMOTE = "promote"
     """Like COLOUR, but the kernel promotes mixed operands itself: a low operand may stay low next to a high operand."""
     HIGH = "high"
-    """The dtype that the operand had before the rewrite, fp32, whatever the op's colour."""
+    """fp32, the dtype that the operand had before the rewrite, whatever the op's colour."""
     ANY = "any"
     """Either dtype. Examples: operands that are compared, or read for their shape, and fp32 parameters of an op with low data."""
 
@@ -84,8 +84,7 @@ class OpNode:
     may_saturate: bool = False
     """Whether its result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
-    """Name of the operand that counts something and that a low format would round, if the op is a product of counts; otherwise "".
-    See `ir/evidence/counts.py`."""
+    """For a product of counts (see `ir/evidence/counts.py`): name of the operand that a low format would round. Otherwise ""."""
 
     @property
     def carries_fp32(self) -> bool:
@@ -93,7 +92,7 @@ class OpNode:
 
     @cached_property
     def promoted(self) -> tuple[Operand, ...]:
-        """The operands whose mixed dtypes the op's kernel promotes itself, without 0-dim tensors."""
+        """The operands with dims that the op's kernel may read in mixed dtypes, because it promotes them itself."""
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
@@ -127,7 +126,7 @@ class OpGraph:
             self.digraph.add_edge(operand.value, node.name)
 
     def seen(self, name: str) -> OpNode:
-        """Return the op that computed the numbers in `name`, behind views and similar ops: the first vertex upstream that is none of these.
+        """Return the op that computed the elements of `name`: the first vertex upstream that is no view or similar op.
 
         Vertices of kind CLEAR with one operand are passed over. The search begins at `name` itself.
         """
@@ -166,7 +165,7 @@ class OpGraph:
 def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, the colour in which the kernel computes with it) for each operand whose format matters if `node` runs in `colour`.
 
-    Left out are 0-dim operands of a promoting op, which takes them in any format, unless all of its operands are 0-dim.
+    0-dim operands of a promoting op are left out, since it takes them in any format, unless all its operands are 0-dim.
     """
     free_scalars = any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
     for operand in node.operands:

@@ -50,9 +50,9 @@ class Problem:
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For attention calls by name: the ops that copy heads of their keys and values. Such a call has no mask, or a mask in `masks`."""
     bare_norms: tuple[str, ...] = ()
-    """Norms on a CPU without weights, which compute their statistics in the dtype of their input."""
+    """Norms without weights that run on a CPU. They compute their statistics in the dtype of their input."""
     bare_taps: tuple[str, ...] = ()
-    """Convolutions with weights that are multiplied with padding only. Their low backward leaves the gradients of these weights
+    """Convolutions in which some weights are multiplied with padding only. Their low backward leaves the gradients of these weights
     uninitialised."""
     small_steps: tuple[str, ...] = ()
     """Sums that update one value in many small steps, and the ops between these sums that scale or copy the value."""
@@ -63,8 +63,8 @@ class Problem:
     matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
     """Products that fp8 kernels could run, by name; empty unless fp8 was asked for."""
     held: Mapping[str, Held] = field(default_factory=dict)
-    """How exactly torch.autocast holds values of this graph, if other graphs tell: the inputs, if this graph lies inside another graph, and
-    the results of subgraphs inside this graph."""
+    """How exactly torch.autocast holds the values of this graph that other graphs compute: the inputs, if this graph lies inside another
+    graph, and the results of subgraphs inside this graph."""
     needs_bits: frozenset[str] = frozenset()
     """Values whose rounding error would be magnified by ops of the graph around this graph, or of subgraphs inside it."""
     far_constants: tuple[str, ...] = ()

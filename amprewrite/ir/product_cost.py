@@ -1,8 +1,8 @@
 """Predict the time that fp8 saves in the GEMMs of a product, and the time that its fp8 copies cost.
 
 The model is torchao's roofline, applied to amprewrite's table of devices. A GEMM takes the longest of its arithmetic, its memory traffic
-and a launch. Each kernel of a copy takes the longer of its memory traffic and its launches. Large kernels reach only a share of a device's
-peak rates: `REACHED_FLOPS` and `REACHED_BANDWIDTH` (torchao, `testing/training/roofline_utils.py`, measured on H100).
+and a launch. Each kernel that makes a copy takes the longer of its memory traffic and its launches. Large kernels reach only a share of a
+device's peak rates: `REACHED_FLOPS` and `REACHED_BANDWIDTH` (torchao, `testing/training/roofline_utils.py`, measured on H100).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALONE_AMAX, ALONE_CAST = (12, 4), (45, 6)
 """(bytes of traffic per element, launches) of the amax and of the cast in eager PyTorch, without a compiler or amprewrite's own kernel."""
 
 EAGER_HOST = 0.67e-3
-"""Seconds that the host takes for one fp8 GEMM and its copies without a compiler. Measured beside an H100: 2.0 ms for the three GEMMs of a
+"""Seconds that the host takes for one fp8 GEMM and its copies without a compiler. Measured with an H100: 2.0 ms for the three GEMMs of a
 product (`examples/benchmarks/fp8.py`, 26 November 2026)."""
 
 
@@ -74,7 +74,7 @@ class ProductPrices:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)
                 yield way, self._pass(numel, WIDE + NARROW)
         else:
-            # no pass for the amax if it follows from the scales of rows, or if the fused kernel that makes the value computes it, too
+            # the amax needs no pass if it follows from the scales of rows, or if the fused kernel that makes the value computes it, too
             known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):

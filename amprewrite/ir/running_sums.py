@@ -4,11 +4,11 @@ Examples: `h = h + u[:, t]`, `h = 0.99 * h + 0.01 * u[:, t]`, `h = n + z * (h - 
 errors would add up. torch.autocast keeps h in fp32 if its start comes from no product: a learnt state, zeros, an input.
 
 1. A sum *continues* an earlier sum if only elementwise ops, moves and choices lead from the earlier sum to it.
-2. It *carries* the earlier sum if the values added on the way come from products, but not from products of the earlier sum itself. The
-   branch of a residual block is such a product of the earlier sum. It does not count, because its own rounding is as large as the rounding
-   of the stream. If a computed factor, such as a gate, scales the earlier sum on the way, then the sum carries it in any case, unless
-   there is also a path without such a factor.
-3. Only values that torch.autocast holds in fp32 count, and only rows of at least `MANY` sums.
+2. The later sum *carries* the earlier sum if the values added on the way come from products, but not from products of the earlier sum
+   itself. The branch of a residual block is such a product of the earlier sum. It does not count, because its own rounding is as large as
+   the rounding of the stream. If a computed factor, such as a gate, scales the earlier sum on the way, then the sum carries it in any case,
+   unless there is also a path without such a factor.
+3. Only sums that torch.autocast holds in fp32 count, and only chains of at least `MANY` sums.
 4. Residual streams of at least `DEEP` sums count as well. The roundings of so many sums, and of as many sums of the gradient in the
    backward, exceed the roundings of a branch. A norm ends a stream and begins a new one.
 
@@ -73,7 +73,7 @@ class _Sums:
         self.bit: dict[str, int] = {}
         """The bit of each sum, by name."""
         self.made: dict[str, int] = {}
-        """For each value: the set of the sums upstream, itself included."""
+        """For each value: the set of the sums upstream, the value itself included."""
         self.by_products: dict[str, int] = {}
         """For each value: the set of the sums upstream that reach it through a product."""
         for node in graph:
@@ -136,7 +136,7 @@ class _Sums:
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
         """True if a sum may be continued through `node`: an elementwise op, or an op that moves or selects elements.
 
-        `to` is the sum that is continued. An op of kind INTERNAL counts as elementwise if its result has as many elements as the sum.
+        `to` is the later sum. An op of kind INTERNAL counts as elementwise if its result has as many elements as the sum.
         """
         if node.role != "op" or is_product(node) or node.op in LEVEL:
             return False

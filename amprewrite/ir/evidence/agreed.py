@@ -1,13 +1,13 @@
 """Keeps colours equal across the graphs of one model: an op has the same colour in every graph in which it is captured.
 
 An op is identified by the module that calls it, its name, the line of code that calls it, and the number of earlier calls by that line.
-Another tracer may report other lines. If a graph has none of the lines that are known for an op in a module, then its calls are matched
-with the known calls in order if there are equally many. Otherwise any known call matches, if all known calls have the same colour.
+Another tracer may report other lines. If it reports no known line for an op in a module, and as many calls as are known, then calls are
+matched with known calls in order. If the numbers of calls differ, a call matches only if all known calls have the same colour.
 
 1. The graph that is captured first decides.
 2. A later graph takes over the colours of shared ops and decides the rest.
-3. Facts of a later graph may require fp32 for an op that is low so far. The op then becomes high in all graphs, and graphs that run it low
-   are planned anew.
+3. Facts about a later graph may require fp32 for an op that is low so far. The op then becomes high in all graphs, and graphs that run it
+   low are planned anew.
 
 Colours therefore change only from low to high, so that the planning ends.
 """
@@ -23,13 +23,13 @@ from amprewrite.ir.plans.plan import NodePlan
 from amprewrite.tables.vocabulary import Colour, Reason
 
 Place = tuple[str, str]
-"""Path of a module, and an op that it calls."""
+"""(path of a module, name of an op that the module calls)."""
 Call = tuple[str, int]
-"""A line of the model's code, and how many times it called the op before."""
+"""(line of the model's code, number of earlier calls of the op by this line)."""
 FREE = (Reason.BODY, Reason.OPAQUE, Reason.TRANSFORMED)
 """Reasons of colours that may differ between graphs: the node holds a subgraph, or is inside a torch.func transform."""
 APART = (*FREE, Reason.DEVICE)
-"""Reasons of colours that other graphs do not take over: the reasons in FREE, and a graph that stays fp32 as a whole on this device."""
+"""Reasons of colours that other graphs do not take over: the reasons in FREE, and a device on which the whole graph stays fp32."""
 
 
 class ColouredOp(Protocol):
@@ -58,7 +58,7 @@ class Agreed:
     whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)
     """The reason for each colour in `places`, as text, from the graph that decided the colour."""
     products: Agreed | None = None
-    """The same for fp8: a product with colour low runs in fp8, a product with colour high does not. None if no graph has decided."""
+    """Decisions about fp8 in the same form: a low product runs in fp8, a high product does not. None if no graph has decided."""
 
     def of(self, ops: Iterable[ColouredOp]) -> dict[str, Colour]:
         """Return the agreed colours of `ops`, which belong to one graph, by name. Ops without an agreed colour are left out."""

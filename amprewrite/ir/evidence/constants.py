@@ -37,9 +37,9 @@ class Loss:
     why: str
     """The error in words."""
     kept: bool = False
-    """Whether the error is so large that readers must stay fp32. In a report: whether a reader stays fp32."""
+    """Whether the error is so large that readers must stay fp32; in a report, whether a reader does stay fp32."""
     saturated: bool = False
-    """Whether it is a mask or a bound with values that are clamped to the end of the low format's range."""
+    """Whether the constant is a mask or a bound, and some of its values are clamped to the low format's range."""
     beyond: int = 0
     """Number of elements beyond the range."""
     flushed: int = 0
@@ -54,7 +54,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantRead:
-    """One read of a constant of an ONNX file by an op that needs it in the op's own format. Storing such a constant low needs no cast."""
+    """One read of a constant of an ONNX file by an op that needs it in the op's own format. A constant that is stored low needs no cast."""
 
     constant: str
     reader: str
@@ -71,7 +71,7 @@ class ConstantRead:
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:
     """Return the names of the ops that must run high because of constants, each with the reason.
 
-    `seen` holds the ranges of values on samples, by vertex; values without samples are absent.
+    `seen` holds the ranges of values on samples, by name of the node; values without samples are absent.
     """
     own = dict[str, str]()
     for read in reads:
@@ -125,7 +125,7 @@ def _harmless(
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
     """Return the reason why `node` must run high because it divides by, or scales, a value of `small`; "" if it need not.
 
-    `given` are the names of its operands. `small` are results that depend on constants which the low format would flush to zero.
+    `given` are the names of its operands. `small` names results that depend on constants which the low format would flush to zero.
     """
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):

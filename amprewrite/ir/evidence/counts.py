@@ -5,11 +5,11 @@ Positions, distances, lengths, indices and time steps are whole numbers. fp32 ho
 
 1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and rows
    looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter.
-2. A counted value is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements, and
-   wide integers after moves, sums and factors. It is SMALL if it cannot exceed them but may have fractions: sines, shares, frequencies. It
-   is WHOLE if it cannot exceed them and has no fractions: booleans, bytes, remainders, one-hot rows, masks.
+2. A counted value is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements,
+   integers of more than 8 bits, and moves, sums and multiples of such values. It is SMALL if it cannot exceed them but may have fractions:
+   sines, shares, frequencies. It is WHOLE if it cannot exceed them and has no fractions: booleans, bytes, remainders, one-hot rows, masks.
 3. A product runs in fp32 if one of its factors is LARGE. A product that sums over at most `FEW` elements also runs in fp32 if all of its
-   factors are counted, as for angles, which are positions times frequencies: the result needs exact operands, and costs few FLOPs.
+   factors are counted: its result needs exact operands, and costs few FLOPs. For example, angles are positions times frequencies.
 4. A product also runs in fp32 if all of its factors are WHOLE: a triangle of ones times a mask gives positions, a mask times itself gives
    lengths. The low format holds the factors exactly, but not the result.
 
@@ -38,7 +38,7 @@ GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
 """Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
 ASKS = frozenset(name for name, row in OPS.items() if row.asks)
 STAYS_WHOLE = GROWS | ASKS | ops_with(Trait.UNIFORM) | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
-"""Ops that return whole numbers for whole numbers. ASKS belongs to them, because an attribute such as `x.mT` has the numbers of `x`."""
+"""Ops that return whole numbers for whole numbers. ASKS belongs to them, because an attribute such as `x.mT` holds the elements of `x`."""
 BYTES = frozenset({"bool", "uint8", "int8", "uint4", "int4", "uint2", "int2"})
 FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
 """Prefixes of the names of dtypes that can hold fractions."""
@@ -50,9 +50,9 @@ class Count(IntEnum):
     NOT = 0
     """Not counted."""
     SMALL = 1
-    """Counted, within the whole numbers that the low format holds exactly, perhaps with fractions."""
+    """Counted, no larger than the whole numbers that the low format holds exactly, perhaps with fractions."""
     WHOLE = 2
-    """Counted, within these whole numbers, without fractions."""
+    """Counted, no larger than these whole numbers, without fractions."""
     LARGE = 3
     """Counted, perhaps larger than these whole numbers."""
 
@@ -88,7 +88,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
     """Return `graph` with the field `counted` set on every product that would round a count (rules 3 and 4 of this file).
 
-    `counts` holds the counts of values by vertex; absent values are not counted. `summed` returns the number of elements over which a
+    `counts` holds the `Count` of values by name; absent values are not counted. `summed` returns the number of elements over which a
     product sums.
     """
     found = {node.name: replace(node, counted=text) for node in graph if (text := _counted(node, counts, summed)) != node.counted}

@@ -1,9 +1,9 @@
 """Rules for values that a format's range cannot hold, the same for PyTorch graphs and ONNX files.
 
-The rules need the largest and the smallest magnitude of a value: of a weight, or of a value on sample batches or in a sample run.
+The rules need the largest and the smallest magnitude of a value: a weight, or a value seen on sample batches or in a sample run.
 
-Some ops are known by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small values
-are negligible in larger sums (`add`, `sub`), and `mul` returns small values for small operands.
+The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
+values are negligible in larger sums (`add`, `sub`), and `mul` returns small values for small operands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXTREME = 1e30
 BLOCKS = 88.0
 """A softmax returns about zero for a score that is this far below the greatest score: exp(-88) is below fp32's normal numbers."""
 ROWS = 8
-"""Least number of rows of a table at which an offset that all rows have in common cannot be chance."""
+"""Least number of rows in a table for which a common offset of all rows cannot be chance."""
 SHRINKS = 64
 """Scores and their masks may be divided by at most this number: the largest number of the low format, divided by it, is still large enough
 to block a position."""
@@ -55,8 +55,8 @@ class Fit(enum.Enum):
     FITS = "fits"
     TOO_LARGE = "too large"
     FLUSHED = "flushed"
-    """All of its values are below the format's smallest number and would become zero. That is harmless for a weight that is only added to a
-    product, because the rounding of the sum is larger."""
+    """All values of the weight are below the format's smallest number and would become zero. That is harmless for a weight that is only
+    added to a product, because the rounding of the sum is larger."""
 
 
 def fit(size: float, low: Format) -> Fit:
@@ -112,7 +112,7 @@ class Read(Generic[Node]):
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Return the sides (BELOW, ABOVE) on which the result of an op may be far beyond the range of `low`, if its operand is so on `side`.
+    """Return on which sides (BELOW, ABOVE) the result of an op may be far beyond the range of `low`, if its operand is beyond it on `side`.
 
     The set is empty if clamping the operand to the range does not change the result, as for an op that reads only the sign. None if
     clamping the operand would change the result.
@@ -138,8 +138,8 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Apply the rules of `handed_on` to ops that bound their result, such as clamp.
 
-    Empty if a bound on `side` is near zero, since the result is then that bound. {side} if the number passes: all bounds on `side` are
-    beyond the range, and no opposite bound is large on `side`. None in all other cases.
+    Empty if a bound on `side` is near zero, since the result is then that bound. {side} if no bound stops the number: all bounds on `side`
+    are beyond the range, and no opposite bound is large on `side`. None in all other cases.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -214,7 +214,8 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 
 
 def rows_have_offset(table: Any) -> Any:
-    """True if the rows of a table have an offset each, or one in common. The latter needs `ROWS` rows, since few may agree by chance."""
+    """True if each row of a table has its own offset, or all rows share one. Only tables of `ROWS` or more rows are tested for a shared
+    offset."""
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common
 
@@ -225,7 +226,7 @@ def tables(graph: OpGraph) -> set[str]:
 
 
 def _are_scores(graph: OpGraph, node: OpNode, scores: set[str]) -> bool:
-    """True if `node` has readers, and each is a softmax or an op on scores that only leads to softmaxes. `scores` holds such ops."""
+    """True if `node` has readers, and each is a softmax or an op in `scores`. `scores` names ops whose results only reach softmaxes."""
     readers = list(graph.readers(node.name))
     return bool(readers) and all(each.op in SHARES_OUT or (each.op in MAKES_SCORES and each.name in scores) for each in readers)
 

@@ -1,8 +1,8 @@
 """Ranges of a model's values on sample batches, which can be merged and saved, and the risk that a format cannot hold the values.
 
-For every value only counts, the least and the greatest number, and a histogram of magnitudes by powers of two are kept, so that memory does
-not grow with the number of batches. A fit to the tail of the histogram estimates the probability that a value leaves the range of a format
-although no sample did.
+A range holds only counts, the least and the greatest number, and a histogram of magnitudes by powers of two. So memory does not grow with
+the number of batches. A fit to the tail of the histogram estimates the probability that a value leaves the range of a format although no
+sample did.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SCHEMA = 1
 CHUNK = 2**22
 """Number of elements of a tensor that are read at once, to limit temporary memory."""
 FALLS_OFF = (0.5, 8.0)
-"""Parameters of the Beta prior of q, the share of a tail that lies beyond the next power of two (see `_beyond`). Its mean is 0.06, as if
-eight values had stayed within."""
+"""Parameters of the Beta prior of q, the share of a tail that lies beyond the next power of two (see `_beyond`). The prior has the mean
+0.06 and the weight of about eight values."""
 _TITLES = ("node", "largest", "smallest", "P(overflow) a pass", "P(underflow)", "NaN, inf")
 _BIAS = 127
 _NOT_FINITE = 255

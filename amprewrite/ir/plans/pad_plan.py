@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Factors = tuple[tuple[int, int], ...]
-"""The axes of one dim, outer to inner, each as (logical, physical) extent, without and with padding. For example, ((3, 3), (100, 104)) is a
+"""The axes of one dim from outer to inner, each as (extent without padding, extent with padding). For example, ((3, 3), (100, 104)) is a
 dim of 300 elements in three chunks of 100, each padded to 104."""
 Layout = tuple[tuple[int, Factors], ...]
 """The padded dims of one tensor as (dim, its factors), in order of the dims; () if no dim is padded."""
@@ -52,7 +52,7 @@ class PadCopy:
     have: Layout = ()
     """The layout in which the value is before the change; () if it is not padded."""
     refresh: bool = False
-    """Whether padding whose content the users cannot take is cut off and replaced by zeros."""
+    """Whether the value's padding is replaced by zeros, because the users cannot take its content."""
     weight: bool = False
     """Whether the value is a parameter. A cast to the low format pads it at no cost. A parameter that is read in fp32 needs a padded copy,
     which the weight cache keeps in calls without gradients."""

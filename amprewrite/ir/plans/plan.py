@@ -142,7 +142,7 @@ class RegionPlan:
     """The plan of one captured graph."""
 
     name: str
-    """The name that is put before the names of its nodes if the plan has several regions."""
+    """Name of the region. If the plan has several regions, names of nodes have the form "region/node"."""
     nodes: tuple[NodePlan, ...]
     """All nodes in canonical order: makers before readers."""
     casts: tuple[Cast, ...]

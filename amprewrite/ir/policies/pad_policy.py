@@ -55,8 +55,8 @@ class PadPolicy:
 def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:
     """Parse the option `pad=`: "auto", "always", "never" (also False or None), "measure", a multiple, or `{"module:PATTERN": ...}`.
 
-    The values of the mapping are the other forms. `can_measure` is True if there is a GPU on which to measure. Raises PolicyError for
-    anything else, and for "measure" without such a GPU.
+    Each value of the mapping has one of the other forms. `can_measure` is True if there is a GPU on which to measure. Raises PolicyError
+    for anything else, and for "measure" without such a GPU.
     """
     if isinstance(pad, PadPolicy):
         return pad
