@@ -42,11 +42,11 @@ class Captured:
     nodes: dict[str, torch.fx.Node]
     """The fx node of each vertex of the problem's op graph, by the name of the vertex."""
     match_given: Callable[[Problem], RegionPlan] | None = None
-    """Returns the part of the given plan for a body graph (of a checkpoint, loop or condition) from its problem. None without a plan."""
+    """Returns, for the problem of a body graph (checkpoint, loop, condition), that body's part of the given plan. None without a plan."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     given: dict[str, str] = field(default_factory=dict)
-    """For a body graph: the vertex of the outer graph whose value an input gets, by the input's vertex; "" if the value has no vertex."""
+    """For a body graph: {vertex of its input: vertex of the outer graph that computes the input's value; "" if there is none}."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Signed root mean square of each parameter that may scale a value (LayerScale, ReZero), by vertex."""
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
@@ -127,11 +127,11 @@ class EditedGraph:
     hoisted: list[Hoisted] = field(default_factory=list)
     """The low copies of weights that the graph takes as inputs after its captured inputs."""
     stored: list[Hoisted] = field(default_factory=list)
-    """The low copies of frozen weights that the graph takes after these."""
+    """The low copies of frozen weights that the graph takes as inputs after `hoisted`."""
     quantised: list[QuantisedInput] = field(default_factory=list)
-    """The fp8 copies of weights of which the graph takes the numbers and the scales as its last inputs."""
+    """The fp8 copies of weights. The graph takes their values and their scales as its last inputs."""
     widened: list[Widened] = field(default_factory=list)
-    """The results that the graph returns low, and that are cast after the graph has run."""
+    """The results that the graph returns in the low format. They are cast after the graph has run."""
     cast_up: list[int] = field(default_factory=list)
     """Positions of the frozen weights that the graph takes low and casts to fp32."""
     own: bool = False
@@ -143,7 +143,7 @@ class EditedGraph:
         return {node: name for name, node in self.nodes.items()}
 
     def make_own(self) -> Callable[[torch.fx.Node], torch.fx.Node]:
-        """Replace `module` by a copy, unless it is one already. Return a function from a node to the node in its place."""
+        """Replace `module` by a copy, unless it is one already. Return a function from an old node to the node that replaces it."""
         if self.own:
             return lambda node: node
         (self.module, copies), self.own = copy_graph(self.module), True
@@ -157,7 +157,7 @@ class EditedGraph:
 
 
 def put_inputs_first(graph: torch.fx.Graph) -> None:
-    """Move the inputs of a graph to its front, in their order. Dynamo of torch 2.11 adds symbolic sizes after ops that read them."""
+    """Move the inputs of a graph before all ops, in their order. Dynamo of torch 2.11 adds inputs for symbolic sizes after their users."""
     first = next(iter(graph.nodes))
     for node in graph.find_nodes(op="placeholder"):
         if node is first:
@@ -167,7 +167,7 @@ def put_inputs_first(graph: torch.fx.Graph) -> None:
 
 
 def put_in_region(graph: torch.fx.Graph, device: str) -> None:
-    """Put all ops of a graph into a torch.autocast region that is off, as the model's region around the captured code is."""
+    """Enclose all ops of a graph in a torch.autocast region with `enabled=False`, like the model's region around the captured code."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         entered = graph.call_function(enter_autocast, (device, None, False, None))

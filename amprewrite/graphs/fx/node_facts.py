@@ -39,14 +39,14 @@ BIT_VIEWS = ops_with(Trait.READS_BITS)
 FAR = 10
 """A logarithm that is this many ops after a uniform draw, or more, counts as unrelated to the draw."""
 LEAVES = "amprewrite_leaves"
-"""Key in a node's meta: RETURNED, SHARED or READ_BACK, the reason why its value must be fp32 for the caller of the graph.
+"""Key in a node's meta for the reason why the node's result must be fp32 for the caller of the graph: RETURNED, SHARED or READ_BACK.
 
 RETURNED marks a value that the graph returns, SHARED a value in memory that the caller or a body graph uses, too, and READ_BACK an op
 whose result is returned and read by the op's own backward.
 """
 RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"
-"""Key in a node's meta: the storages of its result in eager PyTorch, where capture records different storages."""
+"""Key in a node's meta: the storages of its result in eager PyTorch. It is set only if capture records different storages."""
 HELD = "amprewrite_held"
 """Key in the meta of a graph input that the model holds (a weight, a global) instead of taking it as an argument."""
 NODE = "amprewrite_node"
@@ -298,7 +298,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
-    elif node.op == "call_function" and is_inplace(node.target):  # all tensors of a list for torch._foreach_mul_
+    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ writes to all tensors of a list
         written += _leaves_of(torch.fx.Node, first)
     if isinstance(node.target, HigherOrderOperator):
         written += _written_by_bodies(node)
@@ -308,7 +308,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 
 
 def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
-    """Return the operands that `node` writes although its name does not show it: running statistics, weights with max_norm."""
+    """Return the operands that `node` writes although its name does not show it: running statistics, or an embedding with max_norm."""
     row = find_op(op_name(node.target)) if node.op.startswith("call") else None
     if row is None or not row.writes:
         return ()
@@ -365,7 +365,7 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
 def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Iterable[torch.fx.Node]] = written) -> list[torch.fx.Node]:
     """Return the operands that the body graphs of a higher-order op write; `write` returns the operands that one node writes.
 
-    Only for a checkpoint it is known which operand an input of the body is. If another op's body writes an input, all operands count.
+    For a checkpoint it is known to which operand an input of the body belongs. If a body of another op writes an input, all operands count.
     """
     operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
     if "mutation" in node.target.name():  # type: ignore[union-attr]

@@ -4,8 +4,8 @@ A constant is clamped to ±max of the low format if that keeps its meaning: if e
 or if the constant is a bound of the op. Any other constant is a number to compute with. Its op stays high, and so do the ops that read
 the result, because a clamped value would be wrong but finite, so that no overflow shows the error.
 
-By name it knows `mul`, which makes a large constant larger, `clamp_max`, whose only bound is an upper one, and the ops that make attention
-scores: `add`, `softmax`, `scaled_dot_product_attention`.
+This file has special code for `mul`, which makes a large constant larger, for `clamp_max`, whose only bound is an upper one, and for the
+ops that make attention scores: `add`, `softmax`, `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from amprewrite.tables.vocabulary import Colour, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
 _ORDINARY = 64
-"""Magnitude that an activation ordinarily may have. A product with a constant stays fp32 if it takes this magnitude beyond the range."""
+"""Magnitude of an ordinary activation. A `mul` by a constant stays fp32 if it would take this magnitude beyond the low format's range."""
 _FLUSHES = ops_with(Trait.ZERO_MATTERS)
 _BOUNDS = ops_with(Trait.BOUNDS)
 _SCALES, _WRITE_DOWN = ops_with(Trait.SCALES), ops_with(Trait.FILLS, Trait.HOLDS_NUMBERS)
@@ -39,11 +39,11 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def __init__(self, low: Format) -> None:
         super().__init__(low)
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
-        """By value: the sides of zero (ABOVE, BELOW) on which the value holds constants beyond the range, as a mask does."""
+        """By value: the sides of zero (ABOVE, BELOW) on which the value holds constants beyond the range."""
         self.sizes: dict[torch.fx.Node, float] = {}
         """By value: an upper bound of the magnitude of these constants."""
         self.computed_with: set[torch.fx.Node] = set()
-        """The values of `sides` with which some op computes, instead of only blocking positions."""
+        """The keys of `sides` with which some op computes. The other keys only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
         """Yield a `Read` for each op that reads `value`, and for each result that the op makes.

@@ -1,16 +1,16 @@
 """Find ops whose low kernel loses accuracy on a device, in its forward or its backward, and pin them high.
 
-1. The kernel adds up a gradient in the low format, or an op reads one value so often that autograd adds up its gradient in the low format.
+1. A gradient is added up in the low format: by the kernel, or by autograd if the op takes one value as many arguments.
 2. The kernel rounds some elements twice, depending on their position.
 3. The backward leaves the gradients of *bare taps* unwritten. A bare tap is a weight of a convolution that is multiplied by padding alone,
    or a weight of a transposed convolution whose products are all cut off. For these weights oneDNN's bf16 kernels for strided convolutions
-   return uninitialised memory, at times NaN, also under torch.autocast. This was measured with torch 2.13. In one and two dims: kernel
-   sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, maps of up to 4 elements a dim. In three dims, and for transposed
-   convolutions in one and two dims: all of these up to 3. No other padded convolution was wrong, except for kernels in three dims that are
-   wider than the map. A convolution with bare taps runs low with a separate op for its padding, which gives right gradients. A transposed
-   convolution with bare taps stays high; three dims were not measured for these.
+   return uninitialised memory, at times NaN, also under torch.autocast. This was measured with torch 2.13: in one and two dims with kernel
+   sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, and maps of up to 4 elements a dim; in three dims, and for
+   transposed convolutions in one and two dims, with all of these up to 3. The only other padded convolutions with wrong gradients have
+   three dims and a kernel wider than the map. A convolution with bare taps runs low with a separate op for its padding, which gives right
+   gradients. A transposed convolution with bare taps stays high. Transposed convolutions in three dims were not measured.
 
-By name it knows `getitem`, which may take its indices from tensors.
+This file has special code for `getitem`, which may take its indices from tensors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
     """True if a convolution has bare taps (rule 3 of this file), or, in three dims with padding, a kernel wider than its input.
 
-    False if the convolution is transposed and `transposed` is False, or the other way round.
+    `transposed` selects the kind of convolution. For a convolution of the other kind the result is False.
     """
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
@@ -99,10 +99,10 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
     """Return a pin to high for an op that would add up the gradient of a trained value in the low format; otherwise None.
 
-    Either the op's kernel does so, or the op reads the value more than MOST_READERS times and autograd does so. `learning` are all values
-    that get gradients. `trained` are the values among them that torch.autocast holds in fp32: it adds up their gradients in fp32, and the
-    gradients of operands of ops on its fp32 list. The pin holds under all op lists, also under lists that allow every op. An op for which
-    the user has an override gets no pin.
+    The op's kernel would add it up, or autograd would, because the op reads the value more than MOST_READERS times. `learning` are all
+    values that get gradients. `trained` are the values among them that torch.autocast holds in fp32. torch.autocast adds up gradients in
+    fp32 for `trained`, and for operands of ops on its fp32 list. The pin holds under all op lists, also under lists that allow every op.
+    An op for which the user has an override gets no pin.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -122,9 +122,9 @@ def _takes_places(node: torch.fx.Node) -> bool:
 
 
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
-    """Return a pin to high for an op whose low kernel rounds an element once or twice, depending on its position; otherwise None.
+    """Return a pin to high for an op whose low kernel rounds some elements twice and others once; otherwise None.
 
-    None also if the user has an override for the op, or if painting rules decide instead of costs.
+    None also if the user has an override for the op, or if the rule of `lists` is not "cost".
     """
     device = device_of(fact.value)
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:

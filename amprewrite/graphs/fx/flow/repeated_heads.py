@@ -5,8 +5,8 @@
 Models of transformers repeat heads if they have a mask, and otherwise pass `enable_gqa=True` (integrations/sdpa_attention.py). During
 capture they have a mask, so captured graphs repeat heads.
 
-By name it knows the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`. A view cannot merge copies, so no view
-is among them.
+This file looks for the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`. It does not look for `view`, because a
+view cannot merge the copies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Way:
 
 
 def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way, Way]]:
-    """Return {attention call: (ops that repeat its keys, ops that repeat its values)} if the kernel can read the original heads."""
+    """Return {attention call: (ops that repeat its keys, ops that repeat its values)} for calls that can read the original heads."""
     apart = transformed_nodes(graph)
     written_memory = {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     found: dict[torch.fx.Node, tuple[Way, Way]] = {}

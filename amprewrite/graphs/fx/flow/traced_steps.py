@@ -13,7 +13,7 @@ through sums, scalings and copies until it finds such an x. The factors a and b 
 3. Noise is drawn from a normal distribution, is a floating input, or is computed from such values. A stochastic solver multiplies the
    result of a network by noise. A value computed from integers is no noise, because it may be a mask.
 
-By name it knows how ops are linear: `add`, `sub`, `rsub`, `mul`, `div`, `neg`, `addcmul`, `addcdiv`, `lerp`.
+This file has special code for linear ops: `add`, `sub`, `rsub`, `mul`, `div`, `neg`, `addcmul`, `addcdiv`, `lerp`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.operators import HigherOrderOperator
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops that count as their first operand times one, if it has as many elements as the result: copies, views, conversions and bounds."""
+"""Ops whose result counts as the first operand times one, if both have as many elements: copies, views, conversions and bounds."""
 RANDOM = ops_with(Trait.RANDOM)
 SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 
@@ -40,7 +40,7 @@ SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 def read_small_steps(
     graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float], repeated: bool = False
 ) -> tuple[str, ...]:
-    """Return the sums that change one value in many small steps with a product in each, and the ops between that scale or copy it.
+    """Return the sums that change one value in many small steps, each with a product, and the ops between the sums that scale or copy it.
 
     `factors` are the signed root mean squares of parameters that may scale a value. `repeated` is True for a body graph, which the graph
     around it may run many times.
@@ -167,8 +167,8 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
-        """True if `node` may be a step size for `beside`: exact or, in a product, learnt; over fewer dims than `beside`, and at most one.
-        """
+        """True if `node` may be a step size for `beside`: it is in `exact`, or in `learnt` if `beside` is a `mul` or `div`. Also, it must
+        vary along one dim at most, and along fewer dims than `beside`."""
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)
 

@@ -54,9 +54,9 @@ class Recorded:
 
     @contextlib.contextmanager
     def in_place(self, where: Tensor | None = None) -> Iterator[None]:
-        """Context that may replace the tensors of the state; at its end the new values are copied to the old addresses.
+        """Context manager whose body may replace the tensors of the state. At its end the new values are copied to the old addresses.
 
-        With `where`, a 0-dim boolean tensor, the values are copied only if it is true.
+        With `where`, a 0-dim boolean tensor, the values are copied only if `where` is true.
         """
         places = {name: getattr(self.owner, name) for name in self.names}
         for name, place in places.items():

@@ -50,8 +50,8 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
 def finite_flags(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return (flags of the gradients that were checked when they were made, gradients that still have to be checked).
 
-    A flag is above 0 if any of the gradients that were checked together was not finite, even if a hook or an accumulation has changed this
-    gradient since.
+    Gradients that were checked together have one flag. It is above 0 if any of them was not finite, even if a hook or an accumulation has
+    changed that gradient since.
     """
     backwards = tuple(reversed(_MADE.values()))
     if not backwards:

@@ -2,7 +2,7 @@
 
 The first launch of a kernel may fail, because Triton compiles the kernel at this launch and cuBLAS searches for an algorithm. The first
 failure raises a warning, and the kernel is not tried again. As the fallback, PyTorch makes the copies in more passes, and bf16 units
-multiply the same copies: bf16 represents every number of both fp8 formats, and sums stay in fp32, so only the order of the sums differs.
+multiply the same copies: bf16 represents every number of both fp8 formats, and sums stay in fp32, so only the order of summation differs.
 
 A compiled graph cannot catch an error. So a product in a compiled graph is a custom op, which catches the error at run time. An exported
 program contains `torch._scaled_mm`, because it runs without this package.

@@ -1,6 +1,6 @@
 """Functions that a padded graph calls: to add and remove padding, to cast and pad a weight, and for batch norm on padded channels.
 
-The *logical* sizes of a tensor are without padding, its *physical* sizes with padding. Padding a weight costs no more than its cast. If the
+The *logical* sizes of a tensor exclude padding, its *physical* sizes include it. Padding a weight costs no more than its cast. If the
 copy of a weight is made outside of the graph, the cast writes into the logical part of memory that is zero elsewhere (`graphs/fx/weights`).
 In a graph the copy is a cast and a pad, which a compiler fuses.
 """
@@ -71,7 +71,7 @@ def logical_part(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _closed(x: Tensor, layout: Layout) -> Tensor:
-    """Return `x` with the axes that `_opened` split joined to composed dims again."""
+    """Undo `_opened`: return `x` with the split axes joined to composed dims again."""
     for dim, factors in layout:
         if len(factors) > 1:
             x = x.flatten(dim, dim + len(factors) - 1)

@@ -62,9 +62,9 @@ def copies(
 ) -> tuple[Scaled | None, Scaled | None]:
     """Return (straight copy, transposed copy) of `matrix`; each is None if no GEMM of `gemms` reads it.
 
-    `layouts` gives, for each layout in which GEMMs read the operand, the layout relative to `matrix`: a transposed operand exchanges both.
-    If the recipe has one scale for a tensor, both copies share the scale. If one of them has a scale for each row, the scale of the other
-    is the smallest of these: it is the scale of the whole tensor. `largest` is as for `quantise`.
+    `layouts` maps each layout in which GEMMs read the operand to a layout of `matrix`: for a transposed operand, the two are exchanged.
+    If the recipe has one scale for a tensor, both copies share the scale. If one copy has a scale for each row, the other copy has the
+    smallest of these, which is the scale of the whole tensor. `largest` is as for `quantise`.
     """
     fmt, scalings = recipe.format(role), {layouts[way]: recipe.scaling(role, way) for way in ways(role, gemms)}
     made: dict[str, Scaled] = {}
@@ -86,7 +86,7 @@ def copies(
 
 
 def from_kept(value: Tensor, data: Tensor, scale: Tensor) -> Quantised:
-    """Return the fp8 copy of `value` whose numbers and scale were kept. It has no history for gradients."""
+    """Return the fp8 copy of `value` from `data` and `scale`, which were stored. The copy has no autograd history."""
     return Quantised(_linked(value), Scaled(data, scale), None)
 
 

@@ -2,7 +2,7 @@
 
 A scale is the number by which a tensor, or each row, was multiplied so that its largest element becomes the largest number of the format.
 The graph computes the scale from the value and frees both together, so there is no state, and nothing to save in a checkpoint. Elements
-that are not finite do not count for the scale. They become NaN, which passes through the product as in bf16; other rows stay right.
+that are not finite do not count for the scale. They become NaN, and so do the sums that read them, as in bf16; other rows stay right.
 
 If the device cannot multiply fp8, the product of the quantised values is computed in fp32 and rounded once.
 """

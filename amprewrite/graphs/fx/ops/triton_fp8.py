@@ -47,7 +47,7 @@ def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of values up to `amax`, divided in fp64 as torch divides."""
+    """Return the scale for magnitudes up to `amax`. The division is in fp64, as in `scale_of` of scaled_casts.py."""
     wide = amax.to(tl.float64)
     factor = (tl.full((), MOST, tl.float64) / tl.where(wide > SMALLEST, wide, SMALLEST)).to(tl.float32)
     if POWER:
@@ -57,7 +57,7 @@ def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.conste
 
 @triton.jit
 def scale_kernel(amax, scale, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the scale of values up to the number at `amax`: one launch for six of torch."""
+    """Write the scale for magnitudes up to the number at `amax`. This one launch replaces six launches of torch."""
     tl.store(scale, factor_of(tl.load(amax), SMALLEST, POWER, MOST))
 
 

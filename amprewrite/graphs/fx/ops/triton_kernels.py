@@ -15,9 +15,9 @@ from torch import Tensor
 from amprewrite.tables.formats import FORMATS
 
 RANK = 4
-"""Most dimensions of a tensor that the kernel takes, counted after neighbouring dimensions are joined where the strides allow it."""
+"""Largest number of dims of a tensor that the kernel takes. Neighbouring dims count as one if the strides allow joining them."""
 WIDTH = 3 + 3 * RANK
-"""Numbers in a row of the table, which describes one copy: two addresses, the number of elements, sizes, read strides, write strides."""
+"""Numbers in a row of the table. A row describes one copy: two addresses, the number of elements, sizes, read strides, write strides."""
 BLOCK = 1024
 _PROGRAMS = 2048
 """Most programs in a launch, about 15 for each multiprocessor of an H100. The programs of one tensor take its blocks in turn."""

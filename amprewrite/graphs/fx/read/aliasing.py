@@ -1,10 +1,10 @@
 """Find fx nodes that share memory written in place, and count the writes to a value before each of its readers.
 
-Capture runs some ops as Python code in place of PyTorch's own code. Their results then share memory differently: `dropout(x, 0.0)` returns
-`x` itself in eager PyTorch and a copy in capture; `x @ y` is a view in capture alone. Where that matters, `real_value` runs PyTorch's own
+Capture replaces PyTorch's own code of some ops by Python code. Their results then share memory differently: `dropout(x, 0.0)` returns
+`x` itself in eager PyTorch and a copy in capture; `x @ y` is a view only in capture. Where that matters, `real_value` runs PyTorch's own
 code on fake tensors.
 
-By name it knows `getitem`, which picks one result of a kernel with several.
+This file has special code for `getitem`, which picks one result of a kernel with several.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Ties:
     size: Counter[torch.fx.Node]
     """Number of nodes in a group, by its representative."""
     kept: set[torch.fx.Node]
-    """Readers of memory that is written later through `.data`: their backward must read the new values, which a cast copy lacks."""
+    """Readers of memory that is written later through `.data`. Their backward must read the new values; an earlier cast copy lacks them."""
 
 
 def note_memory(graph: torch.fx.Graph) -> None:
@@ -107,7 +107,7 @@ def is_view(node: torch.fx.Node) -> bool:
 
 
 def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the node in the body graph of a checkpoint that makes `node`; None if `node` is no result of a checkpoint."""
+    """If `node` is a result of a checkpoint, return the node in the body graph that makes it; otherwise None."""
     source = node.args[0] if node.args else None
     if isinstance(source, torch.fx.Node) and is_checkpoint(source):
         for body in bodies(source):
@@ -133,7 +133,7 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
     if node.op not in ("call_function", "call_method") or is_opaque(node) or written(node) or node.target is hooked:
         return None
     if not any(_hints(example_value(operand)) == _hints(example_value(node)) for operand in node.all_input_nodes):
-        return None  # one tensor has one shape
+        return None  # no operand has the shape of the result
     value = real_value(node)
     return next((operand for operand in node.all_input_nodes if isinstance(value, torch.Tensor) and example_value(operand) is value), None)
 
@@ -152,13 +152,13 @@ def reads_back(node: torch.fx.Node) -> bool:
 
 
 def _wanting(node: torch.fx.Node) -> Any:
-    """Return the value of an operand, `sized`, as a copy with `requires_grad`; without a copy if it cannot have a gradient."""
+    """Return `sized(node)` as a copy that requires a gradient. A value that cannot have a gradient is not copied."""
     value = sized(node)
     return value.detach().requires_grad_().clone() if differentiable(value) else value
 
 
 def sized(node: torch.fx.Node) -> Any:
-    """Return the example value of `node` with numbers for its symbolic sizes: the sizes at capture. An op runs faster on such values."""
+    """Return the example value of `node`, with the sizes at capture in place of symbolic sizes. Ops run faster on such values."""
     value = example_value(node)
     return tree_map(_sized, value) if isinstance(value, tuple | list) else _sized(value)
 
@@ -178,7 +178,7 @@ def _sized(value: Any) -> Any:
 def _backward(value: torch.Tensor) -> Any:
     try:
         return value.grad_fn
-    except RuntimeError:  # raised for a view that was captured without gradients, if its memory is written
+    except RuntimeError:  # raised if a view was captured without gradients and its memory is written
         return None
 
 
@@ -243,7 +243,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages through which other nodes see a node's result; none if they read its idle conversion (RETURNED) instead."""
+    """Return the storages in which other nodes read a node's result: none if they read its idle conversion instead (leaving.py)."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -270,8 +270,8 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
     """Return, by storage, the positions of in-place writes that may write to a cast copy, because nothing reads the old tensor later.
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the sum writes to the cast between them. Writes to
-    inputs and weights of the model are left out, because they must change these tensors. So are writes in another grad mode than the
-    tensor's, because a copy would have another autograd history.
+    inputs and weights of the model are left out, because they must change these tensors. Also left out are writes in another grad mode
+    than the mode in which the tensor was made, because a copy would have another autograd history.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)

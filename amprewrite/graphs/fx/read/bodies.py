@@ -3,8 +3,8 @@
 A higher-order op calls its body graphs with tensors that it chooses: slices of scanned tensors, loop state, gradients. So a body graph
 takes and returns fp32, in whatever format its ops run. Only the body graph of an activation checkpoint may return low results.
 
-The backward of an autograd Function is user code. With a loss scale, the backward gets unscaled gradients. If its graph shows that it is
-linear, it gets scaled gradients, as under GradScaler, so that values that the user computes there in half precision are not flushed.
+The backward of an autograd Function is user code. With a loss scale, the backward gets scaled gradients if its graph shows that it is
+linear. Then values that it computes in half precision do not underflow, as under GradScaler. Any other backward gets unscaled gradients.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
     """Return the reason why all ops of a body graph stay fp32 in training with a narrow format or a loss scale; None if they need not.
 
-    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled. Then ops around a nonlinear
-    backward of user code get gradients that nothing scales. The backward itself may overflow, because no sample run shows its range. The
+    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled. If it is, ops around a nonlinear
+    backward of user code get unscaled gradients. The backward itself may overflow, because no sample run shows its range. The
     forward of an autograd Function may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
@@ -93,7 +93,7 @@ def _backward_is_linear(node: torch.fx.Node) -> bool:
 
 
 def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
-    """True if multiplying the nodes `scaled` by a factor multiplies all results of the graph by it. An unknown op counts as nonlinear."""
+    """True if multiplying the nodes `scaled` by a factor multiplies all results by that factor. An unknown op counts as nonlinear."""
     zeros: set[torch.fx.Node] = set()
     for node in graph.nodes:
         if node.op == "output":
@@ -107,13 +107,13 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
             if not targets <= scaled or not _hands_on_factor(node, scaled, zeros):
                 return False
             scaled.add(node)
-        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # such as item(); sizes do not depend on the factor
+        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # item() may depend on the factor; sizes do not
             return False
     return False
 
 
 def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set[torch.fx.Node]) -> bool:
-    """True if scaling the nodes `scaled` by a factor scales the result of `node` by it. `zeros` are nodes that hold only zeros."""
+    """True if multiplying the nodes `scaled` by a factor multiplies the result of `node` by that factor. `zeros` hold only zeros."""
     row, leaves = find_op(op_name(node.target)), tree_leaves((node.args, node.kwargs))
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and any(map(differentiable, tensors(example_value(leaf))))]
     if row is None or not all(map(differentiable, tensors(example_value(node)))) or node.kwargs.get("rounding_mode"):
@@ -178,7 +178,7 @@ def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torc
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]
-    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # from the end: a predicate may precede the operands
+    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # paired from the end: a predicate may come first
     return [(inner, given) for inner, given in pairs if _shape(inner) == _shape(given) is not None]
 
 

@@ -1,6 +1,6 @@
 """Read the calls of an fx graph: arguments and shapes of every op as plain data, and the reasons why padding must not pass an op.
 
-By name it knows `getitem`, which may pick one of several results.
+This file has special code for `getitem`, which may pick one of several results.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None
     if not any(node.flops for node in captured.problem.graph) and not any(map(is_opaque, nodes)):
         return
     held = _held(captured.module.graph, inputs)
-    # To avoid reading constants, suppose first that all are large counts. Only if this marks a product, they are read.
+    # First suppose that all constants are large counts. Their values are read only if this supposition marks a product.
     supposed = _propagate(nodes, {**dict.fromkeys(held, Count.LARGE), **(around or {})}, low)
     graph = _kept(captured, supposed)
     if any(node.counted for node in graph):
@@ -56,7 +56,7 @@ def _summed(node: OpNode) -> int:
 
 
 def _held(graph: torch.fx.Graph, inputs: Sequence[Any]) -> dict[torch.fx.Node, Any]:
-    """Return the floating tensors that the model holds and does not train, by node, each with its value; None if the value is unknown."""
+    """Return {node: its value, or None if it is unknown} for the floating tensors that the model holds and does not train."""
     places = [*zip(graph.find_nodes(op="placeholder"), [*inputs, *[None] * len(graph.nodes)], strict=False)]
     places += [(node, held_value(node)) for node in graph.find_nodes(op="get_attr")]
     found = {}

@@ -20,7 +20,7 @@ graph the conversion returns `x` itself. It is pinned high, so in the edited gra
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
    the result a gradient. If the graph returns such a result, the op itself runs high and gets no idle conversion.
 
-By name it knows `detach`, which stops gradients.
+This file has special code for `detach`, which stops gradients.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert idle conversions after the values that leave the graph, and set their LEAVES marks. Return False if there are none.
+    """Insert idle conversions after the values that leave the graph, and set their LEAVES marks. Return False if nothing is to be done.
 
-    If there are some, `make_own` is called, and a copy of the graph is edited: the call returns a function from a node to its copy.
+    Otherwise `make_own` is called. It copies the graph and returns a function from a node to its copy, and the copy is edited.
     `without_grad` are the nodes that run without gradients; None if the graph is read as a graph without gradients.
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(graph)  # left out: no cast can be inserted inside a transform, whose ops run high anyway
+    regions = transform_regions(graph)  # nodes left out: ops inside a transform run high, and no cast can be inserted there
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
@@ -178,7 +178,7 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield the value on which the hooks are, for each result with hooks.
+    """For each result with hooks, yield the value on which the hooks are registered.
 
     If the caller calls `retain_grad`, it sees the gradient after the hooks, so the hooks must be on the value that is returned.
     """
@@ -196,7 +196,7 @@ def _before_hooks(node: Node) -> Node:
 
 
 def _takes_gradient(reader: Node) -> bool:
-    """True if a gradient may flow back through `reader`. None flows through indices, comparisons or sizes."""
+    """True if a gradient may flow back through `reader`. No gradient flows through indices, comparisons or sizes."""
     if op_name(reader.target) in _STOP:
         return False
     if any(differentiable(t) for t in tensors(example_value(reader))):
@@ -215,8 +215,8 @@ def _returns_operand(op: Node) -> bool:
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
     """True if `result` is the same tensor object as an operand with other readers or hooks, or if a checkpoint returns such a tensor.
 
-    Also true if that operand is made with gradients enabled, and `result` with gradients disabled (`without_grad`). `returns_operand` tells
-    of an op in this graph whether it returns an operand.
+    Also true if that operand is made with gradients enabled, and `result` with gradients disabled (`without_grad`). `returns_operand(op)`
+    is True if an op of this graph returns one of its operands.
     """
     result = _before_hooks(result)
     while (made_inside(result) is not None or returns_operand(result)) and (given := same_tensor(result)) is not None:
@@ -236,7 +236,7 @@ def _overlaps(value: Any) -> bool:
 
 
 class Memory:
-    """The nodes of a graph by the storages of their results, with facts about each storage: returned, taken as an input, written."""
+    """The nodes of a graph by the storages of their results, and sets of the storages that are returned, taken as inputs, or written."""
 
     def __init__(self, graph: torch.fx.Graph, without_grad: Set[Node] = frozenset()) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)
@@ -297,7 +297,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """Return the nodes in the memory `storage` that lead from its maker to results, and all that may write to it, without the maker."""
+        """Return the nodes in memory `storage` that lead from its maker to results or may write to it. The maker is left out."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

@@ -54,8 +54,8 @@ def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tenso
 def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     """Return the vertices of the weights whose values have an offset: a mean that is larger than their spread (`has_offset`).
 
-    Checked are parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset common to
-    all rows counts, too. The host reads once for each device.
+    The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
+    all rows have in common counts, too. The host reads the results once for each device.
 
     Weights before a norm are checked like all others. Training gives them no offset, because the norm removes an offset and its gradient.
     """

@@ -1,7 +1,7 @@
-"""Find the products of rows and a matrix in an fx graph, whose operands may be quantised to fp8.
+"""Find the products of rows and a matrix in an fx graph. The operands of these products may be quantised to fp8.
 
-By name it knows where `linear`, `matmul`, `mm` and `addmm` take their operands. Left out are products inside a torch.func transform,
-products of a tensor with itself, products with further factors such as `alpha`, and products plus a summand of more than one row.
+This file knows the operands of `linear`, `matmul`, `mm` and `addmm`. It leaves out products inside a torch.func transform, products of a
+tensor with itself, products with further factors such as `alpha`, and products plus a summand of more than one row.
 """
 
 from __future__ import annotations
