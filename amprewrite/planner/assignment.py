@@ -9,8 +9,8 @@ be minimized via graph cuts?", 2004: unary terms, and w·a·(1−b)):
    prices, `gradient_cast` and `mixed_read`, get a vertex of their own if the readers that cause them are not the readers of the copy.
 3. The exception: a promoting op that runs high pays a copy of its anchor, but only if all its operands are low. This term is a product of
    three labels with a positive price, which no arc can express. Two lower bounds of it are cuts. The first bound is 0. It is exact unless
-   the copy has to be paid. The second bound is, for a high op, the price p of the copy, plus p for each other operand that is low, minus p
-   for each other operand. It is exact unless another operand is high and the bound falls below 0.
+   the copy has to be paid. For a high op the second bound is the price p of the copy, minus p for each other operand that is high. It is
+   exact unless another operand is high and the bound falls below 0.
 4. Solve with the first bound. If the solution has to pay a copy, solve with the second bound. If that is not exact either, branch on the
    colour of an operand, and prune branches by the bounds. A solution is optimal if its bound is exact for it.
 
@@ -190,7 +190,7 @@ class _Search:
     def _high_copy(self, maker: int, readers: set[int], cost: int, named: bool = False) -> int:
         """Add the price of a high copy of a value to the network. Return the vertex that stands for "every reader is low".
 
-        With `named` this is a new vertex even for a single reader or none. SINK if some reader is always high, or if nothing is to be paid.
+        It is SINK if a reader is always high or nothing is to be paid. With `named` it is a new vertex even for a single reader or none.
         """
         if SINK in readers:
             self.network.arc(maker, SINK, cost)
@@ -244,7 +244,7 @@ class _Search:
     def run(self, cuts: int) -> tuple[Side, int]:
         """Search with at most about `cuts` minimum cuts.
 
-        Return the best assignment found, and a bound: no other assignment is cheaper by more than so many ticks, the unit of costs.
+        Return the best assignment found, and the largest number of ticks (the unit of costs) by which another assignment may be cheaper.
         """
         self._columns = tuple(np.array(c, np.int64) for c in (self.network.tails, self.network.heads, self.network.capacities))
         members = np.zeros(self.network.size, np.int64)
@@ -286,7 +286,7 @@ class _Search:
         return side, value + constant
 
     def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
-        """Yield two subproblems, as (fixed colours, mixers with second bounds), that fix an operand's colour; none if bounds are exact."""
+        """Yield two subproblems (fixed colours, mixers with second bounds) that fix one operand's colour; none if the bounds are exact."""
         for index in sorted(second):
             mixer = self.mixers[index]
             free = [o for o in mixer.others if o not in fixed]

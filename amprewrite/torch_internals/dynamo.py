@@ -21,5 +21,5 @@ def convert_again(code: CodeType) -> None:
 
 
 def skip_once() -> ConvertFrameReturn:
-    """Return the answer to Dynamo that runs one frame eagerly, and converts the frames that it calls. The code gets no mark."""
+    """Return the answer that makes Dynamo run one frame eagerly and convert the frames that it calls. It does not mark the frame's code."""
     return ConvertFrameReturn(apply_to_code=False)

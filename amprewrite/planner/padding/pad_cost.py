@@ -36,7 +36,7 @@ class PadCost:
     low: Format
     training: bool
     measure: Callable[[Product, Product], tuple[float, float] | None] | None = None
-    """Times a product and its padded form: returns the seconds of both, or None if they cannot be timed. None to predict the times."""
+    """Times a product and its padded form: returns the seconds of both, or None if they cannot be timed. Without it times are predicted."""
     measured: dict[Product, float] = field(default_factory=dict)
     """Seconds that padding saves in a step, for each product that was timed."""
     cached_weights: bool = True
@@ -63,7 +63,7 @@ class PadCost:
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
-        """Return the seconds per call of a padded copy of a parameter that is read in fp32, so that no cast can pad it.
+        """Return the seconds per call of a padded copy of a parameter. No cast can pad this parameter, because it is read in fp32.
 
         The copy is made at every call, or once if copies are kept.
         """
@@ -78,7 +78,7 @@ class PadCost:
         return seconds + (self.pad(numel) if self.training else 0)
 
     def inside(self, added: float) -> float:
-        """Return the seconds to write and read `added` elements of padding, in the forward and in training in the backward."""
+        """Return the seconds to write and read `added` elements of padding, in the forward, and in training also in the backward."""
         return 2 * added * self.itemsize / self.device.bandwidth * self.passes
 
     def product(self, product: Product) -> float:

@@ -3,8 +3,8 @@
 1. Axes: every dim starts with an axis of its own. Padding rules tie dims inside each op, and views split them (`axes`).
 2. Wants: an axis that makes an operand of a low matrix product unaligned gets a padded extent.
 3. Cut: each op is padded along an axis or not. A product pays if it stays unaligned. A value pays for a pad or a slice, once for all
-   readers, if its maker and a reader differ. A minimum s–t cut chooses, as for colours; padded is the source's side.
-4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off there and start again.
+   readers, if its maker or a reader is padded and the other is not. A minimum s–t cut chooses, as for colours: the source's side is padded.
+4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off before that op and start again.
 
 One file because axes, wants, cut and content work on one state until they agree.
 """
@@ -26,12 +26,12 @@ from amprewrite.planner.padding.rules.table import rule_of
 COPY = 100
 """Factor on the price of a second size of a weight's low copy. It is high so that all readers use one size."""
 ROUNDS = 60
-"""Largest number of times that the choice is repeated because of content. After that nothing in the graph is padded."""
+"""Largest number of times that the cut is repeated because of content. After that nothing in the graph is padded."""
 
 Place = tuple[str, Slot, int]
 """One dim of an operand or result: (call, slot, dim)."""
 Variable = tuple[Place, int]
-"""(group, axis): a decision of the cut, whether the dims in the group of `Place` are padded along the axis."""
+"""(group, axis): the cut decides whether the dims of the group are padded along the axis. One of its dims stands for a group."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Want:
 
 @dataclass
 class PadPrices:
-    """Prices in seconds, by number of elements: a pad or slice of an activation, elements of padding inside an op, a pad of a weight."""
+    """Functions from a number of elements to seconds: of a pad or slice of an activation, of padding inside an op, of a pad of a weight."""
 
     pad: Callable[[int], float]
     slice: Callable[[int], float]
@@ -76,7 +76,7 @@ class Regions:
     is_weight: Callable[[str], bool]
     """True if a value is a parameter, or a buffer to which nothing writes."""
     barriers: set[tuple[str, str]] = field(default_factory=set)
-    """(value, reader) pairs between which padding is cut off. If the reader needs padding, it is made anew, with zeros."""
+    """(value, reader) pairs between which padding is cut off. If the reader needs padding, new padding of zeros is made."""
     refused: dict[str, str] = field(default_factory=dict)
     """Calls whose operands and results must not be padded, with the reason."""
     reasons: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Regions:
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """The axes of the dims: `of_value` by value, `of_use` by (value, reader). A reader behind a barrier has axes of its own."""
     group: dict[Place, Place] = field(default_factory=dict)
-    """The parents of a union-find over the dims of each call that are padded together. Dims without a tie are absent."""
+    """Parents in a union-find of dims, which joins the dims of a call that are padded together. Dims without a tie are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By call: axes whose extent is fixed by its rule, such as three chunks or four gates."""
     extent: dict[int, int] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class Regions:
         self.group[self._root(one)] = self._root(other)
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """Return the decision of the cut about padding a dim along `axis`; None if the dim must keep its logical size along it."""
+        """Return the decision of the cut about padding a dim along `axis`; None if the dim must not be padded along it."""
         if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
@@ -263,7 +263,7 @@ class Regions:
 
     # -- 3. cut ---------------------------------------------------------------------------
     def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadPrices) -> None:
-        """Set `padded`: choose all of `asked`, and the calls of `weighed` whose `gains`, in seconds by name, exceed their pads' cost."""
+        """Set `padded`: pad all of `asked`, and calls of `weighed` only if their `gains` (seconds by name) exceed their pads' cost."""
         network = Network()
         vertices: dict[Variable, int] = {}
 
@@ -434,7 +434,7 @@ class Regions:
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
-        """Return the content of the padding that `reader` gets: zeros where the padding is made for it, otherwise the value's content."""
+        """Return the content of the padding that `reader` gets: zeros in padding made for the reader, otherwise the value's content."""
         if not have or (value, reader) in self.barriers:
             return 0.0
         kept = [dim for dim, factors in use if (dim, factors) in have]
@@ -480,7 +480,7 @@ def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
 
 
 def _once(network: Network, readers: list[int], maker: int, cost: float, into: bool) -> None:
-    """Add the cost of one pad (`into`) or slice, which is paid once, for all readers, if some reader needs the change of size."""
+    """Add the cost of one pad (`into`) or slice. It is paid once for all readers, if some reader needs the change of size."""
     ends = list(dict.fromkeys(v for v in readers if v != maker))
     if not ends:
         return

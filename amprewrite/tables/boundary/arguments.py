@@ -79,12 +79,12 @@ def flag(name: str, value: Any) -> bool:
 
 
 def is_word(value: object, word: str) -> bool:
-    """True if `value` is the string `word`. Unlike `==` this is a bool for arrays, too, which `==` compares element by element."""
+    """True if `value` is the string `word`. Unlike `==` it returns a bool for arrays, too: `==` compares their elements."""
     return isinstance(value, str) and value == word
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Return the option `name`, keyword arguments for a model, as a dict; {} for None. PolicyError if they are no mapping from str."""
+    """Return the keyword arguments that the option `name` holds as a dict; {} for None. PolicyError if `value` is no mapping from str."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

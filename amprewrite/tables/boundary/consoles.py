@@ -1,7 +1,7 @@
 """Consoles that print text unchanged, and progress bars on terminals and in notebooks.
 
-The library rich is imported inside the functions that need it. Its import draws from Python's random numbers, and a rewrite must not change
-the state of these.
+The library rich is imported inside the functions that need it. Its import draws random numbers, and a rewrite must not change the state of
+Python's generator.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def console(stderr: bool = False, **options: Any) -> Console:
 
 @contextmanager
 def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Show the progress of the block, called `what`, of `total` steps: a bar on a terminal, a line in a notebook, nothing elsewhere.
+    """Show the progress of the block in `total` steps, under the title `what`: a bar on a terminal, a line in a notebook, nothing
+    elsewhere.
 
-    Yields the function that advances the progress by one step. `total` is None if it is unknown.
+    Yields the function that advances the progress by one step. `total` is None if the number of steps is unknown.
     """
     screen = console(stderr=True)
     if shown and screen.is_jupyter:

@@ -75,7 +75,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
         handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
-                take_mode(scratch, target)  # before there is content, so that nobody can read it who could not read the old file
+                take_mode(scratch, target)  # before there is content, so that only users who could read the old file can read it
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -153,7 +153,7 @@ def take_mode(scratch: Path, target: Path) -> None:
 
 
 def write_scratch(path: Path, content: bytes) -> None:
-    """Write a scratch file directly and without sync, since it is read only after a move. Raises OSError if that fails."""
+    """Write a scratch file directly and without sync, since nobody reads it before it is moved. Raises OSError if writing fails."""
     with path.open("wb") as file:
         file.write(content)
 
@@ -198,7 +198,7 @@ def alone_in(folder: Path) -> Iterator[None]:
                 if time.monotonic() > until:
                     raise EmitError(f"{folder} is in use by another writer; try again when it is done") from None
                 time.sleep(0.005)
-            except OSError:  # a file system without locks: go on without
+            except OSError:  # a file system without locks: nobody waits
                 break
         try:
             yield

@@ -58,7 +58,7 @@ TF_OPS: dict[str, str] = {
     "Sqrt": "sqrt",
     "Square": "square",
     "Tanh": "tanh tanhshrink",
-    # deny in fp16, infer in bf16; norms are in the row of Mean, because TensorFlow decomposes them, and Mean decides
+    # deny in fp16, infer in bf16; norms are in the row of Mean, because TensorFlow decomposes them into Mean and other ops
     "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d layer_norm group_norm instance_norm rms_norm",
     "Sum": "sum nansum",
     # deny
@@ -203,7 +203,7 @@ _AUTOCAST_HIGH = {
     "fractional_max_pool3d adaptive_max_pool3d linalg_qr linalg_svd linalg_eig linalg_eigh linalg_lstsq",
 }
 """By device: ops that torch.autocast registers with the policy fp32, fp32_set_opt_dtype or fp32_append_dtype, so that they run in fp32. On
-CUDA it refuses binary_cross_entropy; the list holds it nevertheless."""
+CUDA torch.autocast refuses binary_cross_entropy; the list holds it nevertheless."""
 
 AUTOCAST_PROMOTE: dict[str, frozenset[str]] = {
     "cuda": _words("addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put tensordot scatter_add"),
@@ -223,15 +223,15 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
         OpKind.DENY: "max_unpool1d",
     },
 }
-"""By device and kind: ops that captured graphs show as one op, and that torch.autocast does not register itself. Their kind is the kind of
-the ops of which they consist."""
+"""By device and kind: ops that are a single op in captured graphs, but several ops for torch.autocast. Their kind is the kind of those
+several ops."""
 
 
 @cache
 def autocast_kinds(device: str) -> Mapping[str, OpKind]:
     """Return op name → kind in the lists of torch.autocast (torch 2.13) on `device`. Devices other than "cpu" have CUDA's lists.
 
-    torch.autocast runs an op that is missing in the dtype of its inputs.
+    An op that is missing from the lists runs in the dtype of its inputs.
     """
     device = device if device == "cpu" else "cuda"
     kinds = dict.fromkeys(_AUTOCAST_LOW[device].split(), OpKind.ALLOW)

@@ -87,8 +87,8 @@ _INPLACE = frozenset(
 _WRITES = frozenset({"setitem", "delitem", "__setitem__", "__delitem__"})
 
 _HOMES = ("torch", "builtins", "math", "_operator", "operator")
-"""Modules whose functions have the meaning of their name in the vocabulary. Functions of other modules, such as a user's own `linear`, have
-not."""
+"""Modules in which a function with the name of an op is that op. A function of another module, such as a user's own `linear`, may
+differ."""
 
 _PREFIXES = {
     "torch.masked": "masked_",
@@ -97,7 +97,7 @@ _PREFIXES = {
     "torch.distributed": "distributed_",
     "torch.nn.parallel": "parallel_",
 }
-"""Python module → prefix of the names of its functions in the vocabulary, since some have the name of an op but differ from it."""
+"""Python module → prefix of the names of its functions in the vocabulary, since some of them have the name of another op."""
 
 
 def _operator_name(bare: str) -> str:
@@ -135,7 +135,7 @@ def op_name(target: Any) -> str:
 
 @cache
 def _target_name(target: Any, name: str) -> str:
-    # `name` is a parameter so that the cache tells builtins apart that share a C function and compare equal (torch.mm == torch.spmm).
+    # `name` is a parameter so that the cache distinguishes builtins that share a C function and compare equal (torch.mm == torch.spmm).
     if isinstance(target, OpOverload):
         return _schema_name(target._schema.name)
     if isinstance(target, OpOverloadPacket):
@@ -215,7 +215,7 @@ class OpLists:
     infer_after_allow: bool = True
     """For the rule "tf": whether an INFER op directly after an ALLOW op becomes low as well, as in TensorFlow since 2025."""
     asked: frozenset[str] = frozenset()
-    """Ops that `moved` put on their list. The user asked for this, so that no fact about a single call changes their colour."""
+    """Ops that a user put on their list (see `moved`). No fact about a single call changes the colour of such an op."""
 
     def kind(self, op: str) -> OpKind | None:
         """Return the kind of the op whose name or spelling is `op`; None if it is on no list."""

@@ -140,7 +140,7 @@ class Op:
     the result is small only if all summands are small."""
     asks: bool = False
     """True if the op queries a tensor, such as its shape, without reading its numbers. Queries that return tensors, such as `x.T`, return
-    the numbers of their operand."""
+    the elements of their operand."""
     view: bool = False
     """True if the op moves no bytes, since its result usually shares the memory of its operand."""
     traits: frozenset[Trait] = frozenset()

@@ -1,7 +1,7 @@
 """Padding rules of element-wise ops, which compute the content of the result's padding from the content of the operands' padding.
 
-By name it knows `where`, which has its condition first, and arithmetic, which it does on the content of the padding: `rsub`, `mul`, `div`,
-`maximum`, and `minimum`.
+It knows some ops by name: `where`, whose condition comes first, and `rsub`, `mul`, `div`, `maximum` and `minimum`, whose arithmetic it
+repeats on the content of the padding.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ALWAYS: dict[str, Callable[[float], float]] = {
     "asinh": math.asinh, "tanhshrink": lambda x: x - math.tanh(x), "round": round, "floor": math.floor, "ceil": math.ceil,
     "trunc": math.trunc, "sign": lambda x: float((x > 0) - (x < 0)), "positive": lambda x: x,
 }  # fmt: skip
-"""Functions of ops whose value and slope are finite at every finite number, if the op is called with its input alone."""
+"""Functions that ops compute if they are called with their input alone. Value and slope are finite at every finite number."""
 ABOVE_ZERO: dict[str, Callable[[float], float]] = {
     "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x), "log": math.log, "log2": math.log2, "log10": math.log10,
     "reciprocal": lambda x: 1 / x, "log1p": math.log1p,
 }  # fmt: skip
-"""Functions of ops that are applied only to content above zero. At zero the value or the slope of most of them is infinite."""
+"""Functions that ops compute. They are applied only to content above zero, since most have an infinite value or slope at zero."""
 AT_ZERO = ops_with(Trait.KEEPS_ZERO)
 _ONE_INPUT, _NO_LARGER = ops_with(Trait.ONE_INPUT), ops_with(Trait.NO_LARGER)
 
@@ -69,7 +69,7 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """Return the function that gives the padding's content after `op`: arithmetic on two tensors, or on a tensor and a number."""
+    """Return the content rule of `op`, which is arithmetic on two tensors, or on a tensor and a number."""
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
     alpha = call.kwargs.get("alpha", 1)

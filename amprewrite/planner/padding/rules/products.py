@@ -1,6 +1,6 @@
 """Padding rules of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
 
-By name it knows products whose operands have other names (`mm`, `bmm`, `addmm`, `baddbmm`), and `transpose` in that of a convolution.
+It knows some ops by name: `mm`, `bmm`, `addmm` and `baddbmm`, whose operands have other names, and convolutions with `transpose` in it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _BOTH_ZERO = "a product of two activations needs zero padding on both sides"
 
 
 def matmul(view: View, first: int = 0) -> Rule:
-    """Return the padding rule of a product of two activations, `first` the position of the first. The padding of both must be zero."""
+    """Return the padding rule of a product of two activations, the first at position `first`. The padding of both must be zero."""
     names = ("input", "mat2") if view.call.op in ("mm", "bmm") else ("input", "other")
     names = ("mat1", "mat2") if view.call.op == "addmm" else ("batch1", "batch2") if view.call.op == "baddbmm" else names
     a, b = view.call.get(first, names[0]), view.call.get(first + 1, names[1])
@@ -186,7 +186,7 @@ def attention(view: View) -> Rule:
 
 
 def einsum(view: View) -> Rule:
-    """Return the padding rule of an einsum of two operands. All dims may be padded, except with an ellipsis or a letter twice in a term."""
+    """Return the padding rule of an einsum of two operands. All dims may be padded if it has no ellipsis and no letter twice in a term."""
     call = view.call
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple) else call.args[1:]
     equation = call.args[0].replace(" ", "") if call.args and isinstance(call.args[0], str) else ""

@@ -1,6 +1,6 @@
-"""Padding rules of ops that return the numbers of their operands in another shape: views, pieces, and joined tensors.
+"""Padding rules of ops that return the elements of their operands in another shape: views, pieces, and joined tensors.
 
-By name it knows how `t`, `permute` and `transpose` give the order of dims, and that `unbind` has no dim where it cuts.
+It knows some ops by name: `t`, `permute` and `transpose` for their order of dims, and `unbind`, which removes the dim that it cuts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from amprewrite.ir.op_calls import Call, Ref, Shape
 from amprewrite.planner.padding.rule import MIXED, Rule, View, aligned, zero_keeping
 
 
-# -- the same numbers in another shape ----------------------------------------------------------
+# -- the same elements in another shape ----------------------------------------------------------
 def _others(view: View, source: Any) -> set[str]:
     """Return the names of the operands other than `source`, of which the op reads only dtype or sizes."""
     found = {ref.name for ref in (*view.call.args[1:], *view.call.kwargs.values()) if isinstance(ref, Ref)}
@@ -20,7 +20,7 @@ def _others(view: View, source: Any) -> set[str]:
 
 
 def like(view: View) -> Rule:
-    """Return the padding rule of copies and conversions, which return the same shape and numbers. All dims may be padded."""
+    """Return the padding rule of copies and conversions, which return the same shape and elements. All dims may be padded."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
@@ -66,7 +66,7 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[
 
 
 def reshape(view: View) -> Rule:
-    """Return the padding rule of a reshape. Runs of dims that hold the same numbers before and after have the same padding."""
+    """Return the padding rule of a reshape. Runs of dims that hold the same elements before and after have the same padding."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     shape = view.shape(source)
     if shape is None or not view.call.shapes:
@@ -129,7 +129,7 @@ def expand(view: View) -> Rule:
 
 
 def zeros(view: View) -> Rule:
-    """Return the padding rule of `zeros`, which makes for example initial states. All dims may be padded, because padding is zero, too."""
+    """Return the padding rule of `zeros`, which models call for example for initial states. All dims may be padded with further zeros."""
     rule = Rule(content=lambda contents: 0.0)
     rule.ignored = {ref.name for ref in view.call.args if isinstance(ref, Ref)}
     for dim, size in enumerate(view.out):
