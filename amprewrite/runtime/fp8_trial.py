@@ -14,8 +14,8 @@ from amprewrite.ir.policies.product_policy import ProductPolicy
 def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
     """Return the part of `products` that works on a device of this `kind`, such as "cuda"; None if no fp8 product works there.
 
-    If the kernel that makes fp8 copies does not run, the returned policy prices these copies without it. `note` is called with the
-    reason for each restriction.
+    If our kernel that makes fp8 copies does not run there, the returned policy assumes the slower copies that torch makes. `note` is
+    called with the reason for each restriction.
     """
     if products is None:
         return None

@@ -31,16 +31,16 @@ class Options:
     """The options of one `rewrite` call, checked."""
 
     low: Format | None
-    """The low format. None: the best one for the device, or fp32 where no low format gains anything."""
+    """The low format. None: the best format for the device, or fp32 if no low format gains anything there."""
     lists: str | OpLists = "default"
     overrides: tuple[Override, ...] = ()
     backend: str | Callable[..., Any] = "eager"
     cache_weights: bool | str = True
-    """False: each call casts each weight where it reads it. True: one launch may cast many weights, and a block of calls such as
-    `generate()` may keep the copies. "step": copies are kept in training, too, until an optimizer steps."""
+    """False: in each call a graph casts each weight where it reads the weight. True: one launch may cast many weights, and the calls inside
+    one `generate()` may share the copies. "step": as True, and training keeps the copies, too, until an optimizer steps."""
     strict: bool = False
     given: ModelPlan | None = None
-    """The plan that the rewrite follows; None: the rewrite decides itself."""
+    """An earlier plan that the rewrite follows; None: the rewrite makes a plan."""
     granularity: Granularity = MODEL
     """A result of `parse_granularity`."""
     calibration: Calibration | None = None
@@ -52,9 +52,9 @@ class Options:
     measure: bool = False
     """True: time ops and casts on the device. False: use the prices in the table of devices."""
     memory: float = 0.0
-    """Price of a byte of activations kept for backward, in seconds; 0: plan for speed alone."""
+    """Price, in seconds, of each byte of activations that is kept for backward; 0: plan for speed alone."""
     parity: float | None = 1.0
-    """Weight of a training step, from 0 to 1, in the prices that all graphs share; None: each graph is decided separately."""
+    """Weight of a training step, from 0 to 1, in the cost by which one plan for all graphs is chosen. None: each graph has its own plan."""
     pad: PadPolicy = field(default_factory=PadPolicy)
     products: ProductPolicy | None = None
     """Rules for the products (matmuls) that may read fp8 copies of their operands; None: no product runs in fp8."""
@@ -66,7 +66,7 @@ class Options:
 
         `compiles`: the backend compiles the graph. `kept`: copies outlive the call in inference. A compiled graph uses one launch only for
         inference with `kept` copies, because otherwise the compiler fuses the casts in the graph and frees their results early. An eager
-        graph uses one launch on every device that is not in WHERE_READ, and wherever copies outlive the call.
+        graph uses one launch if copies outlive the call, and on every device that is not in WHERE_READ.
         """
         if compiles and self.backend != "eager":
             return bool(self.cache_weights) and kept and not training
@@ -75,10 +75,10 @@ class Options:
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool | str, products: ProductPolicy | None) -> Policy:
-    """Return the policy that `options` give on the device `row`, and call `note` with each restriction, such as a device without gain.
+    """Return the policy that `options` give on the device `row`, and call `note` with each restriction, such as a device without a gain.
 
-    `kept`: how long low copies of weights are kept, as `cache_weights`. `products`: the part of `options.products` that the kernels on the
-    device can run (see `fp8_trial.runnable`).
+    `kept`: how long low copies of weights are kept, as a value of `cache_weights`. `products`: the part of `options.products` that the
+    kernels on the device can run (see `fp8_trial.runnable`).
     """
     low = options.low
     if low is None:

@@ -4,8 +4,8 @@
 2. granularity="blocks": each block is a part. A block is a module with submodules, in an nn.ModuleList, nn.Sequential or
    nn.ModuleDict that holds another module of the same class. Of blocks inside blocks only the outermost are parts.
 3. granularity=[patterns]: each module whose path matches one of these shell patterns is a block.
-4. Where there are blocks, every other module with parameters that neither holds a block nor is inside a part, such as an embedding
-   or a head, is a part too.
+4. Other modules with parameters, such as an embedding or a head, are parts too if there are blocks: each outermost module that is
+   outside of all blocks and holds none.
 
 Hooks on a part run outside its graph. FSDP2 needs this, because its hooks gather the weights of a block just before the block runs.
 Code between the parts is not captured. It runs as written, in fp32.
@@ -41,7 +41,7 @@ def is_flattened(parameter: Tensor) -> bool:
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of the weights of `module`, which are gathered together; [] if it did not go through `fully_shard`.
+    """Return FSDP2's groups of weights of `module`, each gathered at once; [] if the module did not go through `fully_shard`.
 
     In earlier versions of torch a module has at most one group.
     """
@@ -100,7 +100,7 @@ def block_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module) -> Iterator[str]:
-    """Yield the path of each module with submodules whose list, sequence or dict holds another module of the same class."""
+    """Yield the path of each module that has submodules, and a sibling of its class in the same list, sequence or dict of modules."""
     for path, holder in model.named_modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             classes = Counter(type(child) for child in holder.children())

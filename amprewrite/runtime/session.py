@@ -47,7 +47,7 @@ class Session(GraphRewriter):
     """A rewritten model at run time: runs its calls, and reports its plan."""
 
     turn: threading.RLock = field(default_factory=threading.RLock)
-    """Held by the running replica of torch.nn.DataParallel: the model holds the tensors of one replica at a time."""
+    """Lock that a replica of torch.nn.DataParallel holds while it runs: the model can hold the tensors of only one replica at a time."""
     take_in: Callable[[], None] = field(default=lambda: None)
     """Function that rewrites the calls of modules that were added to the model after the rewrite."""
 
@@ -55,7 +55,7 @@ class Session(GraphRewriter):
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `entry` on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs."""
         state, nested = self.state, self.state.depth > 0
-        recomputes = current_backward() >= 0  # inside a backward, a checkpoint repeats calls, which must run the graphs of their forward
+        recomputes = current_backward() >= 0  # inside a backward: a checkpoint repeats a forward, on the same graphs
         again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
         inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
         if not recomputes and (inside or entry.regions.changes):
@@ -101,7 +101,7 @@ class Session(GraphRewriter):
     def step(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of `entry` as a step of `generate()`.
 
-        If capture finds that the plan reads a low cache in fp32, the caches become fp32, and the call begins again: none of it has run yet.
+        If capture finds that the plan reads a low KV cache in fp32, the caches become fp32, and the call begins again: none of it has run.
         """
         state = self.state
         if state.low_caches is not None:
@@ -118,9 +118,9 @@ class Session(GraphRewriter):
         return self.call(entry, args, kwargs)
 
     def _check_gathered(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise CaptureError if FSDP2 gathers weights of `entry` low, and code outside of one whole graph may have read them.
+        """Raise CaptureError if FSDP2 gathers weights of `entry` low, and other code than one graph of the whole entry may have read them.
 
-        `ran`: the regions that ran in the call.
+        `ran`: the regions (rewritten graphs) that ran in the call.
         """
         if self.gathered.gathers:
             whole = not entry.graphs_of_forward.left_out and len(ran) == 1 and ran[0].whole and ran[0].place == entry.place
@@ -167,7 +167,7 @@ class Session(GraphRewriter):
     def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """Run a call as written, in fp32, because of `why`: a torch.func transform or forward-mode derivatives are active.
 
-        Of nested calls only the outermost is listed in the plan.
+        If such calls are nested, the plan lists only the outermost.
         """
         if not self.state.transformed:
             message = f"{entry.place} ran in fp32: {why}"
@@ -179,7 +179,7 @@ class Session(GraphRewriter):
             self.state.transformed -= 1
 
     def _look_for_new_modules(self) -> None:
-        """Rewrite the calls of modules that were added to the model, if the root's children changed or `children` is None.
+        """Rewrite the calls of modules that were added to the model, if the root's children changed or a capture set `children` to None.
 
         So a new child of the root is found before the next call, and a new module deeper in the model after the next capture.
         """
@@ -324,7 +324,7 @@ class Session(GraphRewriter):
         self.warn_fp32(message, cause)
 
     def freeze(self, frozen: tuple[str, ...] | None) -> None:
-        """Adapt the session to a model whose weights were frozen, or unfrozen if `frozen` is None: every graph is captured anew.
+        """Capture every graph anew, because the weights of the model were frozen, or unfrozen if `frozen` is None.
 
         `frozen`: names of the fp32 parameters that took gradients before. Low copies of weights are dropped.
         """
@@ -360,13 +360,13 @@ class Session(GraphRewriter):
         return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:
-        """Return the plan of the graphs of `regions`, each once."""
+        """Return the plan of the graphs of `regions`. A region that occurs several times is listed once."""
         return self._plan([region.plan for region in dict.fromkeys(regions)])
 
     def plan_of_all(self) -> ModelPlan:
         """Return the plan of all graphs that have run, in the order of their first calls.
 
-        Of graphs that differ only in sizes or mode the plan has the first. A note gives the number of the others.
+        If several graphs differ only in sizes or mode, the plan has the first of them. A note gives the number of the others.
         """
         ran = [region.plan for region in dict.fromkeys(region for call in (*self.calls, self.last) for region in call)]
         shown = each_once(ran)

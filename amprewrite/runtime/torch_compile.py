@@ -99,7 +99,7 @@ def _is_still(ref: weakref.ref[Any], value: Any) -> bool:
 
 
 def sessions_of(module: nn.Module) -> list[CompiledSession]:
-    """Return the sessions of the graphs that torch.compile captured of this module, the oldest first.
+    """Return the sessions of the graphs that torch.compile captured from this module, the oldest first.
 
     Each combination of options has a session of its own.
     """

@@ -13,7 +13,7 @@ from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
 
 
 class _Outermost:
-    """The CPU random state before the first of the blocks that run now. Blocks of all threads count: PyTorch has one state for them."""
+    """The CPU random state from before the first `random_state_kept` block that still runs. PyTorch has one such state for all threads."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -33,7 +33,7 @@ _SOURCE = file_label(__file__)
 
 
 class CacheReadHigh(Exception):
-    """Raised during capture, and caught in `State.step`, if the graph reads keys or values of a low cache in fp32."""
+    """Raised during capture, and caught in `Session.step`, if the graph reads keys or values of a low cache in fp32."""
 
 
 class _KeepsLow:
@@ -102,7 +102,7 @@ def is_low(layer: Any) -> bool:
 
 
 def hold_low(layer: Any, dtype: torch.dtype) -> None:
-    """Make an empty layer store in `dtype` all keys and values that it will get, by a change of its class."""
+    """Change the class of an empty layer, so that it stores all its later keys and values in `dtype`."""
     cls: Any = type(layer)
     inner = object.__new__(cls)
     inner.__dict__.update(vars(layer))
@@ -172,7 +172,7 @@ class CachesOfModel:
         return LowCaches(low.dtype) if fits and not self._seen_outside(args, kwargs) else None
 
     def _seen_outside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """True if code outside of the model sees the cache: if `return_dict_in_generate` is set, or hooks are on the model or global."""
+        """True if code outside of the model sees the cache: `return_dict_in_generate` is set, or the model or all modules have hooks."""
         own = getattr(self.root, "generation_config", None)
         asked = [kwargs, *(vars(each) for each in (*args, *kwargs.values(), own) if _is_settings(each))]
         hooks = self.root._forward_hooks or self.root._forward_pre_hooks or any_global_hook()

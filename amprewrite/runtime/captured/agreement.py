@@ -1,4 +1,4 @@
-"""Keep one plan for all graphs of a model: store the colours that they share, and mark graphs with other colours for a new capture."""
+"""Keep one plan for all graphs of a model: store the shared colours of ops (low or high), and mark graphs with others for a new capture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Agreement:
         return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
 
     def follow_weights(self, every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
-        """Mark graphs for a new capture if a weight of theirs moved into or out of the range of the low format; note these weights.
+        """Mark graphs for a new capture if one of their weights moved into or out of the low format's range, and note each such weight.
 
         If graphs share colours, all graphs in `every` are marked. Returns a warning if a weight no longer fits, otherwise "".
         """
@@ -64,6 +64,6 @@ class Agreement:
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:
-    """Return the products for which the planner considered fp8: coloured low if their results are computed in fp8, otherwise high."""
+    """Return the products that the planner considered for fp8. The colour is low if the result is computed in fp8, otherwise high."""
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]

@@ -119,7 +119,7 @@ class CallRecord:
         self.notes[text] = None
 
     def cannot_read(self, path: str, why: str) -> None:
-        """List the module at `path`, which no capture can ever read, in `plan.skipped`, and warn. `why` is the reason."""
+        """List the module at `path` in `plan.skipped`, and warn, because no capture can ever read it. `why` is the reason."""
         if Skipped(path, why) not in self.unreadable:
             self.unreadable.append(Skipped(path, why))
         self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)

@@ -37,7 +37,7 @@ from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
-"""Reason in messages why such code runs as written: Dynamo would put the hook on the value after the write."""
+"""Reason in messages why code that hooks and writes an input runs as written: Dynamo would put the hook on the written value."""
 FRESH_STARTS = 2
 """Number of times in a row that an entry is captured anew because none of its graphs ran. After that it stays as captured."""
 
@@ -83,7 +83,7 @@ class Graphs:
         self.empty: bool | None = None
         """True if Dynamo read all of the entry's code and found no tensor op; False if it gave up the code; None if neither happened."""
         self.in_parts = not entry.captured
-        """True if code of the model may run between its graphs."""
+        """True if code of the model may run between the graphs of the entry."""
         self._captures: Counter[int | None] = Counter()
         session = entry.session
         self._alone = self._beside_hooks = entry.function
@@ -179,7 +179,7 @@ class Graphs:
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
-        if regions_around() > self.entry.session.state.around:  # the graph broke inside a region of the model, which is open now and off
+        if regions_around() > self.entry.session.state.around:  # in an autocast region of the model, which switches autocast off
             put_in_region(module.graph, graph_device(module))
         region = self.entry.rewrite_region(self, module, example_inputs)
         region.whole = dynamo.is_whole(module, self.entry.function)
@@ -267,7 +267,7 @@ class Entry:
         return True
 
     def capture_anew(self, why: Anew) -> None:
-        """Replace the graphs by empty ones with a new code object, whose Dynamo cache is empty: Dynamo also reads skipped frames again.
+        """Replace the graphs by an empty `Graphs` with a new code object. Dynamo has no cache for it, and reads skipped frames again, too.
 
         If `why` concerns decisions only, the old graphs are kept for recomputations of their forwards.
         """

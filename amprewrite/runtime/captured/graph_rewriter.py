@@ -112,7 +112,7 @@ class GraphRewriter(CallRecord):
             return self._rewritten(graphs, module, example_inputs)
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
-        """Return a captured graph with its problem: everything that decisions read. Nothing is decided yet."""
+        """Return a captured graph with its problem, the data by which the planner will decide. Nothing is decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
         path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.training.loss_scale.enabled
         path = entry.path if path is None else path
@@ -133,8 +133,8 @@ class GraphRewriter(CallRecord):
     ) -> Captured:  # fmt: skip
         """Return a graph of this model with its problem, by this model's options.
 
-        `training`: the graph records gradients; None: if grad mode is on or the graph turns it on. `may_decline`: the graph may stay fp32
-        if a low format gains nothing.
+        `training`: the graph records gradients; None: True if grad mode is on or the graph turns it on. `may_decline`: the graph may stay
+        fp32 if a low format gains nothing.
         """
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
@@ -220,7 +220,7 @@ class GraphRewriter(CallRecord):
         return self.options.casts_at_once(entry.compiles, training, device, kept) and not self._sharded()
 
     def _sharded(self) -> bool:
-        """True, with a note, if FSDP2 shards a module. It gathers the weights for every forward, which `_version` does not show."""
+        """True if FSDP2 shards a module, with a note: it gathers weights for every forward, which their version counters do not show."""
         if found := any(map(is_sharded, self.root.modules())):
             self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found

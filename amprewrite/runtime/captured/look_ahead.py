@@ -15,7 +15,7 @@ ranks, because the operands of a collective must have the same format on every r
 
 An export has no first call: `rewrite_for` observes a run on the arguments of the export.
 
-Only the first calls pay for this. It is on by default, because a model that returns NaN is useless.
+Only the first calls become slower. Observing is on by default, because a model that returns NaN is useless.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def worth_watching(problem: Problem) -> bool:
 
 
 class LookAhead:
-    """Runs the first calls of one graph, and observes each of them in fp32 before.
+    """Runs the first calls of one graph, each after an observed run of the same graph in fp32.
 
     `plan` is the plan of the graph. `learn` adds ranges to the calibration and returns the new calibration. `again` plans and emits the
     graph anew for the given inputs, and returns its plan. `warn` warns the user.
@@ -120,14 +120,14 @@ class LookAhead:
             seen, finite = self._observed(inputs, brief=not always)
             broken = always or any(dangers(self.captured, self.plan, seen)) or (finite and self._breaks_unobserved(run, inputs))
             if broken and not always:
-                seen, finite = self._observed(inputs, brief=False)  # again, with the costly histograms that planning needs
+                seen, finite = self._observed(inputs, brief=False)  # repeat the run with the costly histograms that planning needs
         except torch.OutOfMemoryError:
             self.warn(
                 f"{self._place} was not looked at before it runs in {self._low}: there is no memory to run it in fp32 without gradients; "
                 "call it on a smaller batch first, give a calibration, or use dtype='bf16'"
             )
             return False
-        except Exception as error:  # not raised: if the model refuses these inputs, the call itself will raise the same error
+        except Exception as error:  # do not raise it: if the model refuses these inputs, the call itself raises the same error
             self.failed = f"{type(error).__name__}: {one_line(error)}"
             return False
         if broken:
@@ -137,7 +137,7 @@ class LookAhead:
         return finite
 
     def _observed(self, inputs: tuple[Any, ...], brief: bool) -> tuple[Mapping[str, RegionRanges], bool]:
-        """Return the ranges of an fp32 run, of all ranks, and True if its results and all written inputs are finite.
+        """Return the value ranges of an fp32 run on all ranks, and whether its results and all written inputs are finite.
 
         `brief`: without histograms.
         """

@@ -64,9 +64,9 @@ class Region:
         self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused
 
     def call(self, inputs: tuple[Any, ...], forward: int) -> Any:
-        """Run the graph on the inputs of its captured code, and return its results. In fp16 the first calls observe an fp32 run before.
+        """Run the graph on the inputs of its captured code, and return its results.
 
-        `forward` is the number of this forward of the model.
+        In fp16, each of the first calls first observes an fp32 run. `forward` is the number of this forward of the model.
         """
         first = self.look_ahead
         if first is None:

@@ -1,8 +1,8 @@
 """Check whether decisions that were made for the weights at capture still hold for the present weights.
 
 An op that reads a weight stays fp32 in an fp16 plan if the weight does not fit fp16: if its largest value exceeds 65504, or if all of its
-values are below fp16's smallest number. (A bias may be below, because it is only added to a product.) Training can move a weight into or
-out of this range. So the weights are checked again
+values are below fp16's smallest number. (A bias may be so small, because it is only added to a product.) Training can move a weight
+into or out of this range. So the weights are checked again
 
 1. after a step that was skipped for an overflow, and before training is stopped with an error;
 2. when the model switches between training and evaluation mode, and when a state dict is loaded;
@@ -35,7 +35,7 @@ from amprewrite.tables.formats import Format
 BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
 """All ways in which a weight may not fit."""
 FIRST_LOOK, LAST_DOUBLING = 16, 1024
-"""Numbers of calls: weights are first checked at the first number, then at each double of it up to the last, then at its multiples."""
+"""Numbers of calls. Weights are checked at the first number, at each doubling of it up to the last, and then at multiples of the last."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Known:
     """The path of the weight in the model, by which its present value is found."""
     fit: Fit
     reference: weakref.ref[Tensor] | None = None
-    """The weight itself, if the model has no such weight at that path; otherwise None."""
+    """A reference to the weight, if the model does not have this weight at that path; otherwise None."""
     bounds: frozenset[Fit] = BOUNDS
     """The misfits for which an op that reads the weight stays fp32."""
 

@@ -226,7 +226,7 @@ def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 class CaptureCheck:
     """Compares a call that captures a model with the same call of the original model.
 
-    Made before the call with its arguments. `plain` returns a clone of `root` without the rewrite, with the same parameters.
+    It is made before the call, with its arguments. `plain` returns a clone of `root` without the rewrite, with the same parameters.
     """
 
     def __init__(self, root: nn.Module, plain: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

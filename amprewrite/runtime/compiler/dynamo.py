@@ -79,7 +79,7 @@ def compile_afresh(
        regions around the call.
     9. Graphs of other models do not count towards the limit of code that several models run, such as a submodule behind a graph break.
     10. If `eager`, graphs run eagerly: Dynamo also captures code behind a `torch.autograd.grad` that reads values from before it.
-    11. Functions of Python's own library run as written: they have no op. The functions that they call are converted.
+    11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
     """
@@ -114,7 +114,7 @@ def compile_afresh(
                     undo.append(_set("allow_unspec_int_on_nn_module", True))
                 if own := frame[0].f_code is code:  # so that code without ops gets guards, by which Dynamo reads it again in another mode
                     undo.append(_set("allow_empty_graphs", True))
-                if not whole:  # Dynamo allows only one of the two settings, and the user may have set the other one
+                if not whole:  # Dynamo refuses both settings at once, and the user may have set the second
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
                 if not _ISOLATES and (more := _entries_of_others(frame[1], given)):
                     for name in ("recompile_limit", "accumulated_recompile_limit"):
@@ -153,7 +153,7 @@ def compile_afresh(
 
 
 def _is_of_python(file: str) -> bool:
-    """True if `file` belongs to Python's own library. Installed packages stand in a folder inside the library's folder."""
+    """True if `file` belongs to Python's own library. Installed packages, in a folder inside the library's, do not count."""
     return file.startswith((_PYTHON, "<frozen ")) and not file.startswith(_PACKAGES)
 
 
@@ -168,7 +168,7 @@ def _entries_of_others(entry: Any, backend: Any) -> int:
 def _set(name: str, value: Any) -> Callable[[], None]:
     """Set the setting `name` of Dynamo, and return a function that restores it.
 
-    If the setting is a context variable, that is set directly, which takes 0.3 us instead of 8.
+    If the setting is stored in a context variable, the variable is set directly, which takes 0.3 us instead of 8.
     """
     entry = getattr(torch._dynamo.config, "_config", {}).get(name)
     variable = getattr(entry, "user_override", None)
@@ -374,7 +374,7 @@ def why_switched_off() -> str:
 
 _FRAMES = "frames"
 _APART = Counter({_FRAMES: 0})
-"""Failures of Dynamo in backwards of compiled graphs, which are subtracted from its counts: frames given up, and each reason."""
+"""Numbers to subtract from Dynamo's counts (frames given up, each reason), for its failures in backwards of compiled graphs."""
 
 
 def frames_given_up() -> int:

@@ -95,7 +95,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _code(error: BaseException) -> types.CodeType | None:
-    """Return the code of the frame that Dynamo failed on; None if unknown. The function that caught the error has an argument `frame`."""
+    """Return the code of the frame that Dynamo failed on; None if unknown. The function that caught the error has it as an argument."""
     caught = error.__traceback__
     frame = caught.tb_frame.f_locals.get("frame") if caught is not None else None
     code = getattr(frame, "f_code", None)

@@ -8,9 +8,9 @@ the regions. The reported dtype is fp32, so that a cast to this dtype in the mod
    `binary_cross_entropy`, cost time in each call, and be seen by hooks, checkpoints and other code around the graphs. That code computes
    in fp32 in any case.
 2. The true answer is given inside an autocast region that the model itself entered, and for a device that the model is not on.
-3. The true answer is given to PyTorch's own code, which asks to choose kernels or, in `custom_fwd`, to convert inputs.
+3. The true answer is given to PyTorch's own code, which asks in order to choose kernels or, in `custom_fwd`, to convert inputs.
 4. The true answer is given to a model that holds half values or is called with some. Such a model asks whether autocast will make dtypes
-   agree. It will not, because it is off.
+   agree. Autocast will not, because it is off.
 
 Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32 (`autocast_for_fp32`).
 

@@ -60,7 +60,7 @@ def _modules_above() -> Iterator[str]:
 
 
 def who_switched_autocast() -> str:
-    """Return a sentence on the library on the call stack that switches autocast on, with the remedy; "" if no known library is there."""
+    """Return a sentence that names the library on the call stack that switches autocast on, and the remedy; "" if none is known."""
     above = set(_modules_above())
     return next((say for package, say in _SWITCHES if any(f"{name}.".startswith(f"{package}.") for name in above)), "")
 

@@ -70,7 +70,7 @@ def refuse_tracers() -> None:
 def _was_another_export() -> bool:
     """Wait until no other thread exports; True if symbolic tracing has ended then.
 
-    PyTorch has one flag for all threads that fx is tracing, and Dynamo runs no code while it is set.
+    PyTorch's flag for symbolic tracing is the same in all threads, and Dynamo runs no code while it is set.
     """
     with ONE_EXPORT:
         return not is_fx_symbolic_tracing()

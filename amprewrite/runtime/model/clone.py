@@ -45,7 +45,7 @@ class _Cloning:
         self.owned: set[int] = set()
         """Ids of containers that a module of the tree holds, directly or in another container."""
         self.holding: dict[int, bool] = {}
-        """By the id of a container: a result of `_holds`."""
+        """Results of `_holds`, by the id of the container."""
         found = self._reachable(module)
         for original in found:  # object.__new__, because a GraphModule's own __new__ would make a class without forward
             self.made[id(original)] = object.__new__(type(original))
@@ -169,7 +169,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """Return the members of a dataclass or namespace by name, without its own `__getattribute__`, which may raise for some."""
+    """Return the members of a dataclass or namespace by name. Its own `__getattribute__` is not called: it may raise for some members."""
     if isinstance(value, types.SimpleNamespace):
         return vars(value)
     fields = {field.name for field in dataclasses.fields(value)}
@@ -189,7 +189,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _filled_slots(value: Any) -> Iterator[Any]:
-    """Yield the descriptors of the attributes in `__slots__` of the value's classes that have a value in this object."""
+    """Yield the descriptor of each `__slots__` attribute that has a value in this object."""
     for cls in type(value).__mro__:
         for found in vars(cls).values():
             if isinstance(found, types.MemberDescriptorType):

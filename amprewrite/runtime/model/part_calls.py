@@ -17,7 +17,7 @@ from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.session import Session, enter
 
 FORWARD = "_amprewrite_forward"
-"""Attribute of a rewritten module with the forward that was set on the instance before the rewrite."""
+"""Name of the attribute that keeps a `forward` that was set on the instance before the rewrite."""
 
 
 def call_as_part(session: Session, path: str, module: nn.Module) -> None:
@@ -33,7 +33,7 @@ class PartForward:
         self.session, self.path, self.part = session, path, part
 
     def __reduce__(self) -> Any:
-        """A copy of the part alone has the forward from before the rewrite."""
+        """Copy or pickle the forward from before the rewrite, because a copy of the part alone is not rewritten."""
         own = self.part.__dict__.get(FORWARD)
         return (getattr, (self.part, "forward")) if own is None else (functools.partial, (own,))
 

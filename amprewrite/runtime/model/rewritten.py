@@ -99,7 +99,7 @@ class RewrittenBase(nn.Module):
 
     @staticmethod
     def members_for(cls: type[nn.Module]) -> dict[str, Any]:
-        """Return the members that the rewritten subclass of `cls` adds: `forward`, and `generate` if `cls` has one. Signatures stay."""
+        """Return the members that the rewritten subclass of `cls` adds: `forward`, and `generate` if `cls` has it. Signatures stay."""
 
         @functools.wraps(cls.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _options_with_scale(model: nn.Module) -> Options:
-    """Return the options of a model with its current loss scale, from which a copy continues."""
+    """Return the options of a model with its current loss scale, so that a copy continues with this scale."""
     session = session_of(model)
     return replace(session.options, loss_scale=session.training.loss_scale)
 
@@ -394,7 +394,7 @@ def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, 
 def _take_in(session: Session, parts: tuple[str, ...], known: WeakValueDictionary[int, nn.Module]) -> None:
     """Rewrite the calls of modules that were added to the model after the rewrite, such as a new head.
 
-    `parts` are the paths of the parts. A new module with parameters outside of them is listed as unreadable.
+    `parts` are the paths of the parts. A new module that has parameters and is outside of the parts is listed as unreadable.
     """
     for path, module in _modules_not_in(known, session.root, session):
         if module._compiled_call_impl is not None or is_rewritten(module):
@@ -410,7 +410,7 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
 
 
 def _add_entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> None:
-    """Make `module` an entry of `session`. Its class before the rewrite is `cls`.
+    """Make `module` an entry of `session`: calls of it run rewritten graphs. Its class before the rewrite is `cls`.
 
     A forward that was set on the instance, for instance by accelerate, is the function of the entry, and is stored under FORWARD.
     """

@@ -61,7 +61,7 @@ class BackwardEnd:
     def watch(self, results: Iterable[Any]) -> None:
         """Watch for backwards that enter one of `results`. Values without a `grad_fn` are ignored."""
         for result in results:
-            if isinstance(result, Tensor) and result.grad_fn is not None:  # not a leaf, on which a hook would outlive this forward
+            if isinstance(result, Tensor) and result.grad_fn is not None:  # no leaf: a hook on a leaf would outlive this forward
                 hook_result(result, self._entered)
 
     @uncaptured
@@ -102,7 +102,7 @@ class Noted:
         self._there: dict[int, StorageWeakRef] = {}
         """By address: weak references to the memory of the gradients at the latest step, or at the end of a later backward."""
         self._sets = 0
-        """Number of steps, each after at least one backward, for which `_heard` has not been None."""
+        """Number of steps since `_heard` was set; only steps after a new backward count."""
         self._ended = False
         """True if a backward has ended since the latest step."""
         self._place: Tensor | None = None
@@ -170,7 +170,7 @@ class Noted:
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False
-        # Do not keep the flag for the next step. If no optimizer is known, the loop may write new gradients to the same memory.
+        # In these cases the flag is dropped. If no optimizer is known, the loop may write new gradients to the same memory.
         untold = self._owner is None or self._recorded or recording(flag.device)
         if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there = None, {}

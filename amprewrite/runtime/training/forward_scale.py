@@ -4,7 +4,7 @@ All graphs that run in one forward use the same factor, in each backward through
 overflows. If no step would make it shrink, a forward uses 1 in its place (`ScaleUse`):
 
 1. until an optimizer is known, as under torch.autocast without a GradScaler, and while all parameters are frozen;
-2. in eval mode, until an optimizer steps after forwards in eval mode alone. For saliency maps, forces and attacks no optimizer steps.
+2. in eval mode, until an optimizer steps after forwards that were all in eval mode. For saliency maps and attacks no optimizer steps.
 
 The loss scale is meant for the gradient of the loss. Gradients from which the loss is computed (forces, penalties, inner steps of
 meta-learning) would overflow fp16 if they were scaled, and the loss would be NaN. So each backward uses the scale or 1:
@@ -14,14 +14,14 @@ meta-learning) would overflow fp16 if they were scaled, and the loss would be Na
    (`scale_ops.py`).
 3. `torch.autograd.grad` uses the scale if two of three conditions hold: the scale is static, so the user asked for it; a weight gets a
    gradient; `create_graph` is not set, so no loss is computed from the gradients. So under a dynamic scale gradient penalties use 1, and
-   their loss is finite. If the backward of that loss overflows, the dynamic scale shrinks. A static scale never does: penalties on
-   gradients of weights use it, as in a loop that scales the inner loss by hand, and inside the model the backward of their loss meets
-   gradients that are scaled already.
-4. A backward inside another through the same forward, as a hook may run it, uses the factor of the outer one, which goes on afterwards.
+   their loss is finite. If the backward of that loss overflows, the dynamic scale shrinks. Under a static scale, which never shrinks,
+   penalties on gradients of weights are scaled, as in a loop that scales the inner loss by hand. Then the backward of their loss meets
+   scaled gradients inside the model.
+4. A backward inside another backward through the same forward, for instance in a hook, uses the factor of the outer backward.
 
-Graphs read the scale and its inverse when gradients pass, and both are written when a backward enters the forward. A forward has its own
-copies of both if one of its backwards may use 1: if code of the model runs between graphs, an input requires gradients, or a weight is
-computed from other tensors.
+Graphs read the scale and its inverse when gradients pass. A backward that enters the forward writes these two numbers first. A forward
+has its own copies of them if one of its backwards may use 1: if code of the model runs between graphs, an input requires gradients, or a
+weight is computed from other tensors.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class ForwardScale:
             return
         for device, pair in self._pairs.items():
             for number, true in zip(pair, self._first, strict=True):
-                value = number.data  # by `.data`, because a compiled graph may have saved this tensor for backward
+                value = number.data  # `.data` hides the write from autograd: a compiled graph may have saved this tensor for backward
                 value.copy_(on_device(true, device)) if scaled else value.fill_(1)
         self._scaled = scaled
 

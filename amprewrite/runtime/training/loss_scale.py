@@ -541,6 +541,6 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
 
 
 def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Return `value` as a 0-dim tensor that counts writes, which a tensor made in inference mode does not."""
+    """Return `value` as a 0-dim tensor with a version counter, which a tensor made in inference mode lacks."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device=device)

@@ -101,7 +101,7 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return the maximum of `flags`, on the device of the first. Not their sum: fused Adam subtracts a flag from its step count."""
+    """Return the maximum of `flags`, on the device of the first. A sum would be wrong: fused Adam subtracts the flag from its steps."""
     where = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 
@@ -124,7 +124,7 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _fresh(noted: Sequence[Tensor]) -> Tensor | None:
-    """Return one new flag for all `noted` flags, to which the caller may write; None if there are none."""
+    """Combine the `noted` flags in one new flag, to which the caller may write; None if there are none."""
     return (any_of(noted) if len(noted) > 1 else noted[0].clone()) if noted else None
 
 
@@ -136,7 +136,7 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | N
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
-        if gradient.requires_grad:  # made with `create_graph=True`, so it must not be written, as the kernel below does
+        if gradient.requires_grad:  # made with `create_graph=True`: it must not be written, and the kernel below would
             flags.append((~local_values(gradient.detach()).isfinite().all()).float())
             continue
         if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:

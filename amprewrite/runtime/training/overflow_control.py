@@ -1,6 +1,6 @@
 """Finds the optimizers of a rewritten model, and has their overflowing steps skipped.
 
-Each rewritten model has a gate. Hooks on each optimizer do the work for it (optimizers/optimizer_hooks.py); optimizers are not wrapped.
+Each rewritten model has a gate. Optimizers are not wrapped: hooks on each optimizer check and skip steps (optimizers/optimizer_hooks.py).
 
 A gate finds an optimizer
 
@@ -10,8 +10,8 @@ A gate finds an optimizer
 3. at the optimizer's first step, by a hook that PyTorch calls before the steps of all optimizers. The gradients of that step were not
    scaled, so the step does not change the scale. It is skipped if the gradients overflowed.
 
-`forward_scale.py` decides which scale a forward has until then. If the model is trained and no optimizer is found, a single warning says
-that gradients are not scaled (optimizers/unscaled.py).
+`forward_scale.py` decides which scale a forward has until an optimizer is found. If the model is trained and none is found, a single
+warning says that gradients are not scaled (optimizers/unscaled.py).
 
 The hook for all optimizers does nothing to optimizers of other models. Without it, an optimizer that was copied, unpickled or made by a
 trainer would apply infinities to the weights without a message. It is removed with the last gate.
@@ -58,11 +58,11 @@ class StepGate(StepRecord):
 
     def __post_init__(self) -> None:
         self._first = {id(p) for p in self.parameters()}
-        """Ids of the parameters at the start. By these, parameters that FSDP1 takes out of the model during a forward are recognised."""
+        """Ids of the parameters at the start. They identify parameters that FSDP1 takes out of the model during a forward."""
         self._forget_optimizers()
 
     def attach(self, optimizer: Optimizer, copies: bool = False, group: Any = None) -> None:
-        """Guard `optimizer`: its steps are skipped if gradients overflowed, and the loss scale is updated by them.
+        """Guard `optimizer`: a step is skipped if gradients overflowed, and each step updates the loss scale.
 
         `copies`: the optimizer steps copies of the parameters, kept elsewhere, and the loop copies gradients to them, as offloading does.
         `group`: a process group whose ranks step other parts of the model. If one of them skips a step, all do.
@@ -159,9 +159,9 @@ class StepGate(StepRecord):
     def _backward_began(self) -> None:
         """Drop the overflow flags of gradients that were discarded. Called when a backward begins.
 
-        Only gradients of the model's own parameters are checked: an optimizer may also have parameters of a head outside the model, and
-        their gradients may be new.
-        Raises LossScaleError if a GradScaler has handled an optimizer of this model since the backward before.
+        Only gradients of the model's own parameters show that: an optimizer may also have parameters of a head outside the model, whose
+        gradients may be new.
+        Raises LossScaleError if a GradScaler has handled an optimizer of this model since the previous backward.
         """
         self._scalers.refuse(self._guarded)
         for note in self._notes:
@@ -223,7 +223,7 @@ class StepGate(StepRecord):
         if optimizer not in self._guarded and optimizer not in self._copies:
             self.forward_began()
             found = Noted(optimizer)
-            found.inherit(self._notes)  # the new optimizer may own any of their gradients
+            found.inherit(self._notes)  # the new optimizer may own gradients that other notes have flagged
             self._notes = [note for note in self._notes if note is self._rest or note.optimizer is not None] + [found]
         self._guarded.add(optimizer)
         self._unguarded, self.loss_scale.withheld = 0, False
@@ -257,4 +257,4 @@ class StepGate(StepRecord):
 
 
 _BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)
-"""Lets every gate guard the optimizer that is about to step. A hook that a gate adds to it here still runs before this very step."""
+"""Functions called before each optimizer step, by which a gate can guard the optimizer. Hooks that it adds run before the same step."""

@@ -3,7 +3,7 @@
 Nothing is checked until a step is skipped. Then:
 
 1. If the model is one graph, its inputs still exist, and its weights are whole on this rank, that graph runs once more, node by node,
-   without gradients. A result that is not finite although the inputs of its node are is an activation overflow.
+   without gradients. If a result is not finite although the inputs of its node are finite, it is an activation overflow.
 2. Otherwise the gradients of the skipped step are searched, in the order of the backward. The answer is the first parameter whose gradient
    is not finite, and the node that reads this parameter.
 3. From then on every forward runs node by node, and the gradients of its values are checked as well, until a step is clean. So the answer
@@ -241,7 +241,7 @@ class _FiniteWatch(torch.fx.Interpreter):
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
     @uncaptured
     def look(gradient: Tensor | None) -> None:
-        if gradient is None or probe.backward is not None or is_finite(gradient):  # None if the loss does not depend on it
+        if gradient is None or probe.backward is not None or is_finite(gradient):  # None if the loss does not depend on the value
             return
         if node.target is scale_gradient:
             probe.backward = FirstNonFinite(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")

@@ -1,7 +1,7 @@
 """Records the optimizer steps of one model: which overflowed and were skipped. Raises an error if too many are skipped in a row.
 
-A record has flags of the overflows that backwards left in gradients, apart for each optimizer. The hooks on an optimizer read these flags
-and report its steps (optimizers/optimizer_hooks.py).
+A record keeps, separately for each optimizer, flags of the overflows that backwards left in gradients. The hooks on an optimizer read
+these flags and report its steps (optimizers/optimizer_hooks.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StepRecord:
     def note(self, **finite: bool | Tensor) -> None:
         """Note whether the latest `inputs`, `parameters`, `outputs` and `loss` were finite, for the error message if training gets stuck.
 
-        Values are bools, or 0-dim tensors, which are only read then. Raises TypeError for any other name.
+        Values are bools, or 0-dim tensors, which are read only for the message. Raises TypeError for any other name.
         """
         unknown = finite.keys() - {"inputs", "parameters", "outputs", "loss"}
         if unknown:
@@ -175,7 +175,7 @@ class StepRecord:
         )
 
     def _forget_steps(self) -> None:
-        """Begin a new record, of no optimizer."""
+        """Begin a new record without optimizers."""
         self._until_look = self.max_consecutive_skips
         self._use = ScaleUse(self.loss_scale)
         self._rest = Noted()

@@ -159,7 +159,7 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
 
 
 def _loses(weight: FrozenWeight, source: Tensor | None) -> bool:
-    """True if unfreezing `weight` from `source` gives rounded values; None for `source` means the values that the weight stores."""
+    """True if unfreezing `weight` from `source` gives rounded values. If `source` is None, the stored values are used."""
     return not weight.exact if source is None else source.dtype == weight.stored.dtype
 
 

@@ -72,7 +72,7 @@ def frees_after_forward(group: Any) -> bool:
 
 
 def own_hooks(module: Any) -> bool:
-    """True if the module has forward hooks other than FSDP's hooks: they see the gathered weights."""
+    """True if the module has forward hooks other than FSDP's hooks. Such hooks see the gathered weights."""
     state = module._get_fsdp_state()
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(getattr(hook, "__self__", None) is not state for hook in hooks)
@@ -181,7 +181,7 @@ def full_gather(group: Any) -> Any:
 
 
 def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of views that belong together: parts of `wire`, the sent buffer, and parts of `flat`, the fp32 elements.
+    """Return two lists of views that correspond one to one: parts of `wire`, the sent buffer, and parts of `flat`, the fp32 elements.
 
     Weights that are not low are sent as the bits of their fp32 values: an element takes the space of `words` low elements.
     """
@@ -202,7 +202,7 @@ class GatheredLow:
         self.send_low({})
 
     def send_low(self, gathers: dict[str, LowGather]) -> None:
-        """From now on `gathers` send weights low: the gather of each module with such weights, by the module's path."""
+        """From now on, check reads of the weights that `gathers` send low. The key of each gather is the path of its module."""
         self.gathers, self._of = gathers, {name: gather for gather in gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:

@@ -36,7 +36,7 @@ _HARMLESS = frozenset({"_cuda_graph_capture_health_check", "_accelerator_graph_c
 
 
 class Evaluated:
-    """A closure that has run once before the step. The step's first call returns that loss; later calls run the closure and are checked.
+    """A closure that has run once before the step. Its first call in the step returns that loss. Later calls run it and check gradients.
 
     If gradients of a later call overflow, all gradients become None. This call and further ones return the first loss, which ends a line
     search. After the step `rewind` restores LBFGS, so the step has no effect.
@@ -171,7 +171,7 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
 
 # -- the kind of an optimizer, by the source of its step --------------------------------------------
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
-    """Return the closure that the step gets in place of `closure`: `Evaluated` for kinds 1 and 2 (see this file), `Checked` for kind 3."""
+    """Return the closure that the step gets in place of `closure`: `Evaluated` for kinds 1 and 2 (see the top), `Checked` for kind 3."""
     first = isinstance(optimizer, torch.optim.LBFGS) or calls_closure_first(inspect.unwrap(type(optimizer).step))
     return (Evaluated if first else Checked)(optimizer, closure, look)
 

@@ -3,7 +3,7 @@
 1. If the scaler lets a step run, it is found among the callers of `step`, or by the attribute `found_inf` that it sets on optimizers that
    skip steps by themselves.
 2. If the scaler finds an overflow, which is likely with two scales, it does not call `step`. But it adds each optimizer that it handles to
-   a dict, which its `update` replaces by a new dict. So we keep the dict of each backward. At the next backward the optimizer is in it.
+   a dict, which its `update` replaces by a new dict. So we keep the dict at the end of each backward, and look into it at the next.
 """
 
 from __future__ import annotations

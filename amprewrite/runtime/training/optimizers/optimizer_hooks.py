@@ -61,7 +61,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
 
 
 class Guard:
-    """The hooks on one optimizer. If it trains several models, each has a gate, and gradients are checked once for all gates.
+    """The hooks on one optimizer. If it trains several models, each model has a gate, and gradients are checked once for all gates.
 
     A gate is the StepRecord of one model.
     """
@@ -142,7 +142,7 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer) -> Tensor | None:
-        """Return a flag, above 0 if gradients hold inf or NaN, or held it after a backward that still counts; None without gradients."""
+        """Return a flag: above 0 if gradients hold inf or NaN, or held it after a backward that still counts; None without gradients."""
         params = list(params_of(optimizer))
         noted = [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)]
         return find_nonfinite(params, noted, self._beside)
@@ -155,7 +155,7 @@ class Guard:
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check gradients before a step, and tell the gates. Raises LossScaleError if a GradScaler makes the step.
 
-        Returns (args, kwargs) in place of those of the step, in order to skip it or to give it another closure; None otherwise.
+        Returns new (args, kwargs) for the step, if it must be skipped or get another closure; None otherwise.
         """
         gates = self.gates()
         caller = _running_step(optimizer)
@@ -292,7 +292,7 @@ def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[StepRecord]) -> None:
 
 
 def _running_step(optimizer: Optimizer) -> FrameType:
-    """Return the frame of the `step`, in the wrapper of torch.optim, whose hook is being called."""
+    """Return the frame of torch.optim's wrapper around the `step` whose hook is being called."""
     frame = hook = sys._getframe(1)
     code = getattr(type(optimizer).step, "__code__", None)
     for _ in range(_FRAMES):
@@ -303,7 +303,7 @@ def _running_step(optimizer: Optimizer) -> FrameType:
 
 
 def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
-    """True if another `step` of the same optimizer, such as a subclass's, called the `step` in frame `caller`: the hooks have run then."""
+    """True if another `step` of the same optimizer, such as a subclass's, called the `step` in frame `caller`, so the hooks have run."""
     frame = caller.f_back
     for _ in range(_FRAMES):
         if frame is None:

@@ -1,7 +1,7 @@
 """Detects that a model is trained without a known torch optimizer, and makes the warning that its gradients are not scaled.
 
-A dynamic loss scale follows the steps of torch optimizers, which it sees by PyTorch's hooks. It sees no steps of optimizers of other
-libraries (fastai, Keras 3), of optimizers over copies of the weights, or by hand. Then the scale stays 1. A model counts as trained after a
+A dynamic loss scale follows the steps of torch optimizers, which it sees by PyTorch's hooks. It does not see steps of optimizers of other
+libraries (fastai, Keras 3), of optimizers over copies of the weights, or by hand: then the scale stays 1. A model counts as trained after a
 few backwards that give weights gradients. In eval mode gradients are also computed without training (saliency, attacks), so there the
 weights must change as well.
 """
@@ -24,7 +24,7 @@ from amprewrite.tables.formats import NARROWEST
 BACKWARDS = 8
 """Number of backwards after which a model counts as trained. Fewer are common in code that only inspects gradients."""
 _DEPTH = 7
-"""Length of the longest chain of references from an optimizer to a weight that is searched. fastai keeps weights in nested lists."""
+"""At most so many references are followed from a weight to find its optimizer. fastai keeps weights in nested lists."""
 _WIDTH = 4000
 """At most so many objects are searched at each distance from the weights."""
 _PROBES, _NUMBERS = 8, 64
