@@ -3,7 +3,7 @@
 Each kind of graph (fx, ONNX) has a subclass of `MaskRules`, which gives the readers of a value (`Read` in `ir/evidence/range_rules.py`) and
 the operands of the op that makes a value.
 
-By name it knows the `softmax` that a mask is made for.
+This file has special code for the `softmax` after a mask.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class MaskRules(ABC, Generic[Value]):
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
         """True if a low copy of `value` may clamp numbers beyond the range to ±max, because they are from a mask or computed from one.
 
-        `op`, of kind `kind`, makes the value. `far`: the op reads a number beyond the range. `masks`: such a number only blocks positions.
-        `beside`: an operand of the op holds such numbers already.
+        `op`, of kind `kind`, makes the value. `far` is True if the op reads a number beyond the range, `masks` if such a number only blocks
+        positions, and `beside` if an operand of the op holds such numbers already.
 
         Data added to a mask, for example scores with blocked positions, may be clamped if it is only moved or if a softmax reads it. Data
         that enters other arithmetic may not, because ±max would be wrong, and finite.

@@ -1,4 +1,4 @@
-"""Find sums that change one value in many small steps, such as `x = x + 0.1 * f(x)` again and again: the part for all kinds of graphs.
+"""Find sums that change one value in many small steps, such as a repeated `x = x + 0.1 * f(x)`: the part that all kinds of graphs share.
 
 A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The search expands a sum as a linear form
 through sums, scalings and copies until it finds such an x. A subclass for each kind of graph tells which ops are linear, and their factors.
@@ -14,7 +14,7 @@ from functools import cache
 from typing import Generic, TypeVar
 
 SMALL, MANY = 0.25, 8
-"""A step is small if numbers scale f down to SMALL times x or less. A chain of at least MANY small steps is kept in fp32.
+"""A step is small if the factor of f(x) is at most SMALL times the factor of x. A chain of at least MANY small steps is kept in fp32.
 
 Eight sums, each rounded, are off by about three roundings. If f is scaled down to a quarter, its rounding errors give a quarter of that.
 torch.autocast keeps such sums in fp32, because their first value is fp32.
@@ -30,7 +30,7 @@ Node = TypeVar("Node", bound=Hashable)
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor of a summand: a number times schedules. Each schedule has its use: multiplied, divided by, or taken from one."""
+    """The factor of a summand: a number times schedules. Each schedule comes with its use: multiplied, divided by, or taken from one."""
 
     number: float = 1.0
     schedules: frozenset[tuple[Hashable, str]] = frozenset()

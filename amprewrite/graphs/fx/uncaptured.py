@@ -1,7 +1,7 @@
 """Hide code of this package from Dynamo, autograd hooks and checkpoints, so that they do not take it for code of the model.
 
-1. Dynamo (`uncaptured`). A model that computes gradients itself runs a backward while Dynamo still captures. Functions and hooks of this
-   package that autograd calls then would become graphs, to be planned and rewritten like the model's.
+1. Dynamo (`uncaptured`). A model that computes gradients itself runs a backward while Dynamo still captures. Without `uncaptured`, Dynamo
+   would capture the functions and hooks of this package that the backward calls, and they would be rewritten like code of the model.
 2. Hooks on saved tensors (`unhooked`). An activation checkpoint counts the tensors that are saved for backward while it runs. Tensors saved
    by a trial run must not be counted.
 3. Selective checkpoints (`unselected`). Such a checkpoint keeps the results of ops in order, and takes them in this order when it
@@ -86,7 +86,7 @@ def closed_if_raised() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        while _functorch.get_dynamic_layer_stack_depth() > transforms:  # one by one: torch 2.11's function closes two at once
+        while _functorch.get_dynamic_layer_stack_depth() > transforms:  # torch 2.11's function closes two transforms at once
             _CLOSES[current_transform().key()]()
         if not hooks_barred:
             torch._C._autograd._saved_tensors_hooks_enable()

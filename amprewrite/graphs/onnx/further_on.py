@@ -1,7 +1,7 @@
-"""Search an ONNX graph from a value on: for its readers, and for a pole, a softmax or the root of a distance.
+"""Search an ONNX graph forward from a value: for its readers, and for a pole, a softmax or the root of a distance.
 
-By name it knows powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` that a mask is made for, `scaled_dot_product_attention`, and the
-ops that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
+This file has special code for powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` after a mask, `scaled_dot_product_attention`, and
+the ops that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def has_pole(op: str, index: int) -> bool:
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """True if a value becomes a divisor or the base of a power that may be negative, directly or through ops that pass small values on."""
+    """True if a value is a divisor or the base of a power whose exponent may be negative, perhaps after ops that pass small values on."""
     seen, waiting = set[ir.Node](), [value]
     while waiting:
         for use in waiting.pop().uses():
@@ -91,7 +91,7 @@ class Readers(MaskRules[ir.Value]):
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Return the facts on how a node uses its operand at position `place` to make `made`. `crosses`: the node passes it to a body."""
+    """Return how a node uses its operand at position `place` to make `made`. `crosses` is True if the node passes the operand to a body."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
@@ -125,7 +125,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation, perhaps transposed, with a sum among its parts, or a constant, which may be a folded one."""
+    """True if a value is a concatenation with a sum among its parts, perhaps transposed, or a constant, to which one may be folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

@@ -15,7 +15,7 @@ from amprewrite.tables.errors import one_line
 from amprewrite.tables.ops.onnx_names import FLOW
 
 HOLLOW = 1024
-"""An initialiser with this many elements or more is no shape and no axes, so that type inference need not see its values."""
+"""Initialisers with this many elements or more count as neither shapes nor axes, so type inference need not see their values."""
 
 
 def infer_types(model: ir.Model) -> list[str]:

@@ -1,7 +1,7 @@
 """Name ONNX ops in amprewrite's vocabulary, and read from their schemas which operands have the result's type and which types they take.
 
-The names are in `tables/ops/onnx_names.py`. All other facts are read from onnx.defs, at the opset of the model. By name this file knows
-`Pow`, whose exponent may make it another op, and `Cast` and `Constant`, whose attributes give the type of their result.
+The names are in `tables/ops/onnx_names.py`. All other facts are read from onnx.defs, at the opset of the model. This file has special code
+for `Pow`, whose exponent may make it another op, and for `Cast` and `Constant`, whose attributes give the type of their result.
 """
 
 from __future__ import annotations

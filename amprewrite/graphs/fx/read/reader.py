@@ -1,15 +1,15 @@
 """Read an fx graph into an op graph: one vertex for each op, with dtype, shape, device, source line and module path as facts.
 
-A vertex gets a colour later: low runs in the low format, high in fp32. Pinned vertices get their colour here.
+The colour of a vertex is low if it runs in the low format, and high if it runs in fp32. This file decides the colours of pinned vertices.
 
 1. Read facts from the example values that capture left on the nodes.
 2. Find the operands that follow an op's colour, from its row in the op table.
 3. Pin nodes whose colour facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, missing kernels.
-4. Tie nodes that share memory written in place, and results of one kernel.
+4. Group nodes that must have one colour: nodes that share memory written in place, and results of one kernel.
 5. Name and order the vertices canonically: depth first from the outputs, independent of the order of the fx nodes.
 
-By name it knows ops that are another op with certain arguments (`_kind`: `inner`, `einsum`, `pow`, `mul`), ops that pick (`getitem`,
-`getattr`), and conversions that read another tensor for its dtype alone (`to`, `type_as`).
+This file has special code for ops that equal another op with certain arguments (`_kind`: `inner`, `einsum`, `pow`, `mul`), for ops that
+pick a value (`getitem`, `getattr`), and for conversions that read another tensor only for its dtype (`to`, `type_as`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def read_graph(
 
 
 def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
-    """Return `graph` with ops pinned high that would add up gradients in the low format where torch.autocast adds them up in fp32."""
+    """Return `graph` with a pin to high for ops that would add up gradients in the low format, and that torch.autocast adds up in fp32."""
     wide = held_wide(graph, device) if learning else set()
     trained = {node for node in learning if facts[node].name in wide}
     found = {}

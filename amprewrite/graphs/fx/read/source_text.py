@@ -1,4 +1,4 @@
-"""Read facts about a call from the model's source that capture loses, such as whether the source spells out a dtype.
+"""Read from the model's source the facts about a call that capture loses, such as whether the source spells out a dtype.
 
 1. Capture turns both `x.to(torch.float32)` and `x.to(y.dtype)` into `to(float32)`.
 2. With `torch.amp.custom_fwd(cast_inputs=dtype)` the author of an autograd Function sets the dtype of its forward under mixed precision.

@@ -1,4 +1,4 @@
-"""Compute values of a graph that depend on no input once, and keep them: positions, lengths, parts of masks."""
+"""Compute the values of a graph that depend on no input (positions, lengths, parts of masks) only once, and keep them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 class Constants:
     """Computes the values of `results`, nodes of a graph that depend on no input, at the first call, and keeps these values.
 
-    `nodes` are all nodes that compute them, in order. While a call is traced or a CUDA graph is recorded, kept values would be wrong, so
-    they are computed again.
+    `nodes` are all nodes that compute these values, in order. While a call is traced or a CUDA graph is recorded, kept values would be
+    wrong, so the values are computed again.
     """
 
     def __init__(self, nodes: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node]) -> None:
@@ -38,7 +38,7 @@ class Constants:
             with disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
                 made: tuple[Tensor, ...] = self._module()
             if recording(made[0].device):
-                return made  # not kept: a replay of the CUDA graph must compute the values itself, since this object may be freed before
+                return made  # not kept: a replay of the CUDA graph must compute the values, because this object may be gone by then
             self._kept = made
         return self._kept
 

@@ -1,8 +1,8 @@
 """Compute the FLOPs of an fx node from the shapes of its operands and results.
 
-The op table's rows for products tell which dims a product sums over. By name this file knows products with a shape of their own: `einsum`,
-`tensordot`, `bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions, in which `transpose` in the name
-exchanges input and output.
+The op table's rows for products tell which dims a product sums over. This file has special code for other products: `einsum`, `tensordot`,
+`bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions, in which `transpose` in the name exchanges input
+and output.
 """
 
 from __future__ import annotations

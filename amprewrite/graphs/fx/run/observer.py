@@ -77,7 +77,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         return result
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of an op, frozen weights cast to fp32. Each op has its own cast, so that fp32 copies are freed early."""
+        """Return the arguments of an op, with frozen weights cast to fp32. Each op makes its own cast, so fp32 copies are freed early."""
         found: tuple[tuple[Any, ...], dict[str, Any]] = map_aggregate(super().fetch_args_kwargs_from_env(n), thawed)  # type: ignore[assignment]
         return found
 

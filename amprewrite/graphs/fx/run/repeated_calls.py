@@ -5,8 +5,8 @@ later call returns the same fake tensor object as the first call. Its op does no
 sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on the node (`MEMORY` in its
 meta).
 
-Values that may be changed or may differ are not reused: values known at capture, values computed under the model's own autocast, and all
-values of a graph with data-dependent sizes, or in which an in-place op may resize a tensor.
+Values that may change, or may differ between calls that are alike, are not reused: values known at capture, values computed under the
+model's own autocast, and all values of a graph with data-dependent sizes, or in which an in-place op may resize a tensor.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class RepeatedCalls:
             value = run()
             lies = storages(value)
             # The result of a node that writes shares memory only with the written operands. Another operand may be the same fake tensor as
-            # a written operand, but only because one value was reused for both.
+            # a written operand, but only because this class reused the value of one operand for the other.
             may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]
             aliases = tuple(place for place in may_be if lies & storages(values[place]))
             own = not lies <= {storage for place in aliases for storage in storages(values[place])}

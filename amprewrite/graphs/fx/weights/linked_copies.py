@@ -8,8 +8,8 @@
    the hook would get None if only other weights of the block have gradients in a backward.
 5. Weights that are not plain dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 
-Compiled graphs have no such node, and neither have graphs on a CPU, where there are no launches to save: there each weight is cast where it
-is read.
+Compiled graphs have no such node. Graphs on a CPU have none either, because a CPU has no launches to save. In these graphs each weight is
+cast where it is read.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.torch_internals.autograd import in_forward_mode
 
 ELEMENTS = 1 << 24
-"""Most weight elements in a block: up to 32 MB of low gradients then wait for the last gradient. A larger weight is a block by itself."""
+"""Largest number of weight elements in a block: up to 32 MB of low gradients wait for the last one. A larger weight has its own block."""
 ELEMENTS_APART = 1 << 22
-"""Most weight elements in a block if several ranks train: 8 MB of gradients, less than a bucket of DDP (25 MB).
+"""Largest number of weight elements in a block if several ranks train: 8 MB of gradients, less than a bucket of DDP (25 MB).
 
 A smaller block is needed because the reduction of a bucket waits for the whole block.
 """

@@ -118,7 +118,7 @@ class WeightCache:
             (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
             for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
         ]
-        copies = block.copies  # taken once: a drop in the meantime gives the block a new dict, without the copies added here
+        copies = block.copies  # read once: if copies are dropped meanwhile, the block gets a new dict, which lacks those added here
         taken: list[Tensor | None] = []
         for weight, key in zip(weights, keys, strict=True):
             found = copies.get(key)
@@ -208,7 +208,7 @@ class WeightCache:
             _drop_dead(block.copies)
             block.copies, block.asked = {key: found for key, found in block.copies.items() if not which(found.weight)}, None
 
-    # -- the end of copies ---------------------------------------------------------------
+    # -- dropping copies -----------------------------------------------------------------
     def clear(self) -> None:
         """Drop all kept copies of all blocks."""
         with self._lock:
@@ -242,7 +242,7 @@ class WeightCache:
             for block in self._blocks():
                 self._end(block, which=ends_too if block.lasting else ends)
 
-    # -- writes that no version counts -------------------------------------------------------
+    # -- writes that PyTorch does not count --------------------------------------------------
     def look(self, names: Names) -> None:
         """Compare a few rows of a few kept copies with their weights, other rows and copies at each call.
 
@@ -351,7 +351,7 @@ def _drop_dead(copies: Copies) -> None:
     for key in copies:
         held.setdefault(key[0], []).append(key)
     for keys in held.values():
-        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # a reference by each copy and one by this call: no other is left
+        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # only the references of the copies and of this call are left
             for key in keys:
                 del copies[key]
 

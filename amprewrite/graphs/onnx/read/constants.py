@@ -1,7 +1,7 @@
 """Collect facts about the constants of an ONNX file: the harm of low copies, and whether masks may be clamped.
 
-By name it knows the bounds of `clamp` and `maximum`, `add`, which moves a mask, and `BatchNormalization`, whose further results are
-averages.
+This file has special code for the bounds of `clamp` and `maximum`, for `add`, which moves a mask, and for `BatchNormalization`, whose
+results after the first are running averages.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ConstantFacts:
 
     # -- masks and bounds -----------------------------------------------------------------------
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
-        """True if the result may hold clamped numbers of a mask, or scores added to it. `beside`: an operand may hold such numbers."""
+        """True if the result may hold clamped numbers of a mask, or scores plus a mask. `beside` is True if an operand may hold these."""
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
 

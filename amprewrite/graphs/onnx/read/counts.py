@@ -1,6 +1,6 @@
 """Find the products of an ONNX file that multiply numbers that count something, such as positions (`ir/evidence/counts.py`).
 
-Constants are judged by their values, weights as well, because a file does not say which of them were learnt. By name this file knows
+Constants are judged by their values, weights as well, because a file does not say which of them were learnt. This file has special code for
 `OneHot`, which the vocabulary maps to a scatter.
 """
 
@@ -56,7 +56,7 @@ def _entering(value: ir.Value, low: Format) -> Count:
 
 
 def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
-    """Return the count of a value that a node reads, and store it in `found`. Constants count by their values."""
+    """Return the `Count` of a value that a node reads, and store it in `found`. The `Count` of a constant depends on its values."""
     if value not in found:
         held = constant_tensor(value)
         numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)

@@ -1,6 +1,6 @@
-"""Make sparse constants of an ONNX protobuf dense: onnx_ir reads no sparse ones, and low kernels take dense operands alone.
+"""Make sparse constants of an ONNX protobuf dense: onnx_ir cannot read sparse constants, and low kernels take only dense operands.
 
-By name it knows `Constant`, which may hold one in an attribute.
+This file has special code for `Constant`, which may hold a sparse constant in an attribute.
 """
 
 from __future__ import annotations

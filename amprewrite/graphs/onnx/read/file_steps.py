@@ -3,7 +3,7 @@
 Factors are constants and schedules. A constant varies along one dim at most, such as a LayerScale, and counts by its root mean square. A
 schedule is a value of one element that no product made.
 
-By name it knows how ops are linear: `add`, `sub`, `mul`, `div`, `neg`; and where a body begins, at a `loop` or a `scan`.
+This file has special code for linear ops (`add`, `sub`, `mul`, `div`, `neg`), and for `loop` and `scan`, where a body begins.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _OnnxSteps(SmallSteps[str]):
         self.graph, self.nodes = reading.graph, reading.nodes
         self.order = self.graph.rank
         self.names = {value: name for name, value in reading.values.items()}
-        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # kind: unknown shapes give 0 FLOPs
+        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # FLOPs are 0 for unknown shapes
         self.exact = set[str]()
         for node in self.graph:
             if self._is_exact(node):
@@ -114,7 +114,7 @@ class _OnnxSteps(SmallSteps[str]):
         return all(operand.value in self.exact for operand in node.operands)
 
     def _is_schedule(self, name: str) -> bool:
-        """True if a value of one element is made without products."""
+        """True if a value has one element and is made without products."""
         return name in self.exact and all(size == 1 for size in self.graph[name].shape)
 
 

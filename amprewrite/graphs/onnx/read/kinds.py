@@ -1,6 +1,6 @@
 """Choose the kind of an op of an ONNX file by its name, its attributes, and the values in sample runs.
 
-By name it knows `exp`, an `einsum` that is a `mul`, and `Cast`.
+This file has special code for `exp`, for an `einsum` that is a `mul`, and for `Cast`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from amprewrite.tables.ops.products import sums_products
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 EXP_MOST = 8.0
-"""Largest result of an exp that may run low. An exp multiplies the relative error of its input by the input: about two here."""
+"""Largest result of an exp that may run low. An exp multiplies the relative error of its input by the input, here by about two at most."""
 
 
 @dataclass(frozen=True)

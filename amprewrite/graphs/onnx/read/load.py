@@ -195,7 +195,7 @@ class Ready:
     notes: list[str]
     """Changes made to the model, as texts for the user."""
     before: list[ir.Model]
-    """The stages of the model before each change of its opset, for a comparison; empty if it was not raised."""
+    """The model before each change of its opset, to compare results; empty if the opset did not change."""
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:

@@ -1,6 +1,6 @@
-"""Find the products of rows and a constant matrix in an ONNX graph, whose operands may be quantised.
+"""Find the products of rows and a constant matrix in an ONNX graph. The operands of these products may be quantised.
 
-By name it knows `MatMul` and `Gemm`.
+Only `MatMul` and `Gemm` are such products.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 
 def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
-    """Return the MatMul and Gemm nodes with a constant matrix, by vertex. They count as trained, to be decided as in training."""
+    """Return the MatMul and Gemm nodes with a constant matrix, by vertex. Operands count as trained, so passes decide as in training."""
     found: dict[str, MatrixProduct] = {}
     for name, node in reading.nodes.items():
         read = {slot.index: value for (reader, value), slots in reading.slots.items() if reader == name for slot in slots}

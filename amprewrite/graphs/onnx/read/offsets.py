@@ -1,4 +1,4 @@
-"""Find constants of an ONNX file with an offset: the common part of their values is larger than the differences."""
+"""Find the constants with an offset in an ONNX file: the common part of their values is larger than the differences."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 A raised model is not trusted: its results on sample runs are compared with those of the original model. If they cannot be compared, the
 schemas of its ops must be the same at both opsets except for types.
 
-By name it knows ops that the converter raises wrongly: `PRelu`, `Scan`, and the `Unsqueeze` that it inserts after constants.
+This file has special code for ops that the converter raises wrongly: `PRelu`, `Scan`, and the `Unsqueeze` that it inserts after constants.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
-    """Return (the model at the lowest opset at which all listed ops take the low format, notes), or (the model itself, notes)."""
+    """Return (model, notes): raised to the lowest opset at which all listed ops take the low format, or unchanged if that fails."""
     opset = model.opset_imports[""]
     nodes = [node for graph in model.graphs() for node in graph if not node.domain]
     wanted = {node.op_type for node in nodes if _wants_low(node, lists)}

@@ -7,9 +7,9 @@
 5. Facts of the file pin colours: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample
    runs are evidence, which passes judge.
 
-By name it knows bodies (`Scan`, `Loop`), ops with a type of their own (`Cast`, in the vocabulary `to`, `Constant`, `ConstantOfShape`,
-`DequantizeLinear`), and products whose FLOPs it counts: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`, and `ConvTranspose`, whose
-FLOPs follow its input.
+This file has special code for bodies (`Scan`, `Loop`), for ops that set the type of their result (`Cast`, in the vocabulary `to`,
+`Constant`, `ConstantOfShape`, `DequantizeLinear`), and for the FLOPs of products: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
+and `ConvTranspose`, whose FLOPs follow from its input.
 
 One file because one walk over the nodes fills one op graph.
 """
@@ -68,14 +68,14 @@ class OnnxReading:
     values: dict[str, ir.Value] = field(default_factory=dict)
     """The value of each vertex."""
     nodes: dict[str, ir.Node] = field(default_factory=dict)
-    """The node of each vertex that stands for one. The vertices at the border of a body stand for the node that runs the body."""
+    """The node of each vertex that stands for a node. A vertex at the border of a body stands for the node that runs the body."""
     slots: dict[tuple[str, str], list[Slot]] = field(default_factory=dict)
     """The reads in the model, keyed by (reader, vertex that is read)."""
     constants: list[ConstantRead] = field(default_factory=list)
     kept: dict[str, Loss] = field(default_factory=dict)
     """Constants that stay fp32 in their readers, whatever passes decide, with the harm of a low copy."""
     masks: set[str] = field(default_factory=set)
-    """Constants and fills that only block scores: a low copy holds less than half of the format's lowest number instead of them."""
+    """Constants and fills that only block scores. A low copy holds less than half of the format's lowest number in blocked positions."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges of vertices in sample runs, and of constants that a low copy rounds."""
     walls: Counter[str] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ class _Reader:
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
         self.turns = 1
-        """How often the code that is being read runs, for prices."""
+        """Number of times that the nodes now being read run in one call of the model, for prices."""
 
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
@@ -299,9 +299,9 @@ class _Reader:
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Pin vertices to fp32 because an op computes with their numbers beyond the range; also the vertices that pass on these numbers.
+        """Pin `names` to fp32, and also the vertices from which they get numbers beyond the range: an op computes with these numbers.
 
-        Nothing is pinned if no vertex among them reads a constant of a mask.
+        Nothing is pinned if none of these vertices reads a constant of a mask.
         """
         waiting, seen = list(names), set[str]()
         while waiting:
@@ -412,7 +412,7 @@ class _Reader:
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
-        """Add a vertex for `value` at the border of a body. `reads` are the values outside (or inside) that become `value`."""
+        """Add a vertex for `value` at the border of a body. `reads` are the values on the other side that become `value`."""
         name = self.unique(name)
         demands: dict[str, Demand] = {}
         for slot, read in reads:

@@ -19,13 +19,13 @@ from amprewrite.tables.formats import LOW_FORMATS, Format
 
 NUMPY = {row.name: np.dtype(getattr(ml_dtypes, row.library_name, row.library_name)) for row in LOW_FORMATS}
 LOSS = 4
-"""Relative error of a slice of weights, in units of the format's eps, beyond which the weights count as losing bits to underflow."""
+"""Weights count as losing bits to underflow if the relative error of a slice of them exceeds this many times the format's eps."""
 
 BLOCKED = 15 / 32
 """The number that blocks a score is this share of the format's lowest number.
 
-In fp16 it is -30704. Two such numbers and a score of -4000 have a finite sum. One such number rounds away the bits of scores below 8, so
-that the softmax of a row that is blocked as a whole is as even as in fp32.
+In fp16 it is -30704. Two such numbers and a score of -4000 have a finite sum. Adding one such number to a score below 8 rounds away the
+bits of the score. So the softmax of a fully blocked row is as uniform as in fp32.
 """
 
 
@@ -101,7 +101,7 @@ def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
 def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores: bool = False) -> Loss | None:
     """Return the `Loss` of a constant in the low format; None if a low copy only rounds.
 
-    `saturates`: the reader uses a large number as a mask or a bound. `masks_scores`: all readers use the constant as a mask of scores.
+    `saturates` is True if the reader uses large numbers as a mask or a bound, `masks_scores` if all readers mask scores by the constant.
     """
     of, kept, saturated = f"of {found.elements} values", True, False
     if found.overflow and not saturates:

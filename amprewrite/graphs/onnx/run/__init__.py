@@ -1,1 +1,1 @@
-"""Run an ONNX model: ONNX Runtime, sample runs, and fp32 runs that round where a plan says low."""
+"""Run an ONNX model: in ONNX Runtime, on samples, and in fp32 with each low result of a plan rounded."""

@@ -38,7 +38,7 @@ def is_measurable(outputs: Sequence[Sequence[Any]]) -> bool:
 
 
 def _arrays(results: Any) -> Iterator[np.ndarray]:
-    """Yield the arrays of all results: several of a sequence, one for each key of a map, none of an empty optional."""
+    """Yield the arrays of all results: several for a sequence, one for each key of a map, none for an empty optional."""
     if isinstance(results, np.ndarray | np.generic):
         yield np.asarray(results)
     elif isinstance(results, Mapping):

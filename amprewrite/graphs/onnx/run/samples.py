@@ -5,7 +5,7 @@
 3. The range of every floating value is kept, over all samples. For the first few samples, inputs and outputs are kept as well, to measure
    errors on. Samples are taken one at a time: any number of them needs the memory of one.
 
-By name it knows `Gather`, whose table limits an index.
+This file has special code for `Gather`, whose table limits an index.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of suc
 
 
 class CallersError(Exception):
-    """Raised for an error in the caller's own code that makes samples, to tell it from ours. The caller gets the `original`."""
+    """Raised for an error in the caller's code that makes samples, to tell it from our own errors. The caller gets the `original`."""
 
     def __init__(self, original: Exception) -> None:
         super().__init__(str(original))
@@ -63,7 +63,7 @@ class Samples:
     made_up: bool = True
     """True if the inputs are not the caller's."""
     empty: set[str] = field(default_factory=set)
-    """Inputs without a finite element in some sample, which therefore shows no range of them."""
+    """Inputs that have no finite element in some sample. Such a sample shows no range of the input."""
     problem: str = ""
     """The reason why there are no samples; "" if there are samples."""
     invalid: str = ""

@@ -1,4 +1,4 @@
-"""Write the products that a plan runs in fp8 in ONNX's form: both operands pass QuantizeLinear and DequantizeLinear.
+"""Write the fp8 products of a plan in ONNX's form: both operands pass through QuantizeLinear and DequantizeLinear.
 
     before   y = MatMul(x, w)
     after    q = QuantizeLinear(x, scale); d = DequantizeLinear(q, scale); y = MatMul(d, DequantizeLinear(w8, scale of w))
@@ -6,7 +6,7 @@
 A scale is a constant: the largest magnitude of x in sample runs, or of w, divided by the largest number of e4m3. Larger values saturate. A
 weight is stored in e4m3. Backends such as TensorRT turn the pattern into an fp8 product, and others compute the same numbers.
 
-By name it writes `QuantizeLinear` and `DequantizeLinear`.
+This file writes `QuantizeLinear` and `DequantizeLinear`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from amprewrite.tables.formats import E4M3
 from amprewrite.tables.recipes import BASE, SMALLEST, W
 
 OPSET = 21
-"""First opset in which QuantizeLinear and DequantizeLinear take bf16 and give e4m3 as compilers read them."""
+"""First opset in which QuantizeLinear and DequantizeLinear support bf16 and e4m3 in the form that compilers read."""
 NUMBER = np.dtype(getattr(ml_dtypes, E4M3.library_name))
 STORED = ir.DataType[E4M3.onnx]
 

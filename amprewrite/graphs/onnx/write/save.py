@@ -66,7 +66,7 @@ class Written:
         return self.data is not None
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Move the files into place, and with them `texts`, contents by path. If that fails, restore the old files and raise EmitError."""
+        """Move the files and `texts` ({path: content}) into place. If that fails, restore the old files and raise EmitError."""
         assert self.target is not None
         real, scratch = resolved(self.target), []
         plans = {resolved(path): text for path, text in texts.items()}
@@ -112,7 +112,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
             before = scratch / f"{number}.before" if target.exists() else None
             if before is not None:
                 _link(target, before)
-            undo.append((target, before))  # before the move, so that an interrupt between the two lines is undone, too
+            undo.append((target, before))  # noted first, so that an interrupt before or after the move is undone, too
             source.replace(target)
     except BaseException:
         for target, before in reversed(undo):
