@@ -46,11 +46,11 @@ is reported as underflow.
 NOISE = 16.0
 """Relative errors below this many eps count as normal rounding and are not reported."""
 FLUSHED = 0.1
-"""Smallest share of an op's values that must round to zero to be reported as underflow."""
+"""An op is reported as underflow only if at least this share of its values rounds to zero."""
 TOLERANCE = 8.0
 """Default target of `suggest_overrides` for the output error, in eps of the low format."""
 MOST_CHECKED = 10
-"""Largest number of suggested nodes that real rewrites test one by one: can the node be left out? Each test captures the model again."""
+"""If at most so many nodes are suggested, a real rewrite tests for each node whether it can be left out. Each test captures the model."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
 
 
 def _gradient_findings(found: Outcome) -> Iterator[Finding]:
-    """Yield the first overflow of the backward pass, and each gradient of which a large share rounds to zero."""
+    """Yield the first overflow of the backward pass, and each gradient with a large share of values that round to zero."""
     overflowed = False
     for row in found.gradient_rows:
         if row.overflow and not overflowed:
@@ -291,7 +291,7 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         # the rewrite inserts casts around the kept nodes, which the trial did not have: keep the neighbours high, too
         kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
-        for name in kept:  # drop the override if the other overrides alone make the planner keep this node high
+        for name in kept:  # drop the override of this node if the error meets the target without it
             fewer = {key: word for key, word in asked.items() if key != f"node:{glob.escape(name)}"}
             asked = fewer if _real_error(amp, run, fewer) <= target else asked
     if not error <= target:

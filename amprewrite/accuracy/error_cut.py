@@ -3,11 +3,11 @@
 Put the low ops on the source side of a flow network. Then a plan's time and its squared error are both values of cuts (Kolmogorov and
 Zabih 2004). So a minimum cut finds, for every price λ, the plan with the least time + λ·error², where errors add up as in `sensitivity`:
 
-1. An op's low time is the capacity of its arc to the sink, its high time that of its arc from the source. A copy of a value in the
-   other format is paid once for all readers. The ops of a precision group share a vertex.
+1. An op's low time is the capacity of its arc to the sink. Its high time is the capacity of its arc from the source. A copy of a value
+   in the other format is paid once for all readers. The ops of a precision group share a vertex.
 2. An edge (value, reader) with error w is rounded if the value or the reader is low: w·max(v, r) = w·v + w·r·(1 − v), which is an arc
-   from the value to the sink and an arc from the reader to the value. A clear op only passes a rounding on: if it is low, the rounding
-   is counted at the readers of its result instead.
+   from the value to the sink and an arc from the reader to the value. A clear op only passes values on: if it is low, the rounding is
+   counted at the readers of its result instead.
 3. The error grows with the set of low ops. So the smallest optimal low sets only shrink as λ grows: for λ < μ and their smallest
    minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for
    linear errors; the argument holds for monotone submodular errors.)
@@ -147,7 +147,7 @@ class GraphErrors:
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            # limited to 1e6, because the error is infinite if rounding overflows, and capacities are finite
+            # limited to 1e6, because the error is infinite if rounding overflows, and capacities must be finite
             cost = min(round(price * min(squared, 1e6)), dearest)
             if _hands_on(reader):
                 network.arc(end(value), end(name), cost)
@@ -239,7 +239,7 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Append to the chain its last set with the nodes `kept` added, after intermediate sets if many nodes are new.
+        """Append the union of the chain's last set and `kept` to the chain. If many nodes are new, first append sets in between.
 
         Nodes that the planner keeps high anyway are left out. Nothing is appended if no node is new.
         """

@@ -3,8 +3,8 @@
 1. Measure the error of every edge (`sensitivity`): (value, reader) → squared output error of rounding the value for this reader.
 2. Minimise time + λ·error² for growing λ (`error_cut`). This gives a chain of nested sets of nodes to keep high, from none to all.
 3. For each set, the planner decides the formats of all other nodes, as usual.
-4. If the planner's own choice is within the target, take it. Otherwise bisect the chain. The error falls only nearly monotonically
-   along it, so cheaper neighbours of the plan found are tried too. In total, at most ceil(log2(plans)) + 3 plans are run.
+4. If the planner's own choice is within the target, take it. Otherwise bisect the chain. The error may rise in places along the
+   chain, so cheaper neighbours of the plan found are tried too. In total, at most ceil(log2(plans)) + 3 plans are run.
 5. With `accuracy="autocast"`, the plan found may keep matmuls in fp32. Then also try to keep the same nodes high as torch.autocast.
    If that plan is within the target, take it: its matmuls run in the same formats as under torch.autocast, with fewer casts.
 """
@@ -42,7 +42,7 @@ from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
-"""Number of cheaper neighbours of the plan found that are also tried, since the error along the chain is only nearly monotone."""
+"""Number of cheaper neighbours of the plan found that are also tried, since the error may rise in places along the chain."""
 
 
 @dataclass(frozen=True)

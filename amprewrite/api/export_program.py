@@ -57,11 +57,11 @@ def export_with_plan(
     plain = plain_of(amp)
     module = capture(plain, args, kwargs, **options)
     names = parameter_names(plain.forward)
-    # do not leave the graph in fp32 because this device gains nothing: the file may run elsewhere
+    # the graph must not stay fp32 even if this device gains nothing from a low format: the file may run elsewhere
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    if session.options.low is not None:  # without dtype=, other graphs may stay fp32 on this device, so they must not follow the export
+    if session.options.low is not None:  # without dtype=, graphs on this device may stay fp32, so they must not follow the export
         with session.lock:
             session.agree(region)
     if region.left and session.options.strict:

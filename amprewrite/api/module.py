@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Rewritten(RewrittenBase):
     """The methods that a rewritten model has in addition to those of its own class.
 
-    A submodule called by itself (`amp.encoder(x)`) also runs rewritten. In two cases it runs its fp32 code, since they cannot be detected:
+    A submodule called by itself (`amp.encoder(x)`) also runs rewritten. Two cases cannot be detected and run its fp32 code:
     your own `torch.compile` around the submodule, and a direct call of its `forward`. Hooks on all modules of the process
     (`register_module_forward_hook`) see one call of the model, and calls of submodules that run eagerly.
     """
@@ -133,8 +133,8 @@ class Rewritten(RewrittenBase):
     def frozen_weights(self) -> AbstractContextManager[None]:
         """Keep low copies of the weights for a `with` block, in calls without gradients. No thread may change weights inside the block.
 
-        Writes that PyTorch counts are still noticed. At the end of the outermost block, every copy is compared with its weight; a
-        difference raises StaleWeightsError.
+        Writes that raise the version counter of a weight are still noticed. At the end of the outermost block, every copy is compared with
+        its weight; a difference raises StaleWeightsError.
         """
         session = session_of(self)
         return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)

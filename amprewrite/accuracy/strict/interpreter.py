@@ -2,7 +2,7 @@
 
 `verify` and `debug` use it. The model first runs unrounded, as the reference. In a rounded run, every result is compared with its value
 before rounding and with the reference. With gradients on, the gradient of a low value is also rounded and measured. It is multiplied by
-the loss scale first, since low kernels see scaled gradients. Products with fp8 copies read them here too, forward and backward.
+the loss scale first, since low kernels see scaled gradients. Products that the plan runs in fp8 read fp8 copies here, too.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
         ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
-        return rounded.detach()  # autograd makes a returned input a view, which the model could not write in place
+        return rounded.detach()  # no input itself: autograd would make it a view, which the model could not write in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -382,7 +382,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return value
         rounded = round_to(value, self.low)
         if any(value is operand for operand in first):
-            _round_memory(value.data, self.low)  # through `.data`, because autograd may have saved the tensor and would refuse its backward
+            _round_memory(value.data, self.low)  # `.data` hides the write from autograd, which would refuse the backward of a saved tensor
             return value
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 
@@ -391,7 +391,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
-        """Run the body graph of an activation checkpoint by its own plan; unrounded and unrecorded if the plan has none for it."""
+        """Run the body graph of an activation checkpoint by the plan of this body; without such a plan, unrounded and unrecorded."""
         name = str(n.args[0].target)  # type: ignore[union-attr]
         plan = next((body for body in self.region.plan.bodies if body.name == name), None)
         if plan is None:

@@ -50,7 +50,7 @@ class Metric:
         return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a random gradient for `output`. Its covariance gives the weights of the elements' errors: here random signs."""
+        """Return a random gradient for `output`: here random signs. Its covariance is the weight of the errors of the elements."""
         signs = (torch.randint(0, 2, output.shape, generator=generator, device="cpu") * 2 - 1).to(output)
         return torch.where(output.detach().isfinite(), signs, 0)
 
@@ -95,7 +95,7 @@ class LogProb(Metric):
 
 @dataclass(frozen=True)
 class Judged(Metric):
-    """The error that the user's function of (fp32 output, output) returns. Raises PolicyError for a negative result or no number."""
+    """The error that the user's function of (fp32 output, output) returns. Raises PolicyError if that is negative or no number."""
 
     unit: str = "by the function given"
     function: Function = lambda exact, got: math.nan

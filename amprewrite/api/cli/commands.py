@@ -43,7 +43,7 @@ from amprewrite.torch_internals.trees import tree_map
 
 Options = argparse.Namespace
 reports = partial(load_extra, "error reports")
-"""Imports the module of `verify` and `debug`, for the command that it is given."""
+"""Function that imports the module of `verify` and `debug`. Its argument names the command that needs the module, for messages."""
 
 
 # -- plan, explain, diff ---------------------------------------------------------------------

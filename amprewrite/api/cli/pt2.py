@@ -38,9 +38,9 @@ SIZE = re.compile(rf"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|({FUNCTIONS}
 Loading evaluates these expressions, and a power such as 9**9**9 would never end.
 """
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
-"""Types of containers of inputs and results that are allowed."""
+"""Allowed types of containers for inputs and results."""
 MOST_BYTES = 2**36
-"""Largest total size in bytes of the parts of a file that is read."""
+"""Largest total size, in bytes, of the parts of a file. A larger file is refused."""
 
 
 class NotPlain(Exception):

@@ -110,7 +110,7 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return the user's choice of colours for PyTorch nodes as (plan, whether only its nodes with a node override count).
+    """Return (plan with the colours that the user chose for PyTorch nodes, whether only its nodes with a node override count).
 
     The argument `plan` takes precedence over a plan given to `rewrite`, which takes precedence over `node:` overrides. None if the user
     gave none of the three.
@@ -127,8 +127,8 @@ def torch_plan(
 def kept_out(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model) -> frozenset[str]:
     """Return the ATen base names of the ops that the model runs with torch.autocast disabled.
 
-    The exported file does not record such regions, so a capture of `amp` finds them. If a part of the model cannot be captured, the ops in
-    any separate region of the file count.
+    The exported file does not record such regions, so a capture of `amp` finds them. If a part of the model cannot be captured, the ops of
+    all separate regions of the file are returned.
     """
     inside = region_ops(model)
     if not inside:
@@ -156,7 +156,7 @@ def _export(
         with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):
             program = torch.onnx.export(
                 plain,
-                args if kwargs else (*args, {}),  # {} because the exporter takes a dict at the end for kwargs
+                args if kwargs else (*args, {}),  # the exporter would take a dict at the end for kwargs, so {} is added
                 kwargs=kwargs,
                 dynamo=True,
                 verbose=False,

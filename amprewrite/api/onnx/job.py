@@ -73,7 +73,7 @@ class OnnxReport:
     """The results of the checks of a rewritten ONNX model, its errors and its size.
 
     Errors are over all outputs together. They may be large for rows of attention that a mask blocks completely: such rows have no meaning.
-    fp32 gives them even weights, but fp16 does not, since the mask's number is clamped to its range.
+    fp32 gives them equal attention weights. fp16 does not, since the mask's values are clamped to its range.
     """
 
     strict_error: float | None = None
@@ -267,7 +267,7 @@ class Job:
     def verify(self, made: Written | None, report: OnnxReport, samples: Samples, order: Order) -> OnnxReport:
         """Run onnx.checker's full check, run the model in ONNX Runtime, and measure the error under true rounding.
 
-        Return `report` with the results. Raises EmitError for any failure, except for a complaint of onnx.checker about the source, too.
+        Return `report` with the results. Raises EmitError for any failure, except if onnx.checker has the same complaint about the source.
         """
         proto, outside = (to_proto(self.model), False) if made is None else (made.proto, made.outside)
         file = str(made.path) if made is not None and outside else None
@@ -331,7 +331,7 @@ class Job:
             raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}") from error
 
     def _refused_itself(self) -> str:
-        """Return the error of ONNX Runtime, with default options, in loading the source; "" if the source loads or is not known."""
+        """Return the error that ONNX Runtime raises if it loads the source with default options; "" if it loads or is not known."""
         source = self.source
         if source is None:
             return ""

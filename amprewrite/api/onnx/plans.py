@@ -4,7 +4,7 @@
 2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op. The
    n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers differ,
    the colour is carried over only if all nodes of that op and module in the plan have the same colour.
-3. The colour high is always carried over. The colour low is carried over like an override: only if no fact about the op forbids it.
+3. The colour high (fp32) is always carried over. The colour low is carried over only if no fact about the op forbids it, like an override.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
             return False
         if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
             return False
-    low = planned.colour is Colour.LOW  # if the user chose low, the reason is ASKED, so that later passes keep it and note its risk
+    low = planned.colour is Colour.LOW  # if the user chose low, the reason is ASKED, so that later passes keep low and note the risk
     reason = Reason.ASKED if planned.reason is Reason.ASKED or (chosen and low) else Reason.IN_PLAN
     pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
     reading.graph.nodes[name] = replace(vertex, pinned=pinned)

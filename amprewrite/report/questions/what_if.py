@@ -95,7 +95,7 @@ class WhatIf:
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
-        """Return the effect of overriding a small set of other nodes that changes node `name` too; None if no likely set does."""
+        """Find a small set of other nodes whose override also changes node `name`. Return the effect; None if no likely set does."""
         candidates = list(self._candidates(name))
         for each in candidates[:MOST_ALONE]:
             change = self._change(name, (each,))

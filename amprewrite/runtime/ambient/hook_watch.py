@@ -76,7 +76,7 @@ class HookWatch:
 
 def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
     seen, left = {root}, [*root._modules.values()]
-    while left:  # by hand, since `modules()` takes twice as long: this runs at each call if the user sets tensor hooks
+    while left:  # `modules()` would take twice as long, and this runs at each call if the user sets tensor hooks
         module = left.pop()
         if module is None or module in seen:
             continue

@@ -112,9 +112,9 @@ def compile_afresh(
                     undo.append(_set(name, value))
                 if calls_that_captured >= COUNTS_FROM:
                     undo.append(_set("allow_unspec_int_on_nn_module", True))
-                if own := frame[0].f_code is code:  # so that code without ops gets guards, by which Dynamo reads it again in another mode
+                if own := frame[0].f_code is code:  # code without ops then gets guards, too, so that Dynamo reads it again in another mode
                     undo.append(_set("allow_empty_graphs", True))
-                if not whole:  # Dynamo refuses both settings at once, and the user may have set the second
+                if not whole:  # Dynamo refuses this setting beside fail_on_recompile_limit_hit, which the user may have set
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
                 if not _ISOLATES and (more := _entries_of_others(frame[1], given)):
                     for name in ("recompile_limit", "accumulated_recompile_limit"):

@@ -47,7 +47,7 @@ class _Cloning:
         self.holding: dict[int, bool] = {}
         """Results of `_holds`, by the id of the container."""
         found = self._reachable(module)
-        for original in found:  # object.__new__, because a GraphModule's own __new__ would make a class without forward
+        for original in found:  # by object.__new__: a GraphModule's own __new__ would make a class without `forward`
             self.made[id(original)] = object.__new__(type(original))
         for original in found:
             self._fill(original)
@@ -75,7 +75,7 @@ class _Cloning:
                 items = [*current.__dict__.values(), *(slot.__get__(current) for slot in _filled_slots(current))]
                 owned = True
             else:
-                owned = owned and type(current) in _CONTAINERS  # a dataclass counts as a configuration: a clone shares it with the original
+                owned = owned and type(current) in _CONTAINERS  # no dataclass: it counts as a configuration, which the clone shares
                 items = _items(current)
                 if owned:
                     self.owned.add(id(current))

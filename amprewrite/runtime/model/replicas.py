@@ -41,7 +41,7 @@ class _ReplicaCall:
 
     def __init__(self, session: Session, module: nn.Module, replica: nn.Module) -> None:
         self.session, self.module = session, module
-        self.replica = weakref.ref(replica)  # weak: a reference cycle would keep the copies until the next garbage collection
+        self.replica = weakref.ref(replica)  # weak: a reference cycle would keep the replica's tensors until the next garbage collection
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         replica = self.replica()

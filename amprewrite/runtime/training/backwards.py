@@ -170,7 +170,7 @@ class Noted:
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False
-        # In these cases the flag is dropped. If no optimizer is known, the loop may write new gradients to the same memory.
+        # Cases in which the flag must not count at the next step: without a known optimizer, new gradients may be in the same memory.
         untold = self._owner is None or self._recorded or recording(flag.device)
         if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there = None, {}

@@ -199,7 +199,7 @@ class _FiniteWatch(torch.fx.Interpreter):
         if n.op == "output":
             return result
         floats = list(_floats(result))
-        with torch.no_grad():  # the checks must save no tensors for backward, because activation checkpoints count these
+        with torch.no_grad():  # the checks must save no tensors for backward, because activation checkpoints count saved tensors
             nan = any(bool(t.isnan().any()) for t in floats)
             inf = any(bool(_infinities(t, given=n.op in ("placeholder", "get_attr"))) for t in floats)
         if nan or inf:
