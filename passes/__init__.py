@@ -72,7 +72,7 @@ CLEAN_EXPORTED: tuple[Normalising, ...] = (
 NORMALISE: tuple[Normalising, ...] = (
     FreeBackwards(),  # let the backward of a user's autograd Function run in the grad mode of its caller, so that it can be differentiated
     RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
-    FollowWrites(),  # let readers after an in-place op read the result of that op, not the value that was written
+    FollowWrites(),  # let nodes after an in-place op read the result of that op, not the tensor to which it wrote
     FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each
     MarkLeaving(),  # insert a no-op conversion after each returned value, so that one cast there serves all its readers
 )
@@ -81,7 +81,7 @@ EVIDENCE: tuple[Deciding, ...] = (
     RepaintByError(),  # keep in fp32 the ops that the accuracy search (`tolerance=`) found too inexact in the low format
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, several for a value with many readers
+    PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, several casts of a value with many readers
     PlanConstants(),  # store constants of an ONNX file in the format in which they are read
     PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands
@@ -91,7 +91,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
-"""Passes that keep values in fp32 at any price. Most of these values torch.autocast does not round either."""
+"""Passes that keep values in fp32 at any price. Most of these values stay unrounded under torch.autocast, too."""
 BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
 """The passes that choose colours by prices, and all passes before them."""
@@ -111,7 +111,7 @@ APPLY: tuple[Applying, ...] = (
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
     SpreadCopies(),  # give a value with many readers several low copies, so that fp32 adds up their gradients
     PadApart(),  # move the padding of the convolutions that the plan names into a separate op
-    InsertNormWeights(),  # give norms without weights fp32 weights of one where the plan says so: then statistics are fp32 on a CPU, too
+    InsertNormWeights(),  # give the norms that the plan names fp32 weights of one, so that their statistics are fp32 on a CPU, too
     ScaleLoss(),  # with a loss scale, multiply gradients that enter the graph by the scale, and divide gradients that it returns
     FoldMasks(),  # remove the masks from the attention calls that the plan names
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share one

@@ -6,7 +6,7 @@ A *body* is a subgraph: the graph inside an activation checkpoint, a loop, a con
 
 One file because bodies are read and rewritten by the same steps as the graph around them, and both exchange facts about precision.
 
-By name it knows `getitem`, which picks one result of a body.
+It knows `getitem` by name, which picks one result of a body.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
     """Exchange facts about precision between `captured` and the body `part` of `node`, a loop, a condition or an autograd Function.
 
-    The body must not round its results. Outside, each result counts as exactly as the most exact result of the body.
+    The body must not round its results. Outside, each result counts as exact as the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -365,7 +365,7 @@ def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> 
 
 
 def _tell_parts(captured: Captured) -> None:
-    """Mark the values that must not be rounded: in each checkpoint body its results, in the graph the inputs of bodies."""
+    """Mark values whose rounding would be magnified: results of checkpoint bodies by ops outside, inputs of these bodies by ops inside."""
     for node, part in reversed(captured.parts.items()):
         around = Roundings(captured.problem).magnifies
         part.know(needs_bits=frozenset(inner for outer, inner in _results_inside(captured, node, part).items() if outer in around))

@@ -8,7 +8,7 @@
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
 
-`plan-masks` decides, from facts that `graphs/fx/ops/attention_masks.py` reads.
+`plan-masks` decides which calls are edited, from facts that `graphs/fx/ops/attention_masks.py` reads.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def group_heads(call: torch.fx.Node) -> None:
 
 
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
-    """Make the edits of `calls`, which read `mask`. Erase the ops that build the mask if nothing reads it any more.
+    """Make the edits in `calls` to attention calls, which read `mask`. Erase the ops that build the mask if nothing reads it any more.
 
     `name` is a free attribute name of `module`, for a mask that is looked up.
     """

@@ -1,11 +1,11 @@
 """Insert the planned casts into the fx graph, and set dtype arguments to the colour of their node.
 
 1. Each planned cast becomes one copy before the first of its users. All its users read this copy. A result that was made with gradients is
-   copied before the model switches gradients off. A value that a torch.func transform reads from outside is copied outside.
+   copied before the model switches gradients off. A value that a torch.func transform reads from outside is copied outside of it.
 2. In low nodes, fp32 dtype arguments become low. Where the plan says so, constants beyond the range become ±max.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) get the dtype as an argument.
 
-By name it knows how the conversions `to`, `type_as` and `float` say their dtype.
+It knows the conversions `to`, `type_as` and `float` by name, because each gives its dtype in another way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.tables.vocabulary import Colour, Edit
 
 CAST = "amprewrite_cast"
-"""Key in a node's meta that marks the casts we inserted."""
+"""Key in a node's meta that marks the casts that this pass inserted."""
 
 
 class InsertCasts(Pass[RegionPlan, EditedGraph]):
@@ -91,8 +91,8 @@ def insert_cast(
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`, so that the copy records gradients if `value` does.
 
-    This is `user` itself. If `user` is the output of the graph, it is the first call after `value` that changes the grad mode, unless that
-    call switches gradients on.
+    This is `user` itself, unless `user` is the output of the graph and the first change of the grad mode after `value` switches gradients
+    off. Then it is the call that makes this change.
     """
     if user.op != "output":
         return user

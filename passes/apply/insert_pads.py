@@ -31,7 +31,7 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 PAD = "amprewrite_pad"
 """Key in a node's meta that marks nodes that this pass inserted or gave physical sizes."""
 FRESH = ops_with(Trait.FRESH) | {"cast"}
-"""Ops that accept any strides and return new memory. A slice that they alone read may be a view of the padded tensor, without a copy."""
+"""Ops that accept any strides and return new memory. A slice that only such ops read may be a view of the padded tensor, without a copy."""
 
 
 class InsertPads(Pass[RegionPlan, EditedGraph]):

@@ -5,8 +5,8 @@
              v8 = quantise(v, ...); z = quantised_product(None, None, None, x8, v8, ...)
 
 A value is quantised once, before the first product that reads its copies. The GEMMs of its readers decide which copies are made. If a GEMM
-of a product reads the unquantised value, the product gets both. Gradients are quantised in the backward of the product, once for both
-GEMMs.
+of a product reads the unquantised value, the product gets the value and its copies. Gradients are quantised in the backward of the product,
+once for both GEMMs.
 
     before   y = linear(x.to(fp32), w, bias)
     after    y = wide_linear(x, w, bias)
@@ -33,7 +33,7 @@ from amprewrite.tables.recipes import GEMMS, READS, G, W, X
 from amprewrite.tables.vocabulary import Edit
 
 KEPT = ("nn_module_stack", "stack_trace")
-"""Keys of a product's `meta` that the nodes inserted for it copy."""
+"""Keys of a product's `meta` that are copied to the nodes inserted for the product."""
 
 
 class InsertProducts(Pass[RegionPlan, EditedGraph]):

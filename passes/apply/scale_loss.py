@@ -2,8 +2,8 @@
 
 1. The graph gets two more inputs, the scale of this forward and its inverse: 0-dim fp32 tensors, on an accelerator if the graph uses one.
 2. Some nodes of the graph count as outside, so that their gradients are not scaled: inputs, writes to their memory, hooks on them (also on
-   the result of an op that returns its input itself), values that the graph returns themselves, not as copies
-   (`graphs/fx/read/leaving.py`), ops with a backward in user code, and fp32 ops that only lead from such values to results.
+   the result of an op that returns its input itself), values that the graph returns directly, not as copies (`graphs/fx/read/leaving.py`),
+   ops with a backward in user code, and fp32 ops that only lead from such values to results.
 3. Where a value from inside is read outside, a `scale_gradient` is inserted. In the backward it multiplies the gradient by the scale.
 4. Where a value from outside is read inside, its cast becomes a `cast_in`, or an `unscale_gradient` is inserted. Both return the gradient
    in fp32, times the inverse. If the memory of the value is written, readers before and after a write have separate nodes. Otherwise one
@@ -132,7 +132,7 @@ def scales_itself(node: Node) -> bool:
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns results of a checkpoint whose body also reads some of them, so that no scaling fits between."""
+    """True if the graph returns results of the checkpoint `node` and the checkpoint's body reads some results: no scaling fits between."""
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
     return leaves and is_checkpoint(node) and _reads_results(node)
 

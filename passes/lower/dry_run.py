@@ -46,7 +46,7 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder" and "val" not in n.meta:  # unknown; a "val" of None says that the argument is None
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # unknown: for a known None, "val" is None
                 self.unknown.add(n)
             return value
         if n.op == "output":
@@ -82,7 +82,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
     Raises Refused at the first node that fails or does not return its `expected` dtype, PassError if the graph cannot be run at all.
 
-    Only nodes that read something changed are run. Grad mode and autocast are restored.
+    Nodes without an `expected` dtype are run only if they are new or read a new result. Grad mode and autocast are restored.
     """
     values = [t for node in module.graph.nodes for t in tensors(example_value(node))]
     fake_mode = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)

@@ -93,7 +93,7 @@ def _lower(
     target = Target(backend is None, training, cache if outside else None, blocks, frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
-    force_recompile(module)  # generate the code now: until then `forward` is only a wrapper, and a backend may store it
+    force_recompile(module)  # generate the code now: until then `forward` is only a wrapper, and a backend may store this wrapper
 
     def careful(module: torch.fx.GraphModule) -> CompiledFn:
         return runs_op_by_op(module, module.forward, refused)

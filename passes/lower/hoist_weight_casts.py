@@ -54,7 +54,7 @@ _STAYS = {"_dynamo_static_input_type": "unguarded"}
 _FOLDS = ("linear", "matmul")
 """Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
-"""Packages whose functions may read a weight: the graph shows all their writes, unlike those of a user's function."""
+"""Packages whose functions may read a weight: the graph shows all their writes. It does not show the writes of a user's function."""
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):
@@ -78,7 +78,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule) -> None:
-    """Give casts of weights the weight's requires_grad, for products whose kernel depends on it."""
+    """Give casts of weights the requires_grad flag of their weight, if a product reads them whose kernel depends on that flag."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, training=False)

@@ -4,7 +4,7 @@
     after    w8 = from_kept(w, data, scale)        data and scale are further inputs
 
 So a call of a frozen model, or in a block that keeps copies, quantises no weight. Only graphs without gradients are edited: there a product
-is one GEMM, which reads the straight copy alone.
+is one GEMM, which reads the straight copy (`tables/recipes.py`) alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[Quantise
     kept = WeakIdKeyDictionary()
 
     def copy(value: Tensor, how: tuple[Any, ...], streams: dict[int, int]) -> Scaled:
-        if value.is_inference() or recording(value.device):  # writes to it are not counted, or the copy has no numbers before a replay
+        if value.is_inference() or recording(value.device):  # writes to it are not counted, or a CUDA graph records the copy
             return quantise_input(value, how)
         state = (value._version, value.data_ptr(), streams.get(value.get_device()), how)
         found: tuple[Any, Scaled] | None = kept.get(value)

@@ -1,6 +1,6 @@
 """Pass frozen weights to a graph in the format in which they are stored.
 
-1. A low copy of a frozen weight becomes a trailing input, to which the stored tensor is passed. The weight cache plays no part in this.
+1. A low copy of a frozen weight becomes a trailing input, to which the stored tensor is passed. The weight cache is not used for this.
 2. For a frozen weight that is read in fp32, the graph takes its fp32 values if they are kept. Otherwise it takes the low values and casts
    them up.
 3. A graph that writes a frozen weight is refused, because the write would be lost.

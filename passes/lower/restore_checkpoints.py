@@ -1,8 +1,8 @@
 """Make activation checkpoints free memory in a graph that runs without a compiler.
 
 Dynamo turns `torch.utils.checkpoint` into a higher-order op that only compilers honour. Run eagerly, that op keeps every activation, so the
-pass calls `torch.utils.checkpoint` instead. Capture makes tensors that the model holds operands of the op. A checkpoint may write to such
-tensors, so they are passed as in the model: as closed-over variables.
+pass calls `torch.utils.checkpoint` instead. In the captured graph, tensors that the model holds are operands of the op. A checkpoint may
+write to such tensors, so the pass hands them over as the model does: as closed-over variables.
 """
 
 from __future__ import annotations

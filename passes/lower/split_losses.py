@@ -1,8 +1,8 @@
 """Without a compiler, compute the cross entropy of many low logits in parts, which saves the memory of fp32 logits and their gradients.
 
-A loss qualifies if it reads an fp32 copy of low logits, one row for each target, through views alone, without class weights and without
-label smoothing. In fp16 a loss of logits that are returned as well stays whole, because the loss scale is applied between the two. Results
-are the same (`graphs/fx/ops/cross_entropy.py`). A compiler fuses the loss itself.
+A loss qualifies if it reads an fp32 copy of low logits, directly or through views, with one row for each target, and has no class weights
+and no label smoothing. In fp16 a loss stays whole if the graph also returns its logits, because the loss scale is applied between logits
+and loss. Results are the same (`graphs/fx/ops/cross_entropy.py`). A compiler fuses the loss itself.
 
     before   wide = to(logits, float32)                            after   loss = cross_entropy_of_low(logits, labels, -100, "mean")
              loss = cross_entropy(wide, labels)
@@ -60,7 +60,7 @@ def _qualifies(given: dict[str, Any]) -> bool:
 
 
 def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
-    """Let a loss read in parts the low logits of which it reads an fp32 copy.
+    """Let a loss read low logits in parts, instead of their fp32 copy.
 
     The loss stays if there is no such copy, or if the graph writes to the low logits.
     """

@@ -1,4 +1,4 @@
-"""Let nodes after an in-place op read the result of the op instead of the value that was written: both are the same tensor.
+"""Let nodes after an in-place op read the result of the op instead of the tensor to which it wrote: both are the same tensor.
 
     before   y = x @ w; add_ = y.add_(b); mul = y * 2
     after    y = x @ w; add_ = y.add_(b); mul = add_ * 2

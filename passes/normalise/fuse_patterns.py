@@ -12,7 +12,7 @@ A pattern is fused only if no node outside it reads its intermediate values, and
 recorded, no later node may write to its operands or its result, because the kernel may save them for backward. Conversions to fp32 inside
 a pattern are left out, because the kernel makes them. The pass edits a copy of the captured graph.
 
-By name it knows the ops of such patterns: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`, `amax`, `max`,
+It knows the ops of such patterns by name: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`, `amax`, `max`,
 `getitem`, `detach`.
 """
 
@@ -302,7 +302,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """Split the factors of a norm, value · 1/√v · weight, into (value, v, weight, or None without one); None for other factors."""
+    """Split the factors of a norm, value · 1/√v · weight, into (value, v, weight or None); None for other factors."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):

@@ -28,7 +28,7 @@ from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, OpKind
 
 MOST_GROWTH = 1.35
-"""Largest growth of a dim that `auto` pads, except for dims up to FEW (XLA's cap for convolutions)."""
+"""Largest factor by which `pad="auto"` lets a dim larger than FEW grow. XLA has the same cap for convolutions."""
 FEW = 4
 """Dims up to this size, such as the channels of an image, may grow by any factor."""
 

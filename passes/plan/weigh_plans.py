@@ -2,14 +2,14 @@
 
 1. The other plans are TensorFlow's lists and rules, torch.autocast's lists and rules, our lists with TensorFlow's rules, and everything in
    fp32.
-2. Each is painted on the same graph, its casts planned the same way, and priced by the same table on the same device.
+2. Each plan is painted on the same graph, gets its casts in the same way, and is priced by the same table for the same device.
 3. Add a note to the plan if its prices include low copies of weights made in every call.
 4. If the plan was decided together with other graphs of the model, decide the graph alone, too. Add a note on what that would save.
 
 The plan is the cheapest of all plans that keep to our lists. A plan that our lists forbid may be cheaper, and is shown all the same. A
 given plan keeps the prices that were recorded when it was made.
 
-By name it knows `to`: lists that do not name it leave it in the format of its operand.
+It knows `to` by name: lists without `to` leave it in the format of its operand.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
 }
 """The passes that paint by the rules of other tools."""
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
-"""Passes that run with our lists by any painting rules, because they keep results exact."""
+"""Passes that run with our lists, whatever the painting rules, because they keep results exact."""
 PARITY = "parity with the model's other graphs costs "
 """Beginning of the note on how much one plan for all graphs of the model costs this graph."""
 LEAST_TOLD = 1e-3
@@ -117,7 +117,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 
 
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
-    """Return the node with its kind by `lists`. An op that they lack is pinned high, or by torch.autocast's rules follows its operands."""
+    """Return the node with its kind in `lists`. An op on no list is pinned high, or follows its operands by torch.autocast's rules."""
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node
     kind = lists.kind(node.op)

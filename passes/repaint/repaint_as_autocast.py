@@ -8,9 +8,9 @@ Rounding the result of an op is *free* if
 
 1. it has no offset of unknown size (`ir/held_wide.py`), because a product or a norm made it, or because it is learnt; and
 2. no reader magnifies a rounding. Readers that do so are differences, batch norms, and ops that pass the value on to such a reader. Until
-   products have rounded the value as far as the low format does, these readers do so, too: logarithms, softmax, ops whose result jumps
-   (`floor`) or selects positions (`topk`), ops with kinks in training (`relu`), denied and unlisted ops, and results of the graph. Other
-   norms and averages do not. Products and casts to a low format do not either, because they round their operands anyway.
+   products have rounded the value as far as the low format does, other readers magnify a rounding, too: logarithms, softmax, ops whose
+   result jumps (`floor`) or selects positions (`topk`), ops with kinks in training (`relu`), denied and unlisted ops, and results of the
+   graph. Other norms and averages do not. Products and casts to a low format do not either, because they round their operands anyway.
 
 For that reason rounding is free in any case if products alone read the value, directly or through views. An op runs low only if rounding
 its operands is free, too. A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stand. Tied
@@ -19,7 +19,7 @@ nodes share a colour.
 Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py and test_error_laws.py, and by
 tests/runtime/test_products_told.py.
 
-By name it knows `getitem`, which picks the places among the results of an op.
+It knows `getitem` by name: as the reader of an op's integer result, it shows that the op returns positions.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 
 The pass makes no node low.
 
-By name it knows sums and differences (`add`, `sub`), `div`, whose pole is its divisor, and `to`, which may make whole numbers floating.
+It knows by name sums and differences (`add`, `sub`), `div`, whose pole is its divisor, and `to`, which may make whole numbers floating.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
     if seen is None or not seen.nonzero:
         return ""
     flushed, thin = seen.underflow(low), seen.subnormal(low)
-    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # not one value may become zero: it gives an infinity
+    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # a single value that becomes zero gives an infinity
         return ""
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
     return f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"

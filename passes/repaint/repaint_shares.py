@@ -1,4 +1,4 @@
-"""Keep results of softmax and sigmoid in fp32 if a logarithm reads them, and the ops between the two.
+"""Keep results of softmax and sigmoid in fp32 if a logarithm reads them, together with the ops in between.
 
 Such results (shares) come arbitrarily close to zero and one. Low formats do not: fp16 flushes below 6e-8, and bf16 rounds 0.9981 to one.
 
@@ -7,7 +7,7 @@ Such results (shares) come arbitrarily close to zero and one. Low formats do not
 2. Before `binary_cross_entropy` both stay fp32 with any low format, because it takes the logarithms of x and of 1 - x, and its gradient
    reaches 1e12. torch.autocast refuses this loss.
 3. A sigmoid that the graph returns, directly or through views, stays fp32, because such a loss may follow outside the graph. So does a
-   softmax if the low format has a narrow range. Results that a product reads, too, such as attention weights, are left out.
+   returned softmax if the low format has a narrow range. Results that a product reads, too, such as attention weights, are left out.
 4. The ops in between work element by element, such as sums, bounds and views. Pins and overrides stand.
 """
 
@@ -24,7 +24,7 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 FEW = 16
-"""Most ops to examine before one logarithm."""
+"""Largest number of ops to examine before one logarithm."""
 LOGS, LOSSES = ops_with(Trait.LOGARITHM), ops_with(Trait.LOGS_OF_BOTH)
 SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
 
