@@ -114,7 +114,7 @@ APPLY: tuple[Applying, ...] = (
     InsertNormWeights(),  # give the norms that the plan names fp32 weights of one, so that their statistics are fp32 on a CPU, too
     ScaleLoss(),  # with a loss scale, multiply gradients that enter the graph by the scale, and divide gradients that it returns
     FoldMasks(),  # remove the masks from the attention calls that the plan names
-    InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share one
+    InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share its copies
     KeepViews(),  # return a result as a view if the fp32 graph returns a view
 )
 TIDY: tuple[Applying, ...] = (

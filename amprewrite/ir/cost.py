@@ -232,7 +232,7 @@ class Prices:
 
 
 def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:
-    """Return the price of `graph` if each node has the colour given by `colours`, by name. For many colourings use `Prices`."""
+    """Return the price of `graph` if each node has the colour given by `colours`, by name. To price many assignments, use `Prices`."""
     return Prices(graph, model).of(colours)
 
 

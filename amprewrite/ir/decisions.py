@@ -30,7 +30,7 @@ class Decisions:
     casts: tuple[Cast, ...] = ()
     pads: PadPlan = field(default_factory=PadPlan)
     candidates: tuple[Candidate, ...] = ()
-    """The plans that were compared by price, the chosen plan first; empty if none were."""
+    """The plans that were compared by price, the chosen plan first; empty if no plans were compared."""
     edits: list[NodeEdit] = field(default_factory=list)
     gradient_blocks: tuple[tuple[str, ...], ...] = ()
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
@@ -54,7 +54,7 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Add the edit `what` of one op. It is recorded as switched off if the plan to follow (`problem.given`) switches it off."""
+        """Add the edit `what` of the op `node`. It is recorded as switched off if the plan to follow (`problem.given`) switches it off."""
         given = problem.given.edits if problem.given is not None else ()
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))

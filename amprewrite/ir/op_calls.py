@@ -27,15 +27,15 @@ class Call:
     """One call of an op, with its arguments and the shapes of its results."""
 
     name: str
-    """Name of its vertex in the op graph."""
+    """Name of the call's vertex in the op graph."""
     op: str
     """ATen base name; for a vertex that is no op, its role."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     shapes: tuple[Shape, ...] = ()
-    """Shapes of the tensors that it returns, in order."""
+    """Shapes of the tensors that the call returns, in order."""
     several: bool = False
-    """Whether it returns a tuple or list of tensors instead of a single tensor."""
+    """Whether the call returns a tuple or list of tensors instead of a single tensor."""
     floating: bool = True
     """Whether all results are floating point."""
     item: Any = None

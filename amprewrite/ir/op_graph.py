@@ -36,12 +36,13 @@ class Operand:
     """One fp32 tensor read by an op."""
 
     value: str
-    """Name of the node that makes it."""
+    """Name of the node that makes the tensor."""
     demand: Demand
     scalar: bool = False
-    """Whether it is a 0-dim tensor, which tensors with dims outrank in type promotion."""
+    """Whether the operand is a 0-dim tensor, which tensors with dims outrank in type promotion."""
     write_version: int = 0
-    """Number of in-place writes to its memory before this read. Readers share a low copy only if they have the same write version."""
+    """Number of in-place writes to the tensor's memory before this read. Readers share a low copy only if they have the same write
+    version."""
     summand: bool = False
     """Whether the op only adds this operand to a product of its other operands, as `addmm` does with its first."""
     twice: bool = False
@@ -70,9 +71,9 @@ class OpNode:
     """FLOPs of one forward if the op is a product of tensors; otherwise 0."""
     device: str = "cpu"
     module: str = ""
-    """Path of the module that calls it, "" for the root."""
+    """Path of the module that calls the op, "" for the root."""
     source: str = ""
-    """Line of the model's code that calls it, as "file.py:12"."""
+    """Line of the model's code that calls the op, as "file.py:12"."""
     role: str = "op"
     """"op", or "input", "parameter", "buffer", "constant" or "output" for a vertex that is no op."""
     pinned: tuple[Colour, Reason, str] | None = None
@@ -80,9 +81,9 @@ class OpNode:
     precision_group: str = ""
     """Name of its precision group; "" for none. Nodes of a group share memory or a kernel, and therefore have one colour."""
     relative: bool = False
-    """Whether it is a cast to the dtype of another tensor, as `x.to(y.dtype)` is. Such a cast may be low even after a denied op."""
+    """Whether the op is a cast to the dtype of another tensor, as `x.to(y.dtype)` is. Such a cast may be low even after a denied op."""
     may_saturate: bool = False
-    """Whether its result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
+    """Whether the result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
     """For a product of counts (see `ir/evidence/counts.py`): name of the operand that a low format would round. Otherwise ""."""
 
@@ -176,7 +177,8 @@ def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
-    """Return the operand that is cast to fp32 if the promoting op `node` runs high and all its operands are low; None if it promotes none.
+    """Return the operand that is cast to fp32 if the promoting op `node` runs high and all its operands are low; None if it promotes no
+    operand.
 
     It is the smallest such operand, and the first of several that are equally small.
     """

@@ -123,7 +123,7 @@ def device_row(device: str | torch.device) -> Device:
 
 
 def best_format(device: str | torch.device | Device) -> Format | None:
-    """Return the best low format for `device`, the first of its row; None if low precision gains nothing on it."""
+    """Return the best low format for `device`, the first in its table row; None if low precision gains nothing on it."""
     formats = (device if isinstance(device, Device) else device_row(device)).low_formats
     return FORMATS[formats[0]] if formats else None
 

@@ -46,7 +46,7 @@ class AccuracyError(EmitError):
 
 
 class StaleWeightsError(AmpRewriteError):
-    """A weight was changed without notice while low copies of it were kept, so that results may come from its old values."""
+    """A weight was changed unnoticed while low copies of it were kept, so that results may come from its old values."""
 
 
 class MissingPackageError(AmpRewriteError, ImportError):

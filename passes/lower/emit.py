@@ -66,8 +66,8 @@ def emit(
 ) -> Emitted:
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
-    `example_inputs` are the inputs of the captured graph and the inputs that passes added. Copies from `cache` replace the weight casts:
-    in every call if `outside`, otherwise only in a block that keeps copies. `low` is the format of these casts, None if there are none.
+    `example_inputs` are the inputs of the captured graph and the inputs that passes added. Copies from `cache` replace the weight casts in
+    a block that keeps copies and, with `outside`, in all other calls. `low` is the format of these casts, None if there are none.
 
     `training` says that the graph was captured with gradients; `blocks` then lists, by name, the weights that share an autograd node.
     """

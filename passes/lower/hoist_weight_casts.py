@@ -54,7 +54,7 @@ _STAYS = {"_dynamo_static_input_type": "unguarded"}
 _FOLDS = ("linear", "matmul")
 """Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
-"""Packages whose functions may read a weight: the graph shows all their writes. It does not show the writes of a user's function."""
+"""Packages whose functions may take a weight, because the graph shows all their writes. It hides the writes of a user's function."""
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):

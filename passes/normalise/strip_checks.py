@@ -1,6 +1,6 @@
 """Remove checks of torch.export that hold for fp32 alone: dtype checks after conversions, and guards.
 
-The edited graph is exported a second time, which records both anew.
+The edited graph is exported a second time, which records checks and guards anew.
 
     before   y = x.to(float32); _assert_tensor_metadata(y, float32); z = relu(y)
     after    y = x.to(float32); z = relu(y)

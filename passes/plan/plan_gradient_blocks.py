@@ -4,7 +4,7 @@
    because their gradients must be unscaled.
 2. Weights are taken in graph order. A block ends at MOST weights, or before it exceeds `Problem.block_size` elements, because each gradient
    has to wait for the rest of its block.
-3. A weight with that many elements is a block by itself.
+3. A weight with at least `Problem.block_size` elements is a block by itself.
 
 A given plan names its blocks. If it names none, they are decided here.
 """
@@ -20,7 +20,8 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 
 MOST = 64
-"""Most weights in a block. torch's multi-tensor kernels take up to 64 in one launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
+"""Largest number of weights in a block. torch's multi-tensor kernels take up to 64 in one launch (MultiTensorApply.cuh,
+depth_to_max_tensors)."""
 
 
 class PlanGradientBlocks(Pass[Problem, Decisions]):

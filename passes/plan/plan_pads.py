@@ -75,7 +75,7 @@ def cast_name(cast: Cast) -> str:
 
 
 def calls_with_casts(calls: Mapping[str, Call], casts: Iterable[Cast]) -> dict[str, Call]:
-    """Return the calls of the graph in order, with every planned cast as a call of its own that its users read."""
+    """Return the calls of the graph in order. Every planned cast becomes a call of its own, which the users of the cast read."""
     copies: dict[str, list[Cast]] = defaultdict(list)
     instead: dict[tuple[str, str], str] = {}
     for cast in casts:

@@ -6,7 +6,7 @@
    read as logits or decides a choice.
 3. Each remaining GEMM gains the time that fp8 saves it, and needs the kernels that make its copies. All readers of a value share them. The
    best choice, found exactly, is a maximum-weight closure (`planner/closure.py`). A GEMM that a rule asks for is taken at any price.
-4. With parity between the graphs of a model, a graph without gradients is decided as if it had the GEMMs of training.
+4. If the graphs of a model share prices (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
 
 A given plan names the GEMMs that run in fp8. Their copies follow from them.
 
@@ -90,7 +90,7 @@ def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, flo
     if given is not None and given.copies:
         return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
     samples = problem.calibration if not problem.training else None
-    seen = samples.of(problem.graph) if samples is not None and samples.model else None  # without a model they come from a first call
+    seen = samples.of(problem.graph) if samples is not None and samples.model else None  # ranges without a model come from a first call
     return {name: found.amax for name, found in seen.values.items() if found.amax} if seen is not None else {}
 
 
@@ -115,7 +115,7 @@ class _Choice:
         self.prices = ProductPrices(device, policy.fused, kernel=policy.kernel and find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None
         self.share = 1.0 if self.problem.training else float(self.problem.costs.training)
-        """Weight of the backward in the prices: 1 in training."""
+        """Weight of the backward in the prices: 1 if this graph trains, otherwise the weight of training in `Problem.costs`."""
         self.kept = self.problem.costs.cached_weights and not self.alike
         """True if fp8 copies of weights are kept between calls, so that a call does not pay for them. In training none are kept."""
         known = self.problem.agreed.products

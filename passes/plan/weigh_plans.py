@@ -1,4 +1,4 @@
-"""Compare the price of the plan with prices of plans by the painting rules of other tools.
+"""Compare the price of the plan with the prices of plans that follow the painting rules of other tools.
 
 1. The other plans are TensorFlow's lists and rules, torch.autocast's lists and rules, our lists with TensorFlow's rules, and everything in
    fp32.

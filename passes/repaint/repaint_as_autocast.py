@@ -13,8 +13,8 @@ Rounding the result of an op is *free* if
    graph. Other norms and averages do not. Products and casts to a low format do not either, because they round their operands anyway.
 
 For that reason rounding is free in any case if products alone read the value, directly or through views. An op runs low only if rounding
-its operands is free, too. A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stand. Tied
-nodes share a colour.
+its operands is free, too. A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stay in force.
+Tied nodes share a colour.
 
 Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py and test_error_laws.py, and by
 tests/runtime/test_products_told.py.

@@ -1,6 +1,6 @@
 """Paint the nodes that have no colour yet so that ops and casts together cost least.
 
-1. Price every op and every copy on the device (`amprewrite.ir.cost`), or on the device that the plan is for, or by measured times.
+1. Price every op and every copy (`amprewrite.ir.cost`) for the device at hand or the device that the user named, or by measured times.
 2. Find the cheapest colours of these nodes (`amprewrite.planner.assignment`). The search is exact; of several cheapest plans it takes the
    plan with the fewest low ops.
 3. Record for each node a neighbour of the same colour as the cause of its colour.

@@ -9,7 +9,7 @@
    as `weight.t()`. A bias may be flushed to zero if the sum is far larger.
 5. Constants of a file are examined element by element (`ir/evidence/constants.py`).
 6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: the difference and its operands stay fp32.
-7. Tied nodes share a colour. Overrides stand, and a note tells their risk.
+7. Tied nodes share a colour. Overrides stay in force, and a note names their risk.
 
 The pass makes no node low.
 

@@ -8,7 +8,7 @@ Such results (shares) come arbitrarily close to zero and one. Low formats do not
    reaches 1e12. torch.autocast refuses this loss.
 3. A sigmoid that the graph returns, directly or through views, stays fp32, because such a loss may follow outside the graph. So does a
    returned softmax if the low format has a narrow range. Results that a product reads, too, such as attention weights, are left out.
-4. The ops in between work element by element, such as sums, bounds and views. Pins and overrides stand.
+4. The ops in between work element by element, such as sums, bounds and views. Pins and overrides stay in force.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ down. Large steps, as in most residual streams, are left out: there rounding f l
    torch.autocast rounds there, too.
 2. Running sums carry a value on and add terms that do not depend on the value, `h = 0.99 * h + 0.01 * u[:, t]`, or average it by gates
    (`ir/running_sums.py`).
-3. Pins and overrides stand. Tied nodes share a colour.
+3. Pins and overrides stay in force. Tied nodes share a colour.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ class MatrixProduct:
     """
 
     x: str
-    """Name of the vertex that makes x."""
+    """Name of the node that makes x."""
     w: str
-    """Name of the vertex that makes w."""
+    """Name of the node that makes w."""
     x_version: int
     """Number of in-place writes to x before the product reads it."""
     w_version: int

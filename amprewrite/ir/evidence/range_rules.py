@@ -112,7 +112,7 @@ class Read(Generic[Node]):
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Return on which sides (BELOW, ABOVE) the result of an op may be far beyond the range of `low`, if its operand is beyond it on `side`.
+    """Return the sides (BELOW, ABOVE) on which an op's result may be far beyond the range of `low`, if its operand is far beyond on `side`.
 
     The set is empty if clamping the operand to the range does not change the result, as for an op that reads only the sign. None if
     clamping the operand would change the result.
@@ -257,9 +257,9 @@ def bias_drowns(result: ValueRange | None, low: Format) -> bool:
 
 
 def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: Format, depth: int = 4) -> bool:
-    """True if the result of `node` is small and negligible, because it is only added, perhaps after a product, to far larger values.
+    """True if the small result of `node` is negligible, because it is only added, perhaps after a product, to far larger values.
 
-    `seen` holds the ranges of values on samples, by vertex. The search for a sum follows at most `depth` ops.
+    `seen` holds the ranges of values on samples, by name. The search for a sum follows at most `depth` ops.
     """
     readers = list(graph.readers(node.name))
     for reader in readers:

@@ -51,11 +51,11 @@ class ValueRange:
     count: int = 0
     """Number of elements seen, in all batches together."""
     zeros: int = 0
-    """Number of zeros among them."""
+    """Number of zeros among the elements."""
     nan: int = 0
-    """Number of NaNs among them."""
+    """Number of NaNs among the elements."""
     infinite: int = 0
-    """Number of infinities among them."""
+    """Number of infinities among the elements."""
     least: float = math.inf
     """The least finite element; inf if none was seen."""
     greatest: float = -math.inf
@@ -130,7 +130,7 @@ class ValueRange:
 
     # -- risks in a format ---------------------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Return the probability that one element overflows `fmt`: the share that did, or if none did, an estimate from the tail."""
+        """Return the probability that one element overflows `fmt`: the share that did, or an estimate from the tail if none did."""
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
     def overflow_in_pass(self, fmt: Format) -> float:
@@ -138,8 +138,8 @@ class ValueRange:
         return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
 
     def underflow(self, fmt: Format) -> float:
-        """Return the probability that a nonzero element becomes zero in `fmt`: the share that did, or if none did, an estimate from the
-        lower tail."""
+        """Return the probability that a nonzero element becomes zero in `fmt`: the share that did, or an estimate from the lower tail if
+        none did."""
         mirrored = sorted((-e, n) for e, n in self.exponents)
         return _beyond(mirrored, self.nonzero, 2 - round(math.log2(fmt.smallest_subnormal)))
 
@@ -197,7 +197,7 @@ class Calibration:
     model: str
     """Class of the model."""
     parameters: str
-    """Fingerprint of its parameters' names and shapes."""
+    """Fingerprint of the names and shapes of the model's parameters."""
     batches: int
     """Number of batches seen."""
     regions: tuple[RegionRanges, ...]

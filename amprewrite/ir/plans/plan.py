@@ -32,7 +32,7 @@ class NodePlan:
     colour: Colour
     """low, high or plain. This is the one key that users edit."""
     reason: Reason
-    """Why it has this colour. In JSON, the name of a member of `amprewrite.tables.vocabulary.Reason`."""
+    """Why the node has this colour. In JSON, the name of a member of `amprewrite.tables.vocabulary.Reason`."""
     because_of: str = ""
     """Name of the node that caused the colour; "" if no node did."""
     detail: str = ""
@@ -46,13 +46,13 @@ class NodePlan:
     flops: int = 0
     """FLOPs of one forward, a multiply and an add counted as two; 0 if the op is no product of tensors."""
     module: str = ""
-    """Path of the module that calls it, "" for the root."""
+    """Path of the module that calls the op, "" for the root."""
     source: str = ""
-    """The line of the model's code that calls it, as "file.py:12"; "" if unknown."""
+    """The line of the model's code that calls the op, as "file.py:12"; "" if unknown."""
     role: str = "op"
     """"op", or for a value that enters or leaves the graph: "input", "parameter", "buffer", "constant", "output"."""
     inputs: tuple[str, ...] = ()
-    """Names of the nodes whose fp32 values it reads."""
+    """Names of the nodes whose fp32 values this node reads."""
 
     def sentence(self) -> str:
         """Return one sentence about the node's format and the reason for it."""
@@ -163,7 +163,7 @@ class RegionPlan:
     basis: Any = field(default=None, compare=False, repr=False)
     """The `Problem` from which this plan was decided. `report/questions/what_if.py` decides it again. It is not written to JSON."""
     candidates: tuple[Candidate, ...] = ()
-    """The plans that were compared by price, this plan first; empty if none were."""
+    """The plans that were compared by price, this plan first; empty if no plans were compared."""
     priced_on: str = ""
     """Name of the device for which the candidates were priced; "" without candidates."""
     scales_loss: bool = False

@@ -38,7 +38,7 @@ class GemmPlan:
     formats: str
     """Formats of its two operands, such as "e5m2 x e4m3"; "bf16" if it reads no fp8 copies."""
     reason: ProductReason
-    """Why it reads these formats. In JSON, the name of a member of `amprewrite.ir.plans.product_plan.ProductReason`."""
+    """Why the GEMM reads these formats. In JSON, the name of a member of `amprewrite.ir.plans.product_plan.ProductReason`."""
     detail: str = ""
     """The line of `products=` that asked for the format, or the node that is the cause; "" if there is neither."""
 
@@ -56,7 +56,7 @@ class GemmPlan:
 
 
 def _joined(gemms: list[GemmPlan], reason: ProductReason) -> str:
-    """Return the common `reason` of `gemms` in words, with its detail if that is common, too."""
+    """Return the common `reason` of `gemms` in words, with the detail of the reason if all `gemms` have the same."""
     return gemms[0].why() if len({each.detail for each in gemms}) == 1 else reason.value
 
 
@@ -95,7 +95,7 @@ class QuantisedCopy:
     scales: str
     """Which elements share a scale: "tensor" for all of them, "rows" or "columns" for each row or column of the value as a matrix."""
     readers: tuple[str, ...]
-    """GEMMs that read it, such as "linear_3.grad_weight"."""
+    """GEMMs that read the copy, such as "linear_3.grad_weight"."""
     role: str
     """"x" if products read the value as rows, "w" if as their matrix (see `tables/recipes.py`), "g" for a copy of its gradient."""
     kept: bool = False

@@ -29,7 +29,7 @@ ROUNDS = 60
 """Largest number of times that the cut is repeated because of content. After that nothing in the graph is padded."""
 
 Place = tuple[str, Slot, int]
-"""One dim of an operand or result: (call, slot, dim)."""
+"""One dim of an operand or result: (name of the call, slot, dim). `rule.py` explains slots."""
 Variable = tuple[Place, int]
 """(group, axis): the cut decides whether the dims of the group are padded along the axis. One of its dims stands for a group."""
 

@@ -110,7 +110,7 @@ def zero_keeping(contents: Contents) -> Content:
 
 
 def all_zero(why: str) -> Callable[[Contents], Content]:
-    """Return a content rule that requires zeros in the padding of all operands. It raises Hazard(why, names of the other operands)."""
+    """Return a content rule that requires zeros in the padding of all operands. It raises Hazard that names the other operands."""
 
     def content(contents: Contents) -> Content:
         blamed = [name for name, c in contents.items() if c not in (0, BROADCAST)]

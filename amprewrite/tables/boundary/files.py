@@ -75,7 +75,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
         handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
-                take_mode(scratch, target)  # before there is content, so that only users who could read the old file can read it
+                take_mode(scratch, target)  # before the file has content: only users who could read the old file can read it
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

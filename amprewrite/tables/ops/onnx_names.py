@@ -60,7 +60,7 @@ SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
 ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
 """Op types whose results are exact copies of values that are already rounded."""
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
-"""Op types that have an attribute for the type of their result. Ops with an attribute "dtype" are further such ops."""
+"""Op types that have an attribute for the type of their result. All ops with an attribute "dtype" have one, too."""
 
 BROADCASTS = "broadcast"
 """The attribute by which ops before opset 7 asked for broadcasting."""

@@ -1,6 +1,6 @@
 """Padding rules of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
 
-It knows some ops by name: `mm`, `bmm`, `addmm` and `baddbmm`, whose operands have other names, and convolutions with `transpose` in it.
+It knows by name `mm`, `bmm`, `addmm` and `baddbmm`, whose operands have names of their own, and convolutions named `transpose`.
 """
 
 from __future__ import annotations
