@@ -1,7 +1,7 @@
 """Store the keys and values of `generate()` (the KV cache) in the low format in which the attention of the model reads them.
 
-1. Only the model reads a cache that `generate()` makes. Before the first step the layers of the cache get a class that rounds the tensors
-   that it stores and returns fp32. In a captured graph both conversions vanish where the plan runs low, so that no step casts the cache.
+1. Only the model reads a cache that `generate()` makes. Before the first step the layers of the cache get a class that stores rounded
+   tensors and returns fp32. In a captured graph both conversions vanish where the plan runs low, so that no step casts the cache.
 2. Only values that the plan rounds are rounded: if a graph reads keys or values in fp32, or if code that was not captured reads them, the
    layer stores fp32 again.
 3. A layer that outlives the call of `generate()` gets its former class again, and stores fp32.

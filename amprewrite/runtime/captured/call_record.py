@@ -90,7 +90,7 @@ class CallRecord:
     root: nn.Module
     state: State = field(default_factory=State)
     calls: dict[tuple[Region, ...], None] = field(default_factory=dict)
-    """The regions that an outermost call ran, without repetitions; each such tuple once. Cleared when an entry is captured anew."""
+    """Keys: the regions that an outermost call ran, in order and without repetitions. Cleared when an entry is captured anew."""
     last: tuple[Region, ...] = ()
     """The regions that the latest outermost call ran."""
     unreadable: list[Skipped] = field(default_factory=list)

@@ -75,7 +75,7 @@ class Graphs:
         self.asleep = dynamo.disabled()
         """True if Dynamo was disabled when this object was made, so that the functions are not compiled."""
         self.weights: list[Known] = []
-        """Weights whose sizes affected decisions."""
+        """Weights whose sizes affected the plans of these graphs."""
         self.anew: Anew | None = None
         """The reason why the next call captures anew; None if it need not. Recomputations of earlier forwards still run these graphs."""
         self.full = False

@@ -220,7 +220,7 @@ class GraphRewriter(CallRecord):
         return self.options.casts_at_once(entry.compiles, training, device, kept) and not self._sharded()
 
     def _sharded(self) -> bool:
-        """True if FSDP2 shards a module, with a note: it gathers weights for every forward, which their version counters do not show."""
+        """True if FSDP2 shards a module; then add a note. FSDP2 writes weights for every forward, which version counters do not show."""
         if found := any(map(is_sharded, self.root.modules())):
             self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found

@@ -188,7 +188,7 @@ class LookAhead:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context manager for a trial run: random states are restored, and hooks on saved tensors and selective checkpoints see no op."""
+        """Context manager for a trial run: restore random states, and hide ops from hooks on saved tensors and selective checkpoints."""
         gradients = contextlib.nullcontext() if self.differentiates else torch.no_grad()
         with random_state_kept(self.devices), closed_if_raised(), unselective(), unhooked(), gradients:
             yield

@@ -93,7 +93,7 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """Yield the misfits of the weight `name` for which an op that reads it stays fp32. Ops in the body graphs of checkpoints count."""
+    """Yield the misfits of the weight `name` for which an op that reads it stays fp32. Ops in bodies of checkpoints count, too."""
     for reader in captured.problem.graph.readers(name):
         node = captured.nodes[reader.name]
         part = captured.parts.get(node)

@@ -103,7 +103,7 @@ def _code(error: BaseException) -> types.CodeType | None:
 
 
 class Unseen(BaseException):
-    """Carries an error of the backend through Dynamo. It is no Exception: Dynamo would count one as its failure to convert code."""
+    """Carries an error of the backend through Dynamo. It is no Exception: Dynamo would take an Exception for a failure of its own."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

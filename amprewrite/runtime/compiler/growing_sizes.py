@@ -19,7 +19,7 @@ _IN_CACHE, _IN_STATES = (0, 2), (0, 1)
 
 
 def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Mark the dims of tensors among the arguments of a step of `generate()` whose sizes will change as dynamic for Dynamo."""
+    """In the arguments of a step of `generate()`, mark the dims whose sizes will change, so that Dynamo captures them as dynamic."""
     for value in (*args, *kwargs.values()):
         for tensor, dims in _growing(value):
             torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])

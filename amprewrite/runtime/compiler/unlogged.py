@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Unlogged(set[Any]):
-    """Replaces Dynamo's set of functions to leave out of graphs: also contains every method of a logging.Logger.
+    """Replaces Dynamo's set of functions to leave out of graphs. It also contains every method of a logging.Logger.
 
     If a logger's method is looked up, `note` is called with the name of the logger.
     """

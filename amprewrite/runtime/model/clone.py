@@ -58,7 +58,7 @@ class _Cloning:
         return clone
 
     def _reachable(self, module: nn.Module) -> list[nn.Module]:
-        """Return all modules of the tree, including modules in containers that modules hold, each once.
+        """Return each module of the tree once, including modules in containers.
 
         Add to `owned` the ids of the containers that are copied with their module, and not shared with the original.
         """
@@ -132,7 +132,7 @@ class _Cloning:
         return made
 
     def _rebuilt(self, value: Any) -> Any:
-        """Return a tuple or frozenset of the copied items: `value` itself if every item stayed the same object."""
+        """Return a copy of a tuple or frozenset with copied items, or `value` itself if no item needs a copy."""
         carried = [self._carried(item) for item in value]
         if all(new is old for new, old in zip(carried, value, strict=True)):
             made = value

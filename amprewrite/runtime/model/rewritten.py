@@ -33,7 +33,7 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 class RewrittenBase(nn.Module):
     """Base of the classes of rewritten models: keeps low copies in step with the parameters, and makes copies and pickles of the model.
 
-    `face` in this file is a class derived from it that has the public methods, such as `plan`.
+    `face` in this file is a subclass that has the public methods, such as `plan`.
     """
 
     # -- changes of the parameters, after which low copies are dropped --------------
@@ -99,7 +99,7 @@ class RewrittenBase(nn.Module):
 
     @staticmethod
     def members_for(cls: type[nn.Module]) -> dict[str, Any]:
-        """Return the members that the rewritten subclass of `cls` adds: `forward`, and `generate` if `cls` has it. Signatures stay."""
+        """Return the members that the rewritten subclass adds to `cls`: `forward` and, if `cls` has it, `generate`. Signatures stay."""
 
         @functools.wraps(cls.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

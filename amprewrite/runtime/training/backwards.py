@@ -100,7 +100,7 @@ class Noted:
         self._heard: Tensor | None = None
         """Overflow flag of the latest step, if it may have been skipped and its gradients may still exist; otherwise None."""
         self._there: dict[int, StorageWeakRef] = {}
-        """By address: weak references to the memory of the gradients at the latest step, or at the end of a later backward."""
+        """Weak references to the memory of the gradients at the latest step, or at the end of a later backward. Keys are addresses."""
         self._sets = 0
         """Number of steps since `_heard` was set; only steps after a new backward count."""
         self._ended = False

@@ -3,7 +3,7 @@
 All graphs that run in one forward use the same factor, in each backward through them. A dynamic scale shrinks when an optimizer step
 overflows. If no step would make it shrink, a forward uses 1 in its place (`ScaleUse`):
 
-1. until an optimizer is known, as under torch.autocast without a GradScaler, and while all parameters are frozen;
+1. until an optimizer is known, as torch.autocast does without a GradScaler, and while all parameters are frozen;
 2. in eval mode, until an optimizer steps after forwards that were all in eval mode. For saliency maps and attacks no optimizer steps.
 
 The loss scale is meant for the gradient of the loss. Gradients from which the loss is computed (forces, penalties, inner steps of

@@ -405,7 +405,7 @@ class DynamicLossScale(LossScale):
         self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
 
     def _only_counts(self, found_inf: Tensor) -> int:
-        """Return the number to add to the growth tracker if this update changes only it and the counters; 0 if it changes more.
+        """Return the number to add to the growth tracker if the update changes only this tracker and the counters; 0 if it changes more.
 
         Also returns 0 if the host would have to wait for a device to know.
         """

@@ -5,8 +5,8 @@ Each rewritten model has a gate. Optimizers are not wrapped: hooks on each optim
 A gate finds an optimizer
 
 1. when `attach` is called with it;
-2. in forward number 1, 2, 4, 8, ... without a known optimizer: these search the objects of the process for optimizers that own a
-   parameter of the model;
+2. in forward number 1, 2, 4, 8, ... without a known optimizer: these forwards search the objects of the process for optimizers that
+   own a parameter of the model;
 3. at the optimizer's first step, by a hook that PyTorch calls before the steps of all optimizers. The gradients of that step were not
    scaled, so the step does not change the scale. It is skipped if the gradients overflowed.
 
@@ -67,7 +67,7 @@ class StepGate(StepRecord):
         `copies`: the optimizer steps copies of the parameters, kept elsewhere, and the loop copies gradients to them, as offloading does.
         `group`: a process group whose ranks step other parts of the model. If one of them skips a step, all do.
 
-        Raises PolicyError if it is attached already, owns an fp16 parameter of the model, or owns no parameter of it and `copies` is false.
+        Raises PolicyError if the optimizer is attached already, owns an fp16 parameter of the model, or owns none and `copies` is false.
         """
         optimizer = optimizer_inside(optimizer)
         if optimizer in self._attached:
@@ -127,7 +127,7 @@ class StepGate(StepRecord):
                 self.on_unscaled(weights)
 
     def look_for_optimizers(self) -> None:
-        """Search for the optimizers of the model, if none is known, before its forward runs on other tensors than its parameters."""
+        """If no optimizer is known, search for one. Call this before a forward that runs on other tensors than the parameters."""
         self._knows_optimizer()
 
     def _knows_optimizer(self) -> bool:
@@ -142,7 +142,7 @@ class StepGate(StepRecord):
     def await_backward(self, results: Iterable[Any], learning: Sequence[int] = ()) -> None:
         """Check gradients for overflow at the end of each backward that enters one of `results`.
 
-        `learning` has the ids of parameters that require gradients and from which the results are computed.
+        `learning`: ids of the parameters that require gradients and that the results depend on.
         """
         if learning and self._guarded and not self._stray:
             if self._known is None:
@@ -159,7 +159,7 @@ class StepGate(StepRecord):
     def _backward_began(self) -> None:
         """Drop the overflow flags of gradients that were discarded. Called when a backward begins.
 
-        Only gradients of the model's own parameters show that: an optimizer may also have parameters of a head outside the model, whose
+        Only the model's own gradients show whether they were discarded: an optimizer may also step a head outside the model, whose
         gradients may be new.
         Raises LossScaleError if a GradScaler has handled an optimizer of this model since the previous backward.
         """
@@ -170,7 +170,7 @@ class StepGate(StepRecord):
                 note.began(share if all(p.grad is None for p in share) else self._own_among(share))
 
     def _backward_ended(self, number: int) -> None:
-        """Check the gradients after a backward: those of each known optimizer, and of parameters that none of them owns."""
+        """Check gradients after a backward: the gradients of each known optimizer, and of the parameters that no optimizer owns."""
         if self._guarded:
             self._scalers.backward_ended()
         known: set[int] = set()
@@ -194,7 +194,7 @@ class StepGate(StepRecord):
         return [*self.parameters(), *self._copied()] if note else []
 
     def _copied(self) -> list[Tensor]:
-        """Return the copies of parameters that optimizers attached with `copies=True` step."""
+        """Return the copies of parameters that are stepped by the optimizers attached with `copies=True`."""
         return [p for optimizer in self._copies for p in params_of(optimizer)]
 
     def _own_among(self, params: list[Tensor]) -> list[Tensor]:

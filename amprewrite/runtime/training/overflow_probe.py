@@ -215,7 +215,7 @@ class _FiniteWatch(torch.fx.Interpreter):
         return result
 
     def first_activation(self) -> FirstNonFinite | None:
-        """Return the first node, in the order of the forward, that made an output not finite; None if there is none."""
+        """Return the first node of the forward whose NaN or infinity reached an output; None if there is none."""
         output = next(n for n in self.module.graph.nodes if n.op == "output")  # type: ignore[union-attr]
         reached: set[torch.fx.Node] = set()
         stack = [n for n in output.all_input_nodes if n in self.state]
@@ -268,7 +268,7 @@ def _names(plan: RegionPlan) -> dict[str, NodePlan]:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Return the floating-point tensors in `value` whose numbers can be read. Inside a vmap of the graph, batched tensors cannot."""
+    """Return the floating-point tensors in `value` that can be read. Inside a vmap of the graph, batched tensors cannot be read."""
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value) if isinstance(value, tuple | list) else ()
     tensors = (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
     return (t for t in tensors if not is_batched(t))

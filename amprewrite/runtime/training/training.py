@@ -43,7 +43,7 @@ class Training:
         )  # fmt: skip
         self._thread = _Thread()
         self._entered: weakref.ref[ForwardScale] | None = None
-        """The forward that a backward entered last."""
+        """The forward that a backward has entered most recently."""
 
     def begin_forward(self) -> None:
         """Drop the overflow flags of discarded gradients, if the forward that begins is scaled."""

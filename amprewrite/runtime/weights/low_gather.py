@@ -206,7 +206,7 @@ class GatheredLow:
         self.gathers, self._of = gathers, {name: gather for gather in gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:
-        """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names its code, for the message."""
+        """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names the code of the graph."""
         for name in reads.full if self._of else ():
             gather = self._of.get(name)
             if gather is not None and gather.concerns_this_call():

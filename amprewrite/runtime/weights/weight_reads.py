@@ -17,7 +17,7 @@ from amprewrite.tables.boundary.members import named_parameters_in
 class WeightReads:
     """The paths of the weights that one graph reads.
 
-    `low`: weights that it casts to the low format and reads in no other way. `full`: all its other weights.
+    `low`: weights that the graph casts to the low format and reads in no other way. `full`: all other weights that it reads.
     """
 
     low: frozenset[str] = frozenset()
@@ -30,7 +30,7 @@ class WeightReads:
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:
-    """For each weight of `root` among the `inputs` of an emitted graph, return whether the graph reads it low, in fp32, or both."""
+    """For each weight of `root` among the `inputs` of an emitted graph, return how the graph reads it: low, in fp32, or both."""
     names: dict[int, list[str]] = {}
     for name, weight in named_parameters_in(root, remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)

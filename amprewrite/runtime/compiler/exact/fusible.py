@@ -95,8 +95,8 @@ def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
 def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
     """True if each number among the arguments is the same in fp32 and in the format of the tensors.
 
-    It must be exact in the low formats of the tensors. If no tensor is low and the call is in CHOICES (`chooses`), it must be exact in the
-    formats of the tensors. False if a sum has a scale (`alpha`) other than 1, because inductor rounds the product and a kernel does not.
+    Numbers must be exact in the low formats of the tensors. If no tensor is low and the call is in CHOICES (`chooses`), they must be exact
+    in the formats of the tensors. False if a sum has a scale (`alpha`) other than 1: inductor rounds the product and a kernel does not.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False

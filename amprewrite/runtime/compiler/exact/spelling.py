@@ -5,7 +5,7 @@
    not replaced: in fp16 its kernel rounds once, and two products would round twice.
 3. A product or quotient in a low format with a number that the format does not represent exactly becomes a cast to fp32, the call in
    fp32, and a cast back. The kernel computes it so and rounds once, but inductor would round the number first.
-4. In a sum or difference with such a number the number is replaced by its rounded value on a CPU, because the kernel rounds it first.
+4. On a CPU, such a number in a sum or difference is replaced by its rounded value, because the kernel rounds the number first.
 5. Dropout on a CPU becomes one product with a mask whose ones are 1 / (1 - p) in the format of the input, forward and backward, as eager
    code computes it. The traced graph has another call, which multiplies by the mask and by the number, and rounds twice.
 

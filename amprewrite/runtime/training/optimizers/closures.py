@@ -3,7 +3,7 @@
 There are three kinds of optimizers:
 
 1. `step` calls the closure before it does anything else. Then the closure runs before the step begins, its gradients are checked, and the
-   step gets its result. A step that overflows is skipped like a step without a closure.
+   step gets the result of the closure. A step that overflows is skipped like a step without a closure.
 2. LBFGS calls the closure several times. If gradients of a later call overflow, weights and state are restored after the step.
 3. `step` may read gradients or change weights before it calls the closure (SAM, MeZO, extragradient). So the closure runs when the step
    calls it. If gradients overflow, all are set to zero, so that no later forward of this step runs on NaN weights and keeps NaN
@@ -30,15 +30,15 @@ from amprewrite.runtime.training.nonfinite import params_of
 from amprewrite.torch_internals.trees import tree_map_only
 
 Look = Callable[[Optimizer], Tensor | None]
-"""A function that returns an overflow flag for the gradients of an optimizer (above 0 for an overflow), or None if it has none."""
+"""A function that returns an overflow flag for the gradients of an optimizer: above 0 for an overflow; None without gradients."""
 _HARMLESS = frozenset({"_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"})
 """Methods of torch's optimizers that `step` calls before the closure and that change nothing. The name depends on the version of torch."""
 
 
 class Evaluated:
-    """A closure that has run once before the step. Its first call in the step returns that loss. Later calls run it and check gradients.
+    """A closure that has run once before the step. Its first call in the step returns the loss of that run.
 
-    If gradients of a later call overflow, all gradients become None. This call and further ones return the first loss, which ends a line
+    Later calls run it again. If their gradients overflow, all gradients become None, and all calls return the first loss, which ends a line
     search. After the step `rewind` restores LBFGS, so the step has no effect.
     """
 
@@ -171,7 +171,7 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
 
 # -- the kind of an optimizer, by the source of its step --------------------------------------------
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
-    """Return the closure that the step gets in place of `closure`: `Evaluated` for kinds 1 and 2 (see the top), `Checked` for kind 3."""
+    """Return the closure that the step gets in place of `closure`: `Evaluated` for kinds 1 and 2 of this file, `Checked` for kind 3."""
     first = isinstance(optimizer, torch.optim.LBFGS) or calls_closure_first(inspect.unwrap(type(optimizer).step))
     return (Evaluated if first else Checked)(optimizer, closure, look)
 

@@ -29,7 +29,7 @@ def existing_optimizers() -> list[Optimizer]:
 
 
 def every_optimizer() -> list[Optimizer]:
-    """Return all optimizers of the process with an attribute `param_groups`, also wrappers that have the groups of another optimizer."""
+    """Return all optimizers of the process with an attribute `param_groups`, including wrappers that have the groups of another one."""
     classes = {Optimizer}
     ahead = [Optimizer]
     while ahead:

@@ -51,7 +51,7 @@ class GradScalers:
 def refuse_grad_scaler(optimizer: Optimizer, caller: FrameType, kwargs: dict[str, Any]) -> None:
     """Raise LossScaleError if a GradScaler steps `optimizer`. `caller` is the frame of its `step`, `kwargs` the step's keyword arguments.
 
-    The scaler sets `found_inf` on an optimizer that skips steps by itself. For any other optimizer it is only found among the callers.
+    The scaler sets `found_inf` on an optimizer that skips steps by itself. For others the scaler is only found among the callers.
     """
     scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
     frame: FrameType | None = caller

@@ -47,7 +47,7 @@ _FRAMES = 12
 
 
 def guard_of(optimizer: Optimizer) -> Guard:
-    """Return the guard of `optimizer`. The first call makes it and sets its hooks, which stay until its last gate is removed."""
+    """Return the guard of `optimizer`. The first call makes the guard and sets hooks, which stay until the last gate is removed."""
     guard = _GUARDS.get(optimizer)
     if guard is None:
         guard = _GUARDS[optimizer] = Guard(optimizer)
@@ -55,7 +55,7 @@ def guard_of(optimizer: Optimizer) -> Guard:
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
-    """True if the latest step of `optimizer` was skipped. False if nothing guards it. Host sync after a step of a fused optimizer."""
+    """True if the latest step of `optimizer` was skipped. False if nothing guards it. Syncs with the device if the optimizer is fused."""
     guard = _GUARDS.get(optimizer)
     return guard is not None and guard.skipped
 
@@ -153,7 +153,7 @@ class Guard:
 
     @torch.compiler.disable
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check gradients before a step, and tell the gates. Raises LossScaleError if a GradScaler makes the step.
+        """Check gradients before a step, and report the result to the gates. Raises LossScaleError if a GradScaler makes the step.
 
         Returns new (args, kwargs) for the step, if it must be skipped or get another closure; None otherwise.
         """
@@ -228,8 +228,8 @@ class Guard:
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
         """True if the optimizer's kernel skips a step by `found_inf`, and the optimizer has made its state already.
 
-        Without state it must not skip by itself, because a skipped first step would still make the state. torch's fused SGD would even
-        leave the momentum uninitialised: torch/optim/sgd.py makes it with `empty_like`.
+        An optimizer without state must not skip by itself, because a skipped first step would still make the state. torch's fused SGD
+        would even leave the momentum uninitialised: torch/optim/sgd.py makes it with `empty_like`.
         """
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return False
