@@ -41,8 +41,7 @@ class Operand:
     scalar: bool = False
     """Whether the operand is a 0-dim tensor, which tensors with dims outrank in type promotion."""
     write_version: int = 0
-    """Number of in-place writes to the tensor's memory before this read. Readers share a low copy only if they have the same write
-    version."""
+    """In-place writes to the tensor's memory before this read. Readers share a low copy only if they have the same write version."""
     summand: bool = False
     """Whether the op only adds this operand to a product of its other operands, as `addmm` does with its first."""
     twice: bool = False
@@ -177,8 +176,7 @@ def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
-    """Return the operand that is cast to fp32 if the promoting op `node` runs high and all its operands are low; None if it promotes no
-    operand.
+    """Return the operand to cast to fp32 if the promoting op `node` runs high and all its operands are low; None if it promotes nothing.
 
     It is the smallest such operand, and the first of several that are equally small.
     """

@@ -68,8 +68,7 @@ def group_heads(call: torch.fx.Node) -> None:
 
 
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
-    """Make the edits that `calls` gives for attention calls that read `mask`. Erase the ops that build the mask if nothing reads it any
-    more.
+    """Make the edits of the attention calls `calls`, which read `mask`. Erase the ops that build the mask if nothing reads it any more.
 
     `name` is a free attribute name of `module`, for a mask that is looked up.
     """

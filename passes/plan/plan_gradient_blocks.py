@@ -20,8 +20,7 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 
 MOST = 64
-"""Largest number of weights in a block. torch's multi-tensor kernels take up to 64 in one launch (MultiTensorApply.cuh,
-depth_to_max_tensors)."""
+"""Largest number of weights in a block. torch's multi-tensor kernels take 64 in a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
 
 
 class PlanGradientBlocks(Pass[Problem, Decisions]):

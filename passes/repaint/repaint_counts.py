@@ -1,7 +1,7 @@
 """Keep in fp32 the products of numbers that count something: positions, distances, indices, time steps.
 
 torch.autocast rounds such products, unless the model switches it off around them. bf16 holds all integers up to 256, fp16 up to 2048.
-Beyond that two positions become one, and rotary angles are wrong by whole turns. They are marked when the graph is read
+Beyond that two positions become one, and rotary angles are wrong by whole turns. These products are marked when the graph is read
 (`ir/evidence/counts.py`). An override may ask for another colour.
 """
 

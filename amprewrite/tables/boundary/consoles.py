@@ -23,10 +23,9 @@ def console(stderr: bool = False, **options: Any) -> Console:
 
 @contextmanager
 def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Show the progress of the block in `total` steps, under the title `what`: a bar on a terminal, a line in a notebook, nothing
-    elsewhere.
+    """Show the progress of the block under the title `what`: a bar on a terminal, a line in a notebook, nothing elsewhere.
 
-    Yields the function that advances the progress by one step. `total` is None if the number of steps is unknown.
+    Yields the function that advances the progress by one step. `total` is the number of steps; None if it is unknown.
     """
     screen = console(stderr=True)
     if shown and screen.is_jupyter:

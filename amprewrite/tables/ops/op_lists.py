@@ -87,8 +87,7 @@ _INPLACE = frozenset(
 _WRITES = frozenset({"setitem", "delitem", "__setitem__", "__delitem__"})
 
 _HOMES = ("torch", "builtins", "math", "_operator", "operator")
-"""Modules in which a function with the name of an op is that op. A function of another module, such as a user's own `linear`, may
-differ."""
+"""Modules in which a function with the name of an op is that op. A user's own `linear` may differ."""
 
 _PREFIXES = {
     "torch.masked": "masked_",
