@@ -20,7 +20,7 @@ Eight sums, each rounded, are off by about three roundings. If f is scaled down 
 torch.autocast keeps such sums in fp32, because their first value is fp32.
 """
 FEW = 16
-"""Most ops to expand in the search for one step.
+"""Largest number of ops to expand in the search for one step.
 
 One step of DDIM has eight: two scalings of the network's result, two of the state, two sums, and one or two scalings in the network.
 """
@@ -42,7 +42,7 @@ class Factor:
         if self.schedules == other.schedules:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
-        if larger.schedules <= self.schedules & other.schedules:  # a number plus a schedule, as `1 - schedule`: the number decides the size
+        if larger.schedules <= self.schedules & other.schedules:  # such as `1 - schedule`: the number decides the size of the sum
             return larger
         return Factor(1.0, self.schedules | other.schedules)
 

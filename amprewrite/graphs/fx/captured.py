@@ -27,9 +27,9 @@ Hoisted = tuple[int, torch.dtype, Layout]
 QuantisedInput = tuple[int, tuple[Any, ...]]
 """An fp8 copy of a weight: (position of its low copy among the inputs, further arguments of `quantise`)."""
 Widened = tuple[int, torch.dtype, int | None]
-"""A result that is cast after the graph has run: (position of the result, dtype that it is cast to, position of the gradient's scale).
+"""A result that is cast after the graph has run: (position of the result, dtype of the cast, position of the gradient's scale).
 
-The last is a position among the inputs of the graph; None if the gradient of the result is not scaled.
+The scale of the gradient is an input of the graph. Its position is None if the gradient of the result is not scaled.
 """
 
 
@@ -135,7 +135,7 @@ class EditedGraph:
     cast_up: list[int] = field(default_factory=list)
     """Positions of the frozen weights that the graph takes low and casts to fp32."""
     own: bool = False
-    """True if `module` is a copy that `make_own` made, which passes edit in place."""
+    """True if `make_own` has replaced `module` by a copy, so that passes may edit it in place."""
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:

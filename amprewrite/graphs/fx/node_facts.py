@@ -28,16 +28,16 @@ NO_TREE = {type(None), bool, int, float, str}
 SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
 ENTER_INFERENCE, EXIT_INFERENCE = "_enter_inference_mode", "_exit_inference_mode"
 GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
-"""Ops that change the grad mode. No cast is shared across these, because tensors of inference mode cannot be saved for backward."""
+"""Ops that change the grad mode. Ops before and after them share no cast, because inference tensors cannot be saved for backward."""
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
-"""Names of the higher-order ops that run an activation checkpoint. Only their body graph may return low results."""
+"""Names of the higher-order ops that run an activation checkpoint. Body graphs of other higher-order ops never return low results."""
 TAKES_SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
 ABSOLUTE = {"float"}
 """Conversions whose name spells out the dtype: `x.float()`."""
 BIT_VIEWS = ops_with(Trait.READS_BITS)
 FAR = 10
-"""A logarithm that is this many ops after a uniform draw, or more, counts as unrelated to the draw."""
+"""A logarithm counts as unrelated to a uniform draw if it comes at least this many ops after the draw."""
 LEAVES = "amprewrite_leaves"
 """Key in a node's meta for the reason why the node's result must be fp32 for the caller of the graph: RETURNED, SHARED or READ_BACK.
 
@@ -77,7 +77,7 @@ class Fact:
     pinned: tuple[Colour, Reason, str] | None = None
     relative: bool = False
     may_be_idle: bool = False
-    """True if a conversion may return its operand instead of a copy where the operand has the target dtype already."""
+    """True if the node is a conversion that may return its operand itself when the operand has the target dtype already."""
     kind: OpKind | None = None
     may_saturate: bool = False
     name: str = ""
@@ -188,7 +188,7 @@ def comparable(size: Any) -> Any:
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
     """Read the facts of `node`, which is at `position` in its graph."""
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
-    op = "autograd.grad" if node.target is torch.autograd.grad else op  # not "grad", the name of `x.grad`
+    op = "autograd.grad" if node.target is torch.autograd.grad else op  # the name "grad" stands for the attribute `x.grad`
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
@@ -202,7 +202,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
 
 
 def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
-    """Return the row of the op that the arguments of a call select: mode="area" makes `interpolate` an `adaptive_avg_pool2d`."""
+    """Return the row of the op to which a call amounts by its arguments: mode="area" makes `interpolate` an `adaptive_avg_pool2d`."""
     if row is None or not row.forms:
         return row
     given = _given(node)
@@ -248,7 +248,7 @@ class InputSource:
 
 
 def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata `meta` for a copy of its node, without Dynamo's reference to the graph input, which must not stay alive."""
+    """Return the metadata `meta` for a copy of its node, without Dynamo's reference to the graph input: it would keep the input alive."""
     found = meta.get("grapharg")
     return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
 

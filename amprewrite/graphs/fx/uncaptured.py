@@ -69,7 +69,7 @@ class GradMode:
 
 
 def unhooked() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which hooks on saved tensors, set by outer code, do not get the tensors saved for backward."""
+    """Return a context in which tensors saved for backward are hidden from the saved-tensor hooks of outer code."""
     around = saved_tensors_are_hooked()
     return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
 

@@ -69,7 +69,7 @@ def check_constants(model: ir.Model, name: str, folder: Path) -> None:
 
 
 def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProtocol]]:
-    """Yield all tensors of a model, each with a text that says where it is. CaptureError if an initialiser has none."""
+    """Yield all tensors of a model, each with a text that says where it is. CaptureError if an initialiser holds no tensor."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is None:

@@ -31,7 +31,7 @@ def infer_types(model: ir.Model) -> list[str]:
     except Exception as error:
         return [f"onnx could not infer types, so ops that read such values stay fp32: {one_line(error)}"]
     _take(missing, inferred.graph)
-    for node in model.graph:  # onnx's inference stops at ops that it does not know; their schemas may give the types behind them
+    for node in model.graph:  # onnx's inference stops at ops that it does not know; schemas may give the types of later results
         if node.op_type not in FLOW:
             fill_types(node, model.opset_imports[""])
     return []
@@ -42,7 +42,7 @@ def all_types(model: ir.Model) -> Iterator[None]:
     """A context in which all values have types if they can be inferred, also in subgraphs. Afterwards the new guesses are removed."""
     known = set(guessed(model))
     try:
-        with contextlib.suppress(Exception):  # schemas may know types that onnx cannot infer
+        with contextlib.suppress(Exception):  # ignored, because the schemas below may give the types all the same
             _take_all(model.graph, onnx.shape_inference.infer_shapes(_hollow(model)).graph)
         for graph in model.graphs():
             for node in graph:

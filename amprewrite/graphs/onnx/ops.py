@@ -134,7 +134,7 @@ def _contrib_signature(op_type: str) -> Signature | None:
 
 
 def fill_types(node: ir.Node, opset: int) -> None:
-    """Guess the types of results that have none, by the schema: the type of an operand with the same variable, or a fixed type."""
+    """Guess the types of results that have none, by the schema: the type of an operand with the same type variable, or a fixed type."""
     if all(value.type is not None for value in node.outputs):
         return
     if node.op_type == "Cast" and not node.domain:

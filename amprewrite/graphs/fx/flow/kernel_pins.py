@@ -63,7 +63,7 @@ def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or isinstance(given.get("padding"), str):
-        return False  # "same" requires a stride of one and "valid" does not pad, so there are no bare taps
+        return False  # no bare taps: "same" requires a stride of one, and "valid" does not pad
     if ("output_padding" in given) is not transposed:
         return False
     dims = weight.dim() - 2

@@ -107,7 +107,7 @@ def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.No
 
 
 def mask_readers(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """Return the attention calls of `graph` that read each mask, by mask.
+    """Return {mask: the attention calls of `graph` that read this mask}.
 
     Left out are calls with `is_causal`, and calls under a torch.func transform, where no code can read the values of a mask.
     """

@@ -38,7 +38,7 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
         return
     number = current_backward()
     made = _MADE.get(number)
-    if made is None or number < 0:  # outside of a backward the number is always -1, so earlier entries belong to other gradients
+    if made is None or number < 0:  # all code outside of a backward has the number -1, so its earlier entries are dropped
         made = _MADE[number] = {}
         if len(_MADE) > _LATEST:
             _MADE.popitem(last=False)

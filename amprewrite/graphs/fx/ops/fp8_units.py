@@ -120,7 +120,7 @@ def _shape(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tens
 
 
 def _launch(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # flatten and unflatten set the strides that the kernel needs. A matrix with one row counts as contiguous with any strides.
+    # flatten and unflatten set the strides that the kernel needs. `contiguous` may not: it accepts any strides for a matrix with one row.
     left, right = (each.contiguous().flatten().unflatten(0, each.shape) for each in (left, right))
     return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=fast)
 
@@ -172,7 +172,7 @@ def makes_copies(device: torch.device) -> bool:
 def _copies_ones(device: torch.device) -> bool:
     with disable_dispatch_modes(), torch.no_grad():
         ones = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device)
-        # by_kernel would run no kernel here, because plans are made while Dynamo compiles a graph
+        # not `by_kernel`: it runs no kernel while Dynamo compiles a graph, which is when plans are made
         scale = _launched(ones, lambda kernels: kernels.scale_of(ones, E4M3.dtype, 1.0, True))
         made = _launched(ones, lambda kernels: kernels.cast_both(ones, ones.new_ones((), dtype=torch.float32), E4M3.dtype, True, True))
         by_rows = _launched(ones, lambda kernels: kernels.cast_rows(ones, E4M3.dtype, 1.0, True))

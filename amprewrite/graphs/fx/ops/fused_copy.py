@@ -41,7 +41,7 @@ From this number on the kernel should be cheaper: an estimate with 4 us of host 
 DEVICES = {"cuda"}
 """Device types on which the kernel runs. A type is removed when the kernel fails there."""
 _TABLES = 1024
-"""Most address tables that are cached on devices. A table takes 2 kB for 16 tensors.
+"""Largest number of address tables that are cached on devices. A table takes 2 kB for 16 tensors.
 
 Later steps use the tables again, because allocators return the same addresses step after step.
 """

@@ -136,7 +136,7 @@ def batch_norm_padded(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return `F.batch_norm` of `x`, whose channels are padded, in training.
+    """Return the result of `F.batch_norm` in training for `x`, whose channels are padded.
 
     `weight` and `bias` are padded like `x`. `running_mean` and `running_var` are not padded; they are updated in place.
     """

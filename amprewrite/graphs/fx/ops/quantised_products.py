@@ -50,7 +50,7 @@ def quantise(
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. With `largest`, the scale of the tensor is a
     constant for magnitudes up to this number, and larger ones saturate.
     """
-    matrix = value.detach()  # no gradient passes through copies and scales: `link` passes it on to `value`
+    matrix = value.detach()  # copies and scales pass no gradient on; `link` passes the gradient to `value`
     link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
     if transposed:
         return Quantised(link, *reversed(copies(matrix, role, RECIPES[recipe], gemms, {STRAIGHT: TURNED, TURNED: STRAIGHT})))

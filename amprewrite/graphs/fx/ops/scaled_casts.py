@@ -99,7 +99,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
         product = torch.mm(a.values(), b.values().t()).to(dtype)
         return product if bias is None else product + bias
     (left, ours), (right, theirs) = ((each.data.contiguous(), each.scale.reciprocal()) for each in (a, b))
-    missing = -left.shape[1] % ALIGNMENT  # pad k, which may depend on the batch, by zeros: they add nothing to a sum
+    missing = -left.shape[1] % ALIGNMENT  # zeros to append along k, which may depend on the batch: they add nothing to a sum
     if missing:
         left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
     bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # the kernel ignores the strides of a bias
@@ -108,6 +108,6 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
     if fast:
         ours, theirs = (scale.expand(each.shape[0], 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
         return multiply_units(left, right, ours, theirs, bias, dtype, True)
-    one = ours.new_ones(())  # multiply the result by the scales, because a kernel with row scales is slow unless `fast`
+    one = ours.new_ones(())  # the scales multiply the result below, because the kernel is slow with row scales unless `fast`
     product = multiply_units(left, right, one, one, None, dtype, False) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias

@@ -20,7 +20,7 @@ WIDTH = 3 + 3 * RANK
 """Numbers in a row of the table. A row describes one copy: two addresses, the number of elements, sizes, read strides, write strides."""
 BLOCK = 1024
 _PROGRAMS = 2048
-"""Most programs in a launch, about 15 for each multiprocessor of an H100. The programs of one tensor take its blocks in turn."""
+"""Largest number of programs in a launch: about 15 for each multiprocessor of an H100. A tensor's programs take its blocks in turn."""
 _TYPES = {row.dtype: getattr(tl, row.library_name) for row in FORMATS.values()}
 DTYPES = frozenset(_TYPES)
 

@@ -16,9 +16,9 @@ from amprewrite.tables.recipes import BASE
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of two low matrices in fp32, by a kernel of NVIDIA GPUs with low operands and an fp32 result.
+    """Return the fp32 product of two low matrices.
 
-    Other devices, and exported programs, multiply fp32 copies of the operands.
+    NVIDIA GPUs have a kernel for low operands and an fp32 result. Other devices, and exported programs, multiply fp32 copies.
     """
     has_kernel = a.is_cuda and torch.version.hip is None and not torch.compiler.is_exporting()
     return torch.mm(a, b, out_dtype=torch.float32) if has_kernel else torch.mm(a.float(), b.float())

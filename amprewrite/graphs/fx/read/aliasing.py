@@ -321,7 +321,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
                 union.join(inner, before)
                 inner = before
         for storage in _memory(fact) if writes else ():
-            if fact.position <= max(writes.get(storage, (-1,))):  # a value made after the last write needs no tie: it never changes
+            if fact.position <= max(writes.get(storage, (-1,))):  # a value made after the last write never changes
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
         for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():

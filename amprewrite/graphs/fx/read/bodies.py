@@ -66,7 +66,7 @@ def backward_of(node: torch.fx.Node) -> torch.fx.GraphModule | None:
 
 
 def _is_forward(node: torch.fx.Node, name: str) -> bool:
-    """True if the body graph at attribute `name` is the first one of `node`, a call of an autograd Function: its forward."""
+    """True if the attribute `name` holds the forward of the autograd Function that `node` calls: the first body graph of `node`."""
     return bool(_graphs(node)) and name == str(_graphs(node)[0].target)
 
 

@@ -21,7 +21,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 from amprewrite.torch_internals.trees import tree_leaves
 
 Counts = Mapping[torch.fx.Node, Count]
-"""The count of the value of each node."""
+"""The `Count` of each node's value."""
 
 
 def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None = None) -> None:
@@ -73,7 +73,7 @@ def _learns(*values: Any) -> bool:
 
 
 def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node, Count]:
-    """Return the count of each constant of `held`, from its values.
+    """Return the `Count` of each constant of `held`, from its values.
 
     LARGE: whole numbers, some of them beyond the numbers that `low` holds exactly. WHOLE: other whole numbers. SMALL: fractions, and values
     that are unknown.
@@ -93,7 +93,7 @@ def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node,
 
 
 def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Count]:
-    """Return the count of every value of a graph, from the `known` counts of its inputs and constants."""
+    """Return the `Count` of every value of a graph, from the `Count` of each input and constant (`known`)."""
     found = dict[torch.fx.Node, Count]()
     for node in nodes:
         value = example_value(node)

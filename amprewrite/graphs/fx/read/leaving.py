@@ -65,7 +65,7 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(graph)  # nodes left out: ops inside a transform run high, and no cast can be inserted there
+    regions = transform_regions(graph)  # nodes inside transforms are left out: they run high, and no cast can be inserted there
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
@@ -280,7 +280,7 @@ class Memory:
         self.same = {storage for result in again for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """Return the storages of results that need one fp32 memory (rule 1 above), in the order of the first nodes that hold them."""
+        """Return the storages that need one fp32 memory (rule 1 of this file), in the order of the first nodes that hold them."""
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
             found |= (self.results & self.written) | (self.inputs & self.written) | self.same

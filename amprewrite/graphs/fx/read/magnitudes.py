@@ -38,7 +38,7 @@ def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor
 
 
 def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return `weights_among`, whatever the range of the low format."""
+    """Return the same weights as `weights_among`, but also if the low format has fp32's range."""
     names, graph = captured.names, captured.module.graph
     placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     held = ((node, held_value(node)) for node in graph.find_nodes(op="get_attr"))
@@ -55,7 +55,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     """Return the vertices of the weights whose values have an offset: a mean that is larger than their spread (`has_offset`).
 
     The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
-    all rows have in common counts, too. The host reads the results once for each device.
+    all rows have in common counts, too. The host waits once for each device.
 
     Weights before a norm are checked like all others. Training gives them no offset, because the norm removes an offset and its gradient.
     """
@@ -74,7 +74,7 @@ def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
     """Return the signed root mean square of each parameter that may scale a value, by vertex. The sign is the sign of its mean.
 
     Such a parameter varies along one dim at most, as a factor for each channel does. It has a reader other than products, norms and sums
-    of several operands. The host reads once for each device and statistic.
+    of several operands. The host waits once for each device and statistic.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
@@ -99,7 +99,7 @@ def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
 
 
 def largest(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the largest finite magnitude of each tensor. The host reads once for each device, and once more for a tensor with infinities.
+    """Return the largest finite magnitude of each tensor. The host waits once for each device, and once more for a tensor with infinities.
 
     Infinities do not count, because every low format of narrow range can hold them: a mask of -inf fits.
     """
@@ -114,7 +114,7 @@ def largest(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _read(numbers: Sequence[Tensor]) -> list[Any]:
-    """Return 0-dim tensors as Python numbers. The host reads once for each device."""
+    """Return 0-dim tensors as Python numbers. The host waits once for each device."""
     found: list[Any] = [None] * len(numbers)
     for device in {number.device for number in numbers}:
         places = [place for place, number in enumerate(numbers) if number.device == device]

@@ -233,7 +233,7 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.dtype != "fp32":
         answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
         if fact.may_be_idle:
-            return Demand.ANY  # takes either format, because it may return its operand itself
+            return Demand.ANY  # a conversion that may return its operand itself takes either format
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     second = fact.op in LIKE_SECOND and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node
     if second or fact.op in TAKES_SHAPE_ONLY:

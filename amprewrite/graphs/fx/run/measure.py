@@ -77,7 +77,7 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """Return the call as text, its key on disk; "" if a node among the arguments is no strided tensor, so that the call cannot be made."""
+    """Return the key of a call on disk, which is its text; "" if an argument is a node without a strided tensor: no call can be made."""
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
     leaves = []

@@ -106,6 +106,6 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             tensor.register_hook(look)
 
     def _run_body(self, n: torch.fx.Node) -> Any:
-        """Run the body graph of an activation checkpoint like any captured graph: no backward recomputes it later."""
+        """Run the body graph of an activation checkpoint like any captured graph, without a checkpoint: no backward recomputes it."""
         args = self.fetch_args_kwargs_from_env(n)[0]
         return self.watch(self.captured.parts[n], args[1:])

@@ -46,7 +46,7 @@ def ranks_train() -> bool:
 
 
 def block_size() -> int:
-    """Return the most weight elements that may share one autograd node in this process now; fewer if several ranks train."""
+    """Return the largest number of weight elements that may share one autograd node now. It is smaller if several ranks train."""
     return ELEMENTS_APART if ranks_train() else ELEMENTS
 
 
@@ -94,7 +94,7 @@ def marked(copy: Tensor, weight: Tensor) -> Tensor:
 
 
 def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
-    """Return the copy of one weight, by functions that also have forward-mode derivatives if there is no padding."""
+    """Return the copy of one weight. A copy without padding also has forward-mode derivatives."""
     if inverse is not None and dtype == weight.dtype and not layout:
         return unscale_gradient(weight, inverse)
     return pad_cast(weight, dtype, layout, inverse)

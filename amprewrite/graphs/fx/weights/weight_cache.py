@@ -75,7 +75,7 @@ class Block:
     lasting: bool = False
     depth: int = 0
     whole: bool = False
-    """True if every element of the copies is compared when the block closes; otherwise a sample is."""
+    """True if every element of the copies is compared when the block closes, False if only a sample of each copy is."""
     copies: Copies = field(default_factory=dict)
     turn: int = 0
     asked: _Answer | None = None
@@ -346,7 +346,7 @@ def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
 
 
 def _drop_dead(copies: Copies) -> None:
-    """Drop the copies of weights to which only these copies refer."""
+    """Drop the copies of each weight to which nothing but its copies refers any more."""
     held: dict[int, list[Key]] = {}
     for key in copies:
         held.setdefault(key[0], []).append(key)

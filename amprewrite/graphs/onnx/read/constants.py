@@ -42,7 +42,7 @@ class ConstantFacts:
         return self._looked_at[value]
 
     def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
-        """Return the `Loss` if `node` reads a constant in a low copy; None if the copy only rounds."""
+        """Return the `Loss` of a constant if `node` reads it in a low copy; None if the copy only rounds."""
         found = self.facts(value)
         masks_scores = bool(found.overflow) and self.readers.masks_scores(value)
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
@@ -71,7 +71,7 @@ class ConstantFacts:
         """
         if node.op_type not in SIDE_FOLLOWS:
             return {}
-        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # its running averages add up over many steps
+        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # running averages add up over many steps
             return dict.fromkeys({sig.output(index) for index in range(1, len(node.outputs))} - {group})
         return {
             sig.input(index): loss

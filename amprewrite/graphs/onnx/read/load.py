@@ -29,7 +29,7 @@ from amprewrite.tables.ops.op_lists import OpLists
 
 Source = str | Path | onnx.ModelProto | ir.Model
 TRIES = 20
-"""Most tries to read a model that another process keeps replacing."""
+"""Largest number of tries to read a model that another process keeps replacing."""
 NOTES = "amprewrite.read"
 """Key in `meta` of a model that was read: notes on the changes made to it."""
 

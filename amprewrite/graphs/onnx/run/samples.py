@@ -29,13 +29,13 @@ from amprewrite.tables.errors import PolicyError, one_line
 Feed = dict[str, Any]
 """Values of the inputs by name: an array, a list of arrays for a sequence, None for an optional input that is left out."""
 CHUNK = 2**28
-"""Most elements of inner values that one run may return."""
+"""Largest number of elements of inner values that one run may return."""
 SIZES = ((2, 8), (1, 16), (1, 32), (1, 64), (1, 1))
 """Sizes to try for (first dim, other dims) if a model leaves them open."""
 KEPT = 8
-"""Most samples whose inputs and outputs are kept, to measure errors on."""
+"""Largest number of samples whose inputs and outputs are kept, to measure errors on."""
 KEPT_BYTES = 2**28
-"""Most bytes that these inputs and outputs may take together. The first sample is kept in any case."""
+"""Largest number of bytes that the kept inputs and outputs may take together. The first sample is kept in any case."""
 TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of such"
 """Description of valid calibration data, for messages."""
 

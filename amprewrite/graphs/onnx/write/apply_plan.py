@@ -201,7 +201,7 @@ def _tidy(model: ir.Model) -> None:
 
 
 def _target(node: ir.Node) -> tuple[int, int]:
-    """Return (target type of a Cast, its attribute `saturate`), which must be equal for two casts to do the same."""
+    """Return (target type of a Cast, its attribute `saturate`). Two casts of one value do the same if these are equal."""
     return node.attributes["to"].as_int(), node.attributes.get_int("saturate", 1)
 
 
