@@ -92,7 +92,7 @@ class DebugReport:
     gradients: Mapping[str, float]
     """Relative L2 error of each parameter's gradient."""
     output_error: float
-    """Relative L2 error of all floating outputs together, rounded against fp32."""
+    """Relative L2 error of the rounded run against the fp32 run, over all floating outputs together."""
     findings: tuple[Finding, ...]
     """Faults in the order in which they occur, forward before backward."""
     notes: tuple[str, ...] = ()

@@ -5,9 +5,9 @@ Zabih 2004). So a minimum cut finds, for every price λ, the plan with the least
 
 1. An op's low time is the capacity of its arc to the sink. Its high time is the capacity of its arc from the source. A copy of a value
    in the other format is paid once for all readers. The ops of a precision group share a vertex.
-2. An edge (value, reader) with error w is rounded if the value or the reader is low: w·max(v, r) = w·v + w·r·(1 − v), which is an arc
-   from the value to the sink and an arc from the reader to the value. A clear op only passes values on: if it is low, the rounding is
-   counted at the readers of its result instead.
+2. An edge (value, reader) with error w is rounded if the value (v = 1) or the reader (r = 1) is low: w·max(v, r) = w·v + w·r·(1 − v),
+   which is an arc from the value to the sink and an arc from the reader to the value. A clear op only passes values on: if it is low,
+   the rounding is counted at the readers of its result instead.
 3. The error grows with the set of low ops. So the smallest optimal low sets only shrink as λ grows: for λ < μ and their smallest
    minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for
    linear errors; the argument holds for monotone submodular errors.)

@@ -25,7 +25,7 @@ WIDTH = 80
 _COLUMNS = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
 """Titles and widths of the columns of figures in a printed report."""
 LOST = 0.1
-"""Total relative error from which a row is shown even if its op introduced no rounding error."""
+"""A row with a total relative error this large is shown even if its op introduced no rounding error."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Report:
     rows: tuple[Row, ...]
     """One row for each result and each cast copy, in running order."""
     output_error: float
-    """Relative L2 error of all floating outputs of the captured graphs, rounded against fp32."""
+    """Relative L2 error of the rounded run against the fp32 run, over all floating outputs of the captured graphs."""
     notes: tuple[str, ...] = ()
     capture_error: float | None = 0.0
     """Relative L2 error of the captured fp32 graphs against the eager model: the effect of capture alone, without rounding.
@@ -53,7 +53,7 @@ class Report:
         return tuple(row for row in self.rows if row.overflow > 0)
 
     def worst(self, n: int = 10, by: Measure = "accumulated") -> tuple[Row, ...]:
-        """Return the `n` worst rows: first overflows in running order, then the other rows, largest value of the field `by` first."""
+        """Return the `n` worst rows: first overflows in running order, then the other rows in falling order of the field `by`."""
 
         def badness(row: Row) -> float:
             value: float = getattr(row, by)

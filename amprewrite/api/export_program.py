@@ -4,7 +4,7 @@
 2. Clean the graph: drop dtype checks recorded with conversions, drop guards (the second export makes new ones), and inline `no_grad`
    subgraphs, so that the passes see every op. Autocast regions and other subgraphs are not opened; their inputs and results keep their
    formats.
-3. Decide and edit as for any captured graph.
+3. Plan and edit the graph like any captured graph.
 4. In fp16, first run the graph in fp32 on the inputs, like the first calls of a rewritten model. If fp16 cannot hold a value that is
    planned low, decide again with the observed ranges. Buffers and random state are restored.
 5. For a frozen model, store weights low if the graph reads them only low. The file is then as small as the model in memory, and casts

@@ -117,7 +117,7 @@ class Rewritten(RewrittenBase):
     def unfreeze(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Turn a frozen model back into an fp32 model that can be trained, with the fp32 values of `state_dict`.
 
-        Without `state_dict`, the weights become fp32 tensors with the stored low values, with an AmpRewriteWarning. `load_state_dict` of
+        Without `state_dict`, the weights become fp32 tensors with the stored low values, and a warning says so. `load_state_dict` of
         fp32 values also unfreezes the model. Raises PlanError if `state_dict` lacks a weight, or if the model is not frozen.
         """
         if session_of(self).options.frozen is None:
@@ -142,7 +142,7 @@ class Rewritten(RewrittenBase):
     def weights_changed(self) -> None:
         """Drop all low copies of the weights, so that the next call casts the weights again.
 
-        Call this method after a write that PyTorch does not count (`.data`, NumPy, DLPack, collectives), if `frozen_weights()` or
+        Call this method after a write that raises no version counter (`.data`, NumPy, DLPack, collectives), if `frozen_weights()` or
         `cache_weights="step"` keeps copies.
         """
         session_of(self).cache.clear()

@@ -99,7 +99,7 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return FP32.dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        """Make the empty model fp32. This is needed since transformers 5.0 ignores the result of `update_dtype`."""
+        """Make the empty model fp32. From version 5.0 on, transformers ignores the result of `update_dtype`."""
         upcast(model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:

@@ -53,7 +53,7 @@ class EdgeProbe:
         return leaf
 
     def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """Return a view of `tensor` for one reader. Backward adds the squared output error of rounding the view to `edges[edge]`.
+        """Return a view of `tensor` for one reader. Backward adds to `edges[edge]` the squared output error that rounding the view causes.
 
         Return `tensor` itself if it is no dense fp32 tensor that requires a gradient.
         """

@@ -1,7 +1,7 @@
 """Metrics of a model's output error: over all floating outputs, over the probabilities of the next token, or by a user's function.
 
 1. *Relative L2 error* of all floating outputs together; over batches, its root mean square.
-2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, between the probabilities of the logits and fp32's. To second order it is
+2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, between the probabilities of the logits and of fp32's. To second order it is
    half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ is Fisher's information (Kullback 1959). So backward passes
    can estimate the error of each rounding here, too: the vectors v = √p·s − p·(√p·s) with random signs s have the covariance F.
 3. A function of (fp32 output, output) that returns a number. No estimate for single roundings exists for such a function. So the

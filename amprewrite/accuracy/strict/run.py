@@ -211,7 +211,7 @@ class StrictRun:
 def default_loss(output: Any) -> torch.Tensor:
     """Return a loss for an output: its `loss`, its only tensor if that is 0-dim, or the sum of the mean squares of its tensors.
 
-    Tensors without a gradient are left out. Raises PolicyError if none has one.
+    Tensors without a gradient are left out. Raises PolicyError if no tensor is left.
     """
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and not own.dim():

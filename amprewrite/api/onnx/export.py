@@ -42,7 +42,7 @@ _TALKATIVE = [
 ]  # fmt: skip
 """Loggers of the exporter that are silenced during the export. Their advice is not needed, since the export is checked here."""
 AGREES = 1e-2
-"""Relative L2 error from which an fp32 export counts as wrong."""
+"""An fp32 export counts as wrong if its relative L2 error is this large or larger."""
 
 
 def exported(
