@@ -308,7 +308,7 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Return `facts` about values outside, keyed by the inputs of a body. `pairs` are (vertex inside, vertex outside)."""
+    """Return `facts` about values outside, keyed by the inputs of a body. `pairs` are (input of the body, value outside)."""
     return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
 
@@ -352,13 +352,13 @@ def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
 
 
 def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
-    """Return the vertices outside that stand for the results of the body that `node` runs."""
+    """Return the vertices of the outer graph that stand for the results of the body that `node` runs."""
     names = captured.names
     return [captured.problem.graph[names[user]] for user in node.users if user in names]
 
 
 def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> dict[str, str]:
-    """Map the vertex outside of each fp32 result of the body that `node` runs to the vertex inside that computes the result."""
+    """Map, for each fp32 result of the body that `node` runs, its vertex in the outer graph to the vertex in the body that computes it."""
     names = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
     places: dict[str, Any] = {name: captured.nodes[name].args[1] for name in names}
     return {name: part.results[place] for name, place in places.items() if place in part.results}

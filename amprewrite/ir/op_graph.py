@@ -109,7 +109,7 @@ class OpGraph:
     nodes: dict[str, OpNode] = field(default_factory=dict)
     digraph: nx.DiGraph = field(default_factory=_empty)
     rank: dict[str, int] = field(default_factory=dict)
-    """Place of each vertex in the canonical order."""
+    """Position of each vertex in the canonical order."""
 
     @classmethod
     def of(cls, nodes: Iterable[OpNode]) -> OpGraph:

@@ -44,7 +44,7 @@ class Problem:
     each weight is cast where it is read."""
     fold_masks: Literal["", "fixed", "any"] = ""
     """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that have
-    to be tested in each call, which takes a graph without a compiler."""
+    to be tested in each call. This needs a graph without a compiler."""
     masks: Mapping[str, Edit] = field(default_factory=dict)
     """For attention calls by name: the edit that may be made to their mask. Empty unless masks may be dropped."""
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

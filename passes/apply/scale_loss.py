@@ -258,9 +258,9 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """Yield each node with the place where to insert an `unscale_gradient` for it, and the number of (writes, grad-mode calls) before it.
+    """Yield each node with the place of an `unscale_gradient` that it may need, and the number of (writes, grad-mode calls) before it.
 
-    The place is the node before which to insert: `node` itself, or the first node of the torch.func transform around it.
+    The place is the node before which to insert it: the yielded node, or the first node of the torch.func transform around that node.
     """
     apart = transformed_nodes(graph)
     writes = switches = 0

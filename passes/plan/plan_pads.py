@@ -41,7 +41,7 @@ class PlanPads(Pass[Problem, Decisions]):
 
 
 def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
-    """Return the padding of one graph. It is empty if none is asked for or needed, and holds the reasons if some is declined."""
+    """Return the padding of one graph. It is empty if no padding is asked for or needed, and gives reasons if padding is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
     if problem.given is not None and problem.given.casts:  # a plan whose colours were edited lists no casts: its pads are decided anew

@@ -96,7 +96,7 @@ class PadRegion:
     why: str = ""
     """The reason why the region is padded, or why not."""
     reasons: tuple[str, ...] = ()
-    """Places where padding had to stop, with reasons."""
+    """Ops at which padding had to stop, with reasons."""
 
     @property
     def declined(self) -> bool:

@@ -139,9 +139,9 @@ class QuantisedProducts:
         return next((each for each in self.products if each.node == node), None)
 
     def edited(self, node: str, gemm: str, fp8: bool) -> Self:
-        """Return a copy in which a GEMM of the product `node` runs in fp8, or in bf16 if `fp8` is False. "" as `gemm` means all GEMMs.
+        """Return a copy in which a GEMM of the product `node` runs in fp8, or in bf16 if `fp8` is False. "" as `gemm` selects all GEMMs.
 
-        With "" GEMMs that the recipe keeps in bf16 do not change. The result lists no fp8 copies; they are decided anew when the plan is
+        GEMMs that the recipe keeps in bf16 then stay in bf16. The result lists no fp8 copies; they are decided anew when the plan is
         applied. Raises PlanError if the recipe keeps the named GEMM in bf16, or if the graph has no such GEMM.
         """
         recipe, found = RECIPES[self.recipe], self.of(node)

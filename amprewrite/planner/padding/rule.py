@@ -65,7 +65,7 @@ class Rule:
     ignored: set[str] = field(default_factory=set)
     """Names of operands that may have any size, because the op reads only their dtype or sizes, or pads them itself."""
     why_opaque: str = ""
-    """The reason why dims have no ties; "" if there is none."""
+    """The reason why dims have no ties; "" if there is no such reason."""
     pointwise: bool = False
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
