@@ -118,7 +118,7 @@ class Session(GraphRewriter):
         return self.call(entry, args, kwargs)
 
     def _check_gathered(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise CaptureError if FSDP2 gathers weights of `entry` low, and other code than one graph of the whole entry may have read them.
+        """Raise CaptureError if FSDP2 gathers weights of `entry` low, and the call ran anything but one graph of the whole entry.
 
         `ran`: the regions (rewritten graphs) that ran in the call.
         """

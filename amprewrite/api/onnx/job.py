@@ -177,7 +177,7 @@ class Job:
         """If the opset was raised: the model at its original opset, and after each step before the last."""
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
-        """(plan, whether only its nodes with a node override are carried over) for the PyTorch graph; None without such a plan."""
+        """(plan of the PyTorch graph, whether only its nodes with a node override are carried over); None without such a plan."""
         self.kept_out = frozenset[str]()  # ATen base names of ops that the model runs with torch.autocast disabled
         self.source: Source | None = None
         """The file or object from which the model was read; None for a model from torch's exporter."""

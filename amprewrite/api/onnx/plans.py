@@ -26,9 +26,9 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 REGION = "onnx"
 """Name of the only region in a plan of an ONNX file."""
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
-"""Reasons of colours that the user chose node by node."""
+"""Reasons that mark a colour as the choice of the user for this node."""
 SOFT = (Reason.CONSTANT, Reason.CANCELS)
-"""Reasons to keep an op high that a given plan of the same graph may overrule, since the plan's author has seen them."""
+"""Reasons to keep an op high. A given plan of the same graph may overrule them, since the plan's author has seen them."""
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:

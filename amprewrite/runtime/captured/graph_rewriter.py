@@ -93,7 +93,7 @@ class GraphRewriter(CallRecord):
         return self.policy_for(self._device())
 
     def agree(self, plan: RegionPlan) -> None:
-        """Add the colours of a newly planned graph to the colours that all graphs of the model share."""
+        """Add the colours (low or high) of a newly planned graph to the colours that all graphs of the model share."""
         self.agreement.join(plan, self.graphs, self.note)
 
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:

@@ -5,8 +5,8 @@ Before each step:
 1. Check the gradients of all parameters of the optimizer for inf and NaN, as torch.amp.GradScaler does (torch/amp/grad_scaler.py), with
    the same multi-tensor kernel. Combine the result with the flags of earlier backwards that still count (backwards.py) and with the
    results of the ranks that hold the other shards (nonfinite.py).
-2. Pass this flag to the gates. Their loss scales are updated once per set of steps (loss_scale.py). A scale is not updated if the gradients
-   come from a forward that used 1 in its place.
+2. Pass this flag to the gates, one for each model that the optimizer trains. Their loss scales are updated once per set of steps
+   (loss_scale.py). A scale is not updated if the gradients come from a forward that used 1 in its place.
 3. Give the flag to a fused optimizer as its `found_inf` tensor. Its kernel skips the step, without a host sync.
 4. For any other optimizer read the flag. To skip the step, let a stand-in make it: a hook may replace the arguments of `Optimizer.step`,
    including `self`, so the code of the class runs once, with no parameters and a temporary state. Parameters, state, step counts and
