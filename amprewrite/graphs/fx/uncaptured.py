@@ -5,9 +5,9 @@
 2. Hooks on saved tensors (`unhooked`). An activation checkpoint counts the tensors that are saved for backward while it runs. Tensors saved
    by a trial run must not be counted.
 3. Selective checkpoints (`unselected`). Such a checkpoint keeps the results of ops in order, and takes them in this order when it
-   recomputes. Copies of weights must not be among them, because a copy that exists already is not made again.
+   recomputes. Copies of weights must not be among these results, because the recomputation makes no copy that exists already.
 4. Errors (`closed_if_raised`). A trial run that raises an error must close the transforms and modes that its graph opened. Otherwise the
-   code after it would run inside them.
+   code after the trial run would run inside them.
 """
 
 from __future__ import annotations

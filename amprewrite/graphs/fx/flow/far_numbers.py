@@ -2,7 +2,7 @@
 
 A constant is clamped to ±max of the low format if that keeps its meaning: if every reader uses the constant to block a position of a mask,
 or if the constant is a bound of the op. Any other constant is a number to compute with. Its op stays high, and so do the ops that read
-the result, because a clamped value would be wrong but finite, so that no overflow shows the error.
+the result: a clamped value would be wrong, and no overflow would show the error, because the value is finite.
 
 This file has special code for `mul`, which makes a large constant larger, for `clamp_max`, whose only bound is an upper one, and for the
 ops that make attention scores: `add`, `softmax`, `scaled_dot_product_attention`.

@@ -1,4 +1,4 @@
-"""Find attention calls whose keys and values are repeated for every query head of a group: the kernel can read the original heads.
+"""Find attention calls that read a copy of the key and value heads for each query head, although the kernel can read the original heads.
 
     keys = keys[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)         n copies of each of h heads
 

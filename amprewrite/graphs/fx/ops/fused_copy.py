@@ -1,6 +1,6 @@
 """Copy many tensors at once; cast gradients of low copies to fp32, unscale and check them in one pass.
 
-On CUDA a Triton kernel does this where it is faster. On other devices, and if Triton is missing or cannot compile, torch does the same in
+On CUDA a Triton kernel does both jobs where it is faster. On other devices, and if Triton is missing or cannot compile, torch does them in
 more passes. Torch's own multi-tensor kernels are preferred where they apply, because they need no table of addresses.
 
 For a gradient of n elements, torch moves 14 n bytes: one pass casts and unscales (2 bytes read, 4 written), and another pass at the end of

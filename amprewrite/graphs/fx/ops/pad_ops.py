@@ -1,4 +1,4 @@
-"""Functions that a padded graph calls: to add and remove padding, to cast and pad a weight, and for batch norm on padded channels.
+"""Functions that a padded graph calls: to add and remove padding, to cast and pad a weight, and to run batch norm on padded channels.
 
 The *logical* sizes of a tensor exclude padding, its *physical* sizes include it. Padding a weight costs no more than its cast. If the
 copy of a weight is made outside of the graph, the cast writes into the logical part of memory that is zero elsewhere (`graphs/fx/weights`).

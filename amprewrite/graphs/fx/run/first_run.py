@@ -1,4 +1,4 @@
-"""Run an edited graph op by op the first time: an op that refuses low operands gets them in fp32, and the refusal is recorded.
+"""Run an edited graph op by op the first time. An op that refuses low operands gets fp32 operands instead, and the refusal is recorded.
 
 Fake tensors have a kernel for every op and dtype. So only a real run shows that a kernel is missing: a custom op may take fp32 operands
 only, and a device or a version of torch may lack a kernel that the op table expects.

@@ -5,7 +5,7 @@
    can only add time.
 3. Prices are stored in the user's cache folder, by device, PyTorch version, threads, op, shapes and dtypes.
 
-An op that cannot be called alone (an argument is no tensor, or it refuses the format) has the price of the device table instead.
+An op that cannot be called alone (it refuses the format, or an argument is no strided tensor) has the price of the device table instead.
 """
 
 from __future__ import annotations

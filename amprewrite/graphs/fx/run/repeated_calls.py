@@ -1,4 +1,4 @@
-"""Reuse the result of an op call on fake tensors for each later call that is alike: the blocks of a network repeat the first block's calls.
+"""Reuse the result of an op call on fake tensors for later calls that are alike, because the blocks of a network repeat the same calls.
 
 Calls are alike if they have the same op, the same plain arguments, and tensors of the same dtype, device, sizes, strides and offset. A
 later call returns the same fake tensor object as the first call. Its op does not run, which saves milliseconds for an op with symbolic

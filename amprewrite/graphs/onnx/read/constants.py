@@ -1,4 +1,4 @@
-"""Collect facts about the constants of an ONNX file: the harm of low copies, and whether masks may be clamped.
+"""Collect facts about the constants of an ONNX file: the harm that low copies do, and whether masks may be clamped.
 
 This file has special code for the bounds of `clamp` and `maximum`, for `add`, which moves a mask, and for `BatchNormalization`, whose
 results after the first are running averages.

@@ -1,8 +1,8 @@
 """Round constants of an ONNX model to a low format, and tell what a low copy would lose.
 
 Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite masks become the
-format's lowest number. Before a softmax they become less than half of it: adding a score or a second mask must not give an infinity,
-because the softmax of a row that is blocked as a whole would be NaN. Any other constant that would overflow, or lose its value to
+format's lowest number. Before a softmax they become less than half of that number: adding a score or a second mask must not give an
+infinity, because the softmax of a fully blocked row would then be NaN. Any other constant that would overflow, or lose its value to
 underflow, keeps its op in fp32.
 """
 
