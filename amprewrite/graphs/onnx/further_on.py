@@ -125,7 +125,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation with a sum among its parts, perhaps transposed, or a constant, to which one may be folded."""
+    """True if a value is a concatenation with a sum among its parts, perhaps transposed, or a constant, which may be folded from one."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

@@ -41,7 +41,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
         """By value: the sides of zero (ABOVE, BELOW) on which the value holds constants beyond the range."""
         self.sizes: dict[torch.fx.Node, float] = {}
-        """By value: an upper bound of the magnitude of these constants."""
+        """By value: an upper bound of the magnitude of its constants beyond the range."""
         self.computed_with: set[torch.fx.Node] = set()
         """The keys of `sides` with which some op computes. The other keys only block positions of masks."""
 

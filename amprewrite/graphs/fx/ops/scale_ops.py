@@ -45,7 +45,7 @@ from amprewrite.torch_internals.kernels import unscale_and_check
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `x`, whose gradient is multiplied by `scale`, a 0-dim fp32 tensor.
+    """Return `x` unchanged. Its gradient is multiplied by `scale`, a 0-dim fp32 tensor.
 
     `x` must be in fp32, the dtype that it has outside of the region, because there the product cannot overflow.
     """
@@ -55,14 +55,14 @@ def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def unscale_gradient(x: Tensor, inverse: Tensor) -> Tensor:
-    """Return `x`, whose gradient is multiplied in fp32 by `inverse`, a 0-dim fp32 tensor, then cast to the dtype of `x`."""
+    """Return `x` unchanged. Its gradient is multiplied in fp32 by `inverse`, a 0-dim fp32 tensor, then cast to the dtype of `x`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _forward_too(_Cross).apply(x, x.dtype, inverse)
 
 
 def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
-    """Return `w.to(dtype)`, whose gradient is cast to fp32 first, then multiplied by `inverse`, a 0-dim fp32 tensor."""
+    """Return `w.to(dtype)`. Its gradient is first cast to fp32, then multiplied by `inverse`, a 0-dim fp32 tensor."""
     if not (w.requires_grad and torch.is_grad_enabled()):
         return w.to(dtype)
     return _forward_too(_Cross).apply(w, dtype, inverse)

@@ -20,14 +20,14 @@ Body = Callable[..., Tensor]
 
 
 def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
-    """Return `x`, whose gradient is replaced by `body(gradient, *reads)` in backward."""
+    """Return `x` unchanged. In backward, `body(gradient, *reads)` replaces its gradient."""
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(lambda gradient: body(gradient, *reads))
     return x
 
 
 def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *reads: Any) -> Tensor:
-    """Return `x`, whose gradient has a loss scale and is replaced by `body(gradient * inverse, *reads) * scale` in backward."""
+    """Return `x` unchanged. In backward, `body(gradient * inverse, *reads) * scale` replaces its gradient, which has a loss scale."""
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(lambda gradient: body(gradient * on_device(inverse, x.device), *reads) * on_device(scale, x.device))
     return x

@@ -106,7 +106,7 @@ class Alike:
 
 
 class Answers:
-    """The answers of a function to calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
+    """The answers of a function about op calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
 
     def __init__(self, ask: Callable[[torch.fx.Node], bool], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
         """`ask` must read nothing of a call but its op, its plain arguments, and the values that `value_of` returns for its operands."""

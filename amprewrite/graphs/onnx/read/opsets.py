@@ -97,7 +97,7 @@ def _initializer(graph: ir.Graph, name: str, held: np.ndarray) -> ir.Value:
 def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
     """Give slopes of PRelu the shape that OLDEST needs, which the converter does not do.
 
-    Older opsets give each channel a slope. OLDEST broadcasts the slopes from the right, so they need dims of one after the channels.
+    Older opsets give each channel a slope. OLDEST broadcasts the slopes from the right, so they need dims of size one after the channels.
     """
     for graph in model.graphs():
         for node in list(graph):
@@ -116,7 +116,7 @@ def _is_single(value: ir.Value) -> bool:
 
 
 def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int]) -> None:
-    """Let a PRelu read its slope with further dims of one after the channels."""
+    """Let a PRelu read its slope with further dims of size one after the channels."""
     tensor, name = constant_tensor(slope), f"{slope.name}_of_{node.outputs[0].name}"
     if tensor is not None:
         shaped = _initializer(graph, name, tensor.numpy().reshape(-1, *(1 for _ in axes)))

@@ -31,7 +31,7 @@ bits of the score. So the softmax of a fully blocked row is as uniform as in fp3
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about one constant in one low format. Counts are numbers of elements."""
+    """Facts about one constant in one low format. `overflow` and `flushed` are numbers of elements."""
 
     elements: int
     overflow: int

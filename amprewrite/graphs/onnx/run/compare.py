@@ -52,7 +52,7 @@ def _arrays(results: Any) -> Iterator[np.ndarray]:
 
 
 def tell_of_overflow(name: str, low: Format) -> str:
-    """Warn that a rewritten model is not finite where its source is. Returns the text of the warning."""
+    """Warn that results of a rewritten model are not finite where those of the original are. Returns the text of the warning."""
     said = (
         f"{name} gives finite numbers on the samples, and the rewritten one does not in {low.name}; keep ops fp32 by overrides=, or take "
         "dtype='bf16': a sample run shows no ranges in bodies of If, Loop and Scan, and what is asked for goes before ranges"

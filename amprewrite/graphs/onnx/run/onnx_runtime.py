@@ -19,7 +19,7 @@ from amprewrite.tables.boundary.files import cannot_write, scratch_folder, write
 from amprewrite.tables.errors import EmitError, one_line
 
 MOST_BYTES = 1_500_000_000
-"""Bytes of weights beyond which a model is kept in a file with external data, because one protobuf holds 2 GB."""
+"""Bytes of weights beyond which a model is kept in a file with external data, because one protobuf holds at most 2 GB."""
 SECONDS = 5.0
 """Seconds that a run may take in addition to the time for its weights."""
 BYTES_A_SECOND = 2e7
