@@ -199,7 +199,7 @@ def cases(seed: int, count: int, most: int) -> Iterator[tuple[str, Exhaustive]]:
 def test_no_colouring_of_600_random_graphs_is_cheaper(seed: int) -> None:
     opens = 0
     for text, every in cases(seed, 600, 10):
-        every.case.run(RepaintByCost())[0]
+        every.case.run(RepaintByCost())
         colours = every.case.decisions.colours
         assert every.price_of(colours) == every.best, text
         assert every.case.decisions.notes == []
