@@ -125,7 +125,7 @@ LOWER: tuple[Lowering, ...] = (
     HoistWeightCasts(),  # with a weight cache, cast many weights in one launch
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored
     KeepQuantised(),  # keep fp8 copies of weights as long as the low copies from which they are made
-    SuitCompiler(),  # for a compiler: record the model path of each input; save for backward and return low values, not their fp32 copies
+    SuitCompiler(),  # for a compiler: record each input's model path; low values, not their fp32 copies, are returned or saved for backward
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
 )

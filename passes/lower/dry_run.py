@@ -46,7 +46,7 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder" and "val" not in n.meta:  # unknown: for a known None, "val" is None
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # unknown: an input known to be None has "val": None
                 self.unknown.add(n)
             return value
         if n.op == "output":

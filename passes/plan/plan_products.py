@@ -77,7 +77,7 @@ class PlanProducts(Pass[Problem, Decisions]):
 
 
 def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
-    """True if a product that is painted high multiplies bf16 operands into an fp32 result, by a given plan or an override."""
+    """True if a product is painted high, and a given plan or an override lets it multiply bf16 operands into an fp32 result."""
     if problem.policy.low is not BASE or decisions.paints[name].colour is not Colour.HIGH:
         return False
     if problem.given is not None:
@@ -90,7 +90,8 @@ def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, flo
     if given is not None and given.copies:
         return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
     samples = problem.calibration if not problem.training else None
-    seen = samples.of(problem.graph) if samples is not None and samples.model else None  # ranges without a model come from a first call
+    # ranges that name no model are not from sample batches: they come from a first call, which overflowed
+    seen = samples.of(problem.graph) if samples is not None and samples.model else None
     return {name: found.amax for name, found in seen.values.items() if found.amax} if seen is not None else {}
 
 

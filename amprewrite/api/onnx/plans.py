@@ -98,8 +98,8 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carr
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Keep the ops high that the model runs with torch.autocast disabled. Return a list with a note, or an empty list if there are none.
 
-    `ops` are the names of such ops. A file does not tell regions apart, so an op in any region, such as torch.no_grad, is kept high. The
-    exception is an op on the allowlist, which is kept high only if its name is in `ops`.
+    `ops` are the names of these ops. A file does not tell a region of torch.autocast from others, such as torch.no_grad. So the ops of
+    all regions are kept high, but an op on the allowlist only if its name is in `ops`.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():

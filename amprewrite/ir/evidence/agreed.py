@@ -101,7 +101,7 @@ class Agreed:
         return self if joined is known else replace(self, products=joined)
 
     def contradicts(self, plan: Iterable[NodePlan]) -> bool:
-        """True if some op of a planned graph has another colour than the agreed colour, for a reason that is not in FREE."""
+        """True if the colour of some op of a planned graph is not the agreed colour. Ops whose reason is in FREE may differ."""
         plan = tuple(plan)
         agreed = self.of(plan)
         return any(agreed.get(node.name, node.colour) is not node.colour and node.reason not in FREE for node in plan)

@@ -75,7 +75,8 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
 def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
     """Return sentences on changes that would give the node its other colour; empty for a node without fp32 values.
 
-    Without `asked`, the sentences only give the general condition of the node's reason. With `asked`, trials find causes and prices.
+    Without `asked`, the only sentence is the condition that belongs to the node's reason, if there is one. With `asked`, trial plans show
+    which overrides would change the colour, and at which price.
     """
     if node.colour is Colour.PLAIN or node.role != "op":
         return []

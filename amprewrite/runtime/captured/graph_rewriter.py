@@ -62,7 +62,7 @@ class GraphRewriter(CallRecord):
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
-        self.overflowed = False  # True once a first call overflowed: exports then observe ranges, too, and so decide as the model does
+        self.overflowed = False  # True once a first call overflowed: exports, too, are then planned with observed ranges
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         loss_scale = parse_loss_scale(self.options.loss_scale, low)

@@ -99,7 +99,7 @@ class ScaleUse:
         return one, one
 
     def step(self) -> None:
-        """Note that an optimizer of the model steps."""
+        """Record that an optimizer of the model steps."""
         self._stepped = True
         if self._modes:
             self._learns_in_eval, self._modes = self.evaluates, set()

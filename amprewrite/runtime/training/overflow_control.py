@@ -187,7 +187,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters whose gradients `note` is about; [] if it holds no flag."""
+        """Return the parameters whose gradients the overflow flags of `note` are about; [] if it holds no flag."""
         optimizer = note.optimizer if note else None
         if optimizer is not None:
             return guard_of(optimizer).share(self)

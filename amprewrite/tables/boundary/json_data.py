@@ -30,7 +30,7 @@ def read_json(text: str) -> Any:
         found = json.loads(text)
     except RecursionError as error:
         raise BadData("it is nested too deeply") from error
-    except ValueError as error:  # the text is no JSON, or holds a number of thousands of digits
+    except ValueError as error:  # the text is no JSON, or holds an integer with thousands of digits
         raise BadData(f"not JSON ({error})") from error
     return found
 

@@ -30,7 +30,10 @@ BODIES = ("loop", "scan")
 
 
 def read_small_steps(reading: OnnxReading) -> tuple[str, ...]:
-    """Return the sums that change one value in many small steps, each with a product, and the ops that scale or copy it in between."""
+    """Return the sums that change one value in many small steps, and the ops that scale or copy the value between these sums.
+
+    Each step contains a product.
+    """
     steps = _OnnxSteps(reading)
     kept = steps.found(lambda name: reading.graph[name].op in SUMS and len(steps.given(name)) == 2, steps.is_state)
     return tuple(node.name for node in reading.graph if node.name in kept)

@@ -28,7 +28,7 @@ TRAITS: dict[Trait, str] = {
     Trait.PASSES_MASK: f"{_SAME_NUMBERS} slice select repeat",
     Trait.KEEPS_ORDER: "view reshape contiguous flatten",
     Trait.MAKES_SCORES: f"{_SAME_NUMBERS} slice select repeat add sub mul div masked_fill where clamp maximum",
-    # constants among the arguments
+    # constants among the operands; very large and very small numbers
     Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
     Trait.FILLS: "where masked_fill full full_like fill index_fill scatter constant_pad_nd pad threshold nan_to_num index_put setitem",
     Trait.HOLDS_NUMBERS: "tensor scalar_tensor",
