@@ -20,6 +20,9 @@ class Registered:
     def __init__(self, *inside: object) -> None:
         self.inside = inside
 
+    def __repr__(self) -> str:
+        return f"Registered{self.inside}"  # the same in each process, as the name of a test must be
+
 
 _pytree.register_pytree_node(Registered, lambda value: (list(value.inside), None), lambda inside, _: Registered(*inside))
 

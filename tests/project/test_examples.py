@@ -158,7 +158,7 @@ def speed(name: str) -> object:
     return pytest.param(name, marks=pytest.mark.slow) if name.startswith("benchmarks/") and name not in QUICK else name
 
 
-@pytest.mark.parametrize("name", map(speed, FAST))
+@pytest.mark.parametrize("name", [speed(each) for each in FAST])
 @pytest.mark.long
 def test_example(name, tmp_path):
     if name in NEEDS:
