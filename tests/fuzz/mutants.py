@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
-        (("amprewrite/runtime/compiler/dynamo.py", "                if not whole:  # Dynamo allows only one of the two settings, and the user may have set the other one\n", "                if False:\n"),
+        (("amprewrite/runtime/compiler/dynamo.py", "                if not whole:  # Dynamo refuses this setting beside fail_on_recompile_limit_hit, which the user may have set\n", "                if False:\n"),
          ("amprewrite/runtime/session.py", "            if has_begun(error, entry.function):", "            if False:")),
     ),
     Mutant(
