@@ -38,10 +38,10 @@ from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour
 
 GROWTH = 8.0
-"""An op is reported as cancelling if its inherited error is more than this many times the largest error of its operands.
+"""An op is reported as cancelling if its inherited error is more than GROWTH times the largest error of its operands.
 
-For comparison, a sum of k rounded terms has about √k times the error of one term. An op whose own rounding error exceeds this many eps
-is reported as underflow.
+The errors of a sum of k rounded terms grow by about √k only, so they stay below this limit. An op whose own rounding error is more than
+GROWTH eps is reported as underflow.
 """
 NOISE = 16.0
 """Relative errors below this many eps count as normal rounding and are not reported."""
@@ -50,7 +50,7 @@ FLUSHED = 0.1
 TOLERANCE = 8.0
 """Default target of `suggest_overrides` for the output error, in eps of the low format."""
 MOST_CHECKED = 10
-"""If at most so many nodes are suggested, a real rewrite tests for each node whether it can be left out. Each test captures the model."""
+"""Largest number of suggested nodes for which rewrites test whether each can be left out. Each test captures the model again."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Finding:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes of `lost_at` and `row`, in this order; only one name if both rows are of one node."""
+        """Names of the node of `lost_at` and the node of `row`, in this order; one name if both are the same node."""
         return tuple(dict.fromkeys(_node(row) for row in (self.lost_at, self.row)))
 
     def __str__(self) -> str:
@@ -86,11 +86,11 @@ class DebugReport:
     low: str
     plan: CastPlan
     rows: tuple[Row, ...]
-    """Results and casts of the forward, in running order."""
+    """Rows of the results and cast copies of the forward pass, in running order."""
     gradient_rows: tuple[Row, ...]
-    """Rounded gradients of the backward, in running order. Magnitudes include the loss scale."""
+    """Rows of the rounded gradients of the backward pass, in running order. Their magnitudes include the loss scale."""
     gradients: Mapping[str, float]
-    """Relative L2 error of each parameter's gradient."""
+    """Relative L2 error of each parameter's gradient, by the parameter's name."""
     output_error: float
     """Relative L2 error of the rounded run against the fp32 run, over all floating outputs together."""
     findings: tuple[Finding, ...]
@@ -288,7 +288,7 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         error = _real_error(amp, run, asked)
         if error <= target or set(kept) >= set(low):
             break
-        # the rewrite inserts casts around the kept nodes, which the trial did not have: keep the neighbours high, too
+        # a rewrite rounds values in casts around the kept nodes, and no trial did: keep the neighbours high, too
         kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
         for name in kept:  # drop the override of this node if the error meets the target without it

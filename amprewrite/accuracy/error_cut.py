@@ -45,7 +45,7 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 STEP = 2**0.5
 """Factor between consecutive values of λ."""
 SLICES, LEAST_SLICE = 16, 4
-"""Largest number of steps between two consecutive cuts of the chain, and smallest number of nodes in a step (1 for cuts of matmuls)."""
+"""Between two consecutive cuts, the chain has at most SLICES steps, each of at least LEAST_SLICE nodes (1 for cuts of matmuls)."""
 HALVINGS = 3
 """Depth of the bisection between two values of λ whose cuts differ by several matmuls."""
 Kept = frozenset[tuple[str, str]]
@@ -75,7 +75,7 @@ class GraphErrors:
         self.typical = sum(self._copy(node) for node in self.graph if movable(node))
         times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
         self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
-        """A cost above the time of any plan. The priced error of an edge is limited to it: a cut avoids an error at that price."""
+        """A cost above the time of any plan. No edge costs more than this, because a cut avoids any error at this price already."""
         self.flops = {name: self.graph[name].flops + 1 for name in self.heavy}
 
     def kept(self, price: float, heavies: bool) -> set[str]:
@@ -187,7 +187,7 @@ class Chain:
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
         """Find the chain by cuts of all graphs in `edges`. `own` returns the names of the nodes of a graph that the planner runs low.
 
-        `metric` turns squared errors into the errors that reasons name.
+        `metric` turns squared errors into the errors that `keep_high` gives as reasons.
         """
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
         self.graphs = [GraphErrors(captured.problem, found, metric) for captured, found in edges]
@@ -230,7 +230,8 @@ class Chain:
     def _prices(self, typical: int) -> list[float]:
         """Return the prices of a unit of squared error to try, ascending; empty if there is no error or `typical` is 0.
 
-        At the first price, all errors cost about 1e-4 of `typical`; at the last, a billionth of them costs about 10 times `typical`.
+        `typical` is the cost against which cuts weigh errors. At the first price, the sum of all errors costs about 1e-4 of `typical`. At
+        the last price, a billionth of this sum costs about 10 times `typical`.
         """
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:

@@ -213,7 +213,7 @@ def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) 
 
 
 def _most(metric: Metric) -> float:
-    """Return the upper limit of `tolerance`, exclusive: none for a user's function, 1 for other metrics."""
+    """Return the exclusive upper limit of `tolerance`: infinity for a metric that is a user's function, 1 for other metrics."""
     return math.inf if isinstance(metric, Judged) else 1
 
 

@@ -197,7 +197,7 @@ def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapp
 def restore(model: M) -> M:
     """Turn a rewritten model back into the plain fp32 model, in place, and return it.
 
-    Parameters, buffers, hooks and the result of an earlier `.compile()` are kept. Its optimizers no longer skip steps.
+    Parameters, buffers, hooks and the result of an earlier `.compile()` are kept. The optimizers of the model no longer skip steps.
 
     Raises PolicyError if `model` is no module or is frozen, PlanError if it was never rewritten, and CaptureError if it went through
     fully_shard after the rewrite.

@@ -109,8 +109,8 @@ class _EdgeInterpreter(torch.fx.Interpreter):
     def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operands, with detached copies in place of operands for which the op has no derivative, such as running statistics.
 
-        To find them, the op runs once per operand, with a gradient for this operand only. These runs use copies, since the op may write
-        its operands. The results use copies as well, since the model's buffers are restored before backward.
+        To find these operands, the op runs once for each operand that requires a gradient. These runs use copies, since the op may write
+        its operands. The returned operands are copies too, since the model's buffers are restored before backward.
         """
         leaves, spec = tree_flatten((args, kwargs))
         kept = [_copy(leaf) for leaf in leaves]

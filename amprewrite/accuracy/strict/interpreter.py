@@ -205,7 +205,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
         ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
-        return rounded.detach()  # no input itself: autograd would make it a view, which the model could not write in place
+        return rounded.detach()  # a new tensor: autograd turns a returned input into a view, which the model could not write in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -353,7 +353,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return rounded
 
         def seen(got: torch.Tensor, before: torch.Tensor) -> None:
-            if not self.recording.backward:  # do not measure: without a backward of the run, only the model's own code takes gradients
+            if not self.recording.backward:  # these gradients are taken by the model's own code in the forward: do not measure them
                 return
             name = self.path + planned.name
             exact = self.recording.gradients.get(name) if planned.role == "op" else None
@@ -375,8 +375,8 @@ class StrictInterpreter(torch.fx.Interpreter):
     def _round(self, planned: NodePlan, value: Any, first: tuple[Any, ...]) -> Any:
         """Round an fp32 result. Any other value is returned unchanged.
 
-        A tensor that the op wrote in place is rounded in place. If rounding changes no element, the same tensor is returned, so that a view
-        stays a view.
+        If the op wrote its first operand in place and returns it, this tensor is rounded in place; `first` holds that operand. If rounding
+        changes no element, the same tensor is returned, so that a view stays a view.
         """
         if not is_fp32(value):
             return value

@@ -50,7 +50,7 @@ class Metric:
         return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a random gradient for `output`: here random signs. Its covariance is the weight of the errors of the elements."""
+        """Return a random gradient for `output`: here random signs. Its covariance weights the errors of the elements."""
         signs = (torch.randint(0, 2, output.shape, generator=generator, device="cpu") * 2 - 1).to(output)
         return torch.where(output.detach().isfinite(), signs, 0)
 
@@ -117,8 +117,8 @@ class Judged(Metric):
 def logits_of(output: Any) -> Tensor:
     """Return the logits in a model's output.
 
-    They are the output itself if it is a tensor, its `logits`, or the first floating tensor of a tuple with two dims or more. Raises
-    PolicyError if the output has no logits.
+    They are the output itself if it is a tensor, otherwise its `logits`. In a tuple or list, they are the first floating tensor with two
+    dims or more. Raises PolicyError if the output has no logits.
     """
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     found = output if isinstance(output, Tensor) else found

@@ -203,7 +203,7 @@ def _seconds(word: str) -> float | str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command with `arguments` (None: those of the process) and return its exit status.
+    """Run one command with `arguments` (None means sys.argv) and return its exit status.
 
     An error prints one line on stderr and gives status 2; --debug raises it instead.
     """

@@ -110,7 +110,7 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (plan with the colours that the user chose for PyTorch nodes, whether only its nodes with a node override count).
+    """Return (plan with the colours that the user chose for PyTorch nodes, True if only its nodes with a node override count).
 
     The argument `plan` takes precedence over a plan given to `rewrite`, which takes precedence over `node:` overrides. None if the user
     gave none of the three.
@@ -177,7 +177,7 @@ def _export(
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the file gives the model's results in fp32. Also True if they cannot be compared, as if one of the two cannot run here."""
+    """True if the file gives the model's results in fp32. Also True if one of the two cannot run here, or if they cannot be compared."""
     if is_large(model) or not has_runtime():
         return True
     try:

@@ -174,7 +174,7 @@ class Job:
         self.before = constant_bytes(model)
         self.model = model
         self.before_raising: list[ir.Model] = []
-        """If the opset was raised: the model at its original opset, and after each step before the last."""
+        """The model before each change of its opset, oldest first; empty if the opset did not change."""
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
         """(plan of the PyTorch graph, whether only its nodes with a node override are carried over); None without such a plan."""
@@ -331,7 +331,7 @@ class Job:
             raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}") from error
 
     def _refused_itself(self) -> str:
-        """Return the error that ONNX Runtime raises if it loads the source with default options; "" if it loads or is not known."""
+        """Return the error that ONNX Runtime raises if it loads the source with default options; "" if the source loads or is not known."""
         source = self.source
         if source is None:
             return ""
@@ -384,7 +384,7 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
 
 
 def largest(reading: OnnxReading, samples: Samples) -> dict[str, float]:
-    """Return the largest magnitude of each value in the sample runs. For inputs of the model, only the kept samples count."""
+    """Return the largest magnitude of each value in the sample runs. For inputs of the model, only the samples kept in memory count."""
     fed = {name: max(float(np.abs(feed[name]).max(initial=0)) for feed in samples.feeds) for name in (samples.feeds or [{}])[0]}
     return fed | {name: seen.amax for name, seen in reading.ranges.items()}
 

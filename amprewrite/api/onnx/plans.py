@@ -4,7 +4,7 @@
 2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op. The
    n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers differ,
    the colour is carried over only if all nodes of that op and module in the plan have the same colour.
-3. The colour high (fp32) is always carried over. The colour low is carried over only if no fact about the op forbids it, like an override.
+3. The colour high (fp32) is always carried over. The colour low is carried over only if no fact about the op forbids it.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carr
 
 
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
-    """Keep the ops high that the model runs with torch.autocast disabled. Return a list with a note, or an empty list if there are none.
+    """Keep high the ops that the model runs with torch.autocast disabled. Return a list with a note; empty if there are no such ops.
 
-    `ops` are the names of these ops. A file does not tell a region of torch.autocast from others, such as torch.no_grad. So the ops of
-    all regions are kept high, but an op on the allowlist only if its name is in `ops`.
+    `ops` are the names of these ops. In a file, regions of torch.autocast and regions such as torch.no_grad look the same. So the ops of
+    all regions are kept high, except ops on the allowlist whose names are not in `ops`.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():

@@ -45,13 +45,13 @@ def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
 
 
 def same_complaint(one: str, other: str) -> bool:
-    """True if two errors of onnx.checker are the same apart from numbers, because the numbers of types differ in a rewritten model."""
+    """True if two errors of onnx.checker differ at most in numbers. A rewrite changes the numbers, since each type has its own number."""
     return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 
 # -- constants -----------------------------------------------------------------------------
 def check_constants(model: ir.Model, name: str, folder: Path) -> None:
-    """Raise CaptureError with the name of the first constant that is missing, cut off, outside of `folder`, or of another size."""
+    """Raise CaptureError if the data of a constant is missing, cut off, outside of `folder`, or of another size than its shape."""
     for where, tensor in _constants(model, name):
         dims = [dim for dim in tensor.shape if isinstance(dim, int)]
         if len(dims) != len(tensor.shape) or min(dims, default=0) < 0:
@@ -69,7 +69,7 @@ def check_constants(model: ir.Model, name: str, folder: Path) -> None:
 
 
 def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProtocol]]:
-    """Yield all tensors of a model, each with a text that says where it is. CaptureError if an initialiser holds no tensor."""
+    """Yield all tensors of a model, each with a text that says where it is. Raises CaptureError if an initialiser holds no tensor."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is None:
@@ -128,7 +128,7 @@ def check_functions(model: ir.Model, name: str) -> None:
 
 
 def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int], trail: tuple[object, ...]) -> int:
-    """Return the number of nodes that a call of the function `key` gives when it is inlined. CaptureError if the function calls itself."""
+    """Return the number of nodes that inlining a call of the function `key` gives. Raises CaptureError if the function calls itself."""
     if key in trail or len(trail) > len(model.functions):
         raise CaptureError(f"function {printable(key[1])} calls itself; export the model again")
     if key not in sizes:

@@ -21,7 +21,7 @@ from amprewrite.tables.vocabulary import OpKind
 
 BOUNDS, DIVIDES, SCALES = ops_with(Trait.BOUNDS), ops_with(Trait.DIVIDES), ops_with(Trait.SCALES)
 LOOKED_INTO = BOUNDS | ops_with(Trait.MAKES_SCORES, Trait.COMPARES)
-"""Ops whose constant operands decide whether a number beyond the range may become ±max."""
+"""Ops whose constant operands decide whether a number beyond the low format's range may become ±max."""
 MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
 """Position of the mask among the operands of attention: in onnx's own op, and in the two ops of ONNX Runtime."""
 
@@ -32,7 +32,7 @@ def has_pole(op: str, index: int) -> bool:
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """True if a value is a divisor or the base of a power whose exponent may be negative, perhaps after ops that pass small values on."""
+    """True if a value, directly or after ops that pass small values on, is a divisor, or the base of a power with a negative exponent."""
     seen, waiting = set[ir.Node](), [value]
     while waiting:
         for use in waiting.pop().uses():
@@ -57,7 +57,7 @@ class Readers(MaskRules[ir.Value]):
     def __init__(self, graph: ir.Graph, low: Format) -> None:
         super().__init__(low)
         self._leaving: dict[ir.Value, list[ir.Value]] = {}
-        """Maps each result of a body to the values that it may become outside or in the next iteration."""
+        """Maps each result of a body to the values that it may become outside of the body or in the next iteration."""
         for node in graph.all_nodes():
             for body in bodies(node):
                 for value in body.outputs:
@@ -73,14 +73,14 @@ class Readers(MaskRules[ir.Value]):
                 yield _read(use.node, use.idx, made, crosses=bool(inner))
 
     def made_of(self, value: ir.Value) -> tuple[str, list[ir.Value]] | None:
-        """Return the op that makes a value, and its floating operands without constants; None if the value has no maker."""
+        """Return the op that makes a value, and the floating operands of this op that are no constants; None if no op makes the value."""
         maker = value.producer()
         if maker is None:
             return None
         return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
     def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
-        """True if all readers of a node's results use numbers beyond the range, on `sides` of zero, only to block positions."""
+        """True if all readers of a node's results use numbers on `sides` of zero, beyond the range, only to block positions."""
         made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
@@ -91,7 +91,7 @@ class Readers(MaskRules[ir.Value]):
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Return how a node uses its operand at position `place` to make `made`. `crosses` is True if the node passes the operand to a body."""
+    """Describe how a node uses its operand at position `place` to make `made`. `crosses`: the node passes the operand to a body."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
@@ -107,7 +107,7 @@ def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.V
 def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float, ...]:
     """Return the least and the largest finite number of each constant among `values`; () if there is none.
 
-    With `of_one_sign` also () if the numbers have both signs.
+    With `of_one_sign`, the result is also () if the numbers have both signs or include zero.
     """
     held = [tensor.numpy() for tensor in map(constant_tensor, values) if tensor is not None and tensor.size]
     finite = [each[np.isfinite(each)] for each in held if each.dtype.kind == "f"]
@@ -125,7 +125,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation with a sum among its parts, perhaps transposed, or a constant, which may be folded from one."""
+    """True if a value is a concatenation that includes a sum, perhaps transposed, or a constant, which may be such a value, folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

@@ -64,7 +64,7 @@ def forget_guesses(model: ir.Model, but: Collection[ir.Value] = ()) -> None:
 
 @contextlib.contextmanager
 def without_guesses(model: ir.Model) -> Iterator[None]:
-    """A context in which the model has no guessed types and shapes."""
+    """Context manager that removes guessed types and shapes from the model, and restores them at its end."""
     hidden = [(value, value.type, value.shape) for value in guessed(model)]
     try:
         for value, _, _ in hidden:

@@ -39,7 +39,7 @@ def infer_types(model: ir.Model) -> list[str]:
 
 @contextlib.contextmanager
 def all_types(model: ir.Model) -> Iterator[None]:
-    """A context in which all values have types if they can be inferred, also in subgraphs. Afterwards the new guesses are removed."""
+    """Context manager that infers the types of all values where possible, also in subgraphs. It removes these guesses at its end."""
     known = set(guessed(model))
     try:
         with contextlib.suppress(Exception):  # ignored, because the schemas below may give the types all the same
@@ -62,7 +62,7 @@ def _take_all(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
 
 
 def _take(missing: list[ir.Value], inferred: onnx.GraphProto) -> None:
-    """Guess the types and shapes of the values `missing` from the inferred ones of the same name."""
+    """Give each value of `missing` the type and shape that `inferred` has for its name, as guesses."""
     by_name = {str(value.name): value for value in missing}
     for info in inferred.value_info:
         value, found = by_name.get(info.name), info.type.tensor_type

@@ -205,7 +205,7 @@ def _means_the_same(op_type: str, opset: int, raised: int) -> bool:
 
 
 def _is_kept(old: onnx.defs.OpSchema.Attribute, new: onnx.defs.OpSchema.Attribute) -> bool:
-    """True if an attribute has the same type and default in the new schema, and is not required there unless it was before."""
+    """True if an attribute has the same type and default in both schemas, and the new schema requires it only if the old one did."""
     defaults = (each.default_value.SerializeToString() for each in (old, new))
     return old.type == new.type and old.required >= new.required and len(set(defaults)) == 1
 
@@ -218,7 +218,7 @@ def _is_neutral(op_type: str, added: onnx.defs.OpSchema.Attribute) -> bool:
 
 
 def _goes_on(old: Sequence[onnx.defs.OpSchema.FormalParameter], new: Sequence[onnx.defs.OpSchema.FormalParameter]) -> bool:
-    """True if all old operands (or results) are unchanged and the new ones are optional."""
+    """True if each old operand (or result) is unchanged or became optional in the new schema, and all added ones are optional."""
     optional = onnx.defs.OpSchema.FormalParameterOption.Optional
     same = all(a.option == b.option or b.option == optional for a, b in zip(old, new, strict=False))
     return len(old) <= len(new) and same and all(each.option == optional for each in new[len(old) :])
@@ -236,7 +236,7 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
 
 
 def is_float(value: ir.Value) -> bool:
-    """True if a value may hold fractions. A value of unknown type may."""
+    """True if a value has a floating-point type or an unknown type, so that it may hold fractions."""
     return value.dtype is None or value.dtype.is_floating_point()
 
 

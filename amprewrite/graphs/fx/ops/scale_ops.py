@@ -103,7 +103,7 @@ def leaving_many(
 ) -> Iterator[Tensor | None]:
     """Yield, for each gradient, the result of `leaving`; None for a gradient that is None or that `needs` marks as not needed.
 
-    One kernel takes all gradients of a kind where possible. The gradients are checked for inf and NaN while they are multiplied, and the
+    Where possible, one kernel takes many gradients. The gradients are checked for inf and NaN while they are multiplied, and the
     check is recorded (`finite_flags.py`). Without a `factor` they are only cast. All gradients and `factor` must be on one device.
     """
     wanted = list(zip(gradients, dtypes, needs, strict=True))

@@ -22,7 +22,7 @@ from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 BOUNDS = ops_with(Trait.BOUNDS)
-"""Ops whose constants are bounds. A bound beyond the range is clamped to ±max, but a fill value only if it is a mask."""
+"""Ops whose constants are bounds. A bound beyond the low format's range becomes ±max; any other constant does only if it is a mask."""
 
 
 class ConstantFacts:
@@ -105,7 +105,7 @@ class ConstantFacts:
         return blocks and self._only_blocks(found, node, op)
 
     def _only_blocks(self, found: Facts, node: ir.Node, op: str) -> bool:
-        """True if all readers of the node's results use numbers beyond the range, in a constant of `node`, only to block positions."""
+        """True if the numbers beyond the range in a constant of `node` only block positions, in all readers of the node's results."""
         sides = {side for side, far in ((BELOW, found.least < -self.low.max), (ABOVE, found.most > self.low.max)) if far}
         moved = op in FILLS or op in BORDERS or op == "add"
         return self.readers.results_only_block(node, sides if moved else {BELOW, ABOVE})

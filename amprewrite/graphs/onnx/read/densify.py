@@ -23,7 +23,8 @@ SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
 def densify(model: onnx.ModelProto, name: str) -> int:
     """Make sparse initialisers and Constant nodes dense in place; returns their number.
 
-    CaptureError if a sparse tensor is broken, too large for memory, or an attribute of another op. `name` is the model's name in messages.
+    `name` is the model's name in messages. Raises CaptureError if a sparse tensor is broken, too large for memory, or an attribute of an op
+    other than Constant.
     """
     count, left = 0, memory() // 2
     for graph in (model.graph, *_bodies(model.graph.node), *(body for function in model.functions for body in _bodies(function.node))):
@@ -67,7 +68,7 @@ def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
 
 
 def _dense(sparse: onnx.SparseTensorProto, where: str, most: int) -> onnx.TensorProto:
-    """Return a sparse tensor as a dense tensor of the same name. CaptureError if it is broken, or takes more than `most` bytes."""
+    """Return a sparse tensor as a dense tensor of the same name. Raises CaptureError if it is broken, or takes more than `most` bytes."""
     if onnx.TensorProto.EXTERNAL in (sparse.values.data_location, sparse.indices.data_location):
         raise CaptureError(f"{where} lies in a file of its own; save the model with its sparse constants inside")
     try:

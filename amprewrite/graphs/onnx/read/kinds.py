@@ -23,7 +23,7 @@ EXP_MOST = 8.0
 
 @dataclass(frozen=True)
 class Kinds:
-    """Chooses kinds by the lists and by the ranges in samples. `asked_ops` are ops whose list an override names."""
+    """Chooses the kinds of ops by the op lists and the ranges in samples. `asked_ops` are the ops that an override puts on a list."""
 
     low: Format
     lists: OpLists
@@ -31,7 +31,7 @@ class Kinds:
     asked_ops: frozenset[str] = frozenset()
 
     def of(self, op: str, node: ir.Node) -> OpKind | None:
-        """Return the kind of an op: its kind by the lists, with three exceptions by the rule "cost", unless an override names its list.
+        """Return the kind that the lists give an op. The rule "cost" makes three exceptions, unless an override puts the op on a list.
 
         An op that is denied only in fp16, for its range, gets its kind in bf16 if samples stay within the range. An einsum that sums over
         no dim of two operands, such as an outer product, is no matrix product. An exp of small numbers may run low, because it does not
@@ -64,7 +64,7 @@ class Kinds:
         return bool(read)
 
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
-        """Return a pin that keeps a Cast to fp32 high; None if it may cast to the low format directly without a loss."""
+        """Return the colour high for a Cast to fp32, with the reason; None if it may cast to the low format instead without a loss."""
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in ("fp32", self.low.name, "bool"):
             return None

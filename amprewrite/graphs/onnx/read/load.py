@@ -35,7 +35,7 @@ NOTES = "amprewrite.read"
 
 
 def load(source: Source) -> ir.Model:
-    """Return a copy of the model to work on. CaptureError if it is no ONNX model, or lacks its external data.
+    """Return a copy of the model to work on. Raises CaptureError if it is no ONNX model, or lacks its external data.
 
     If another process replaces the file while it is read, its old data may be missing: then the new file is read.
     """
@@ -61,7 +61,7 @@ def _version(source: Source) -> tuple[int, ...]:
 
 
 def _load(source: Source) -> ir.Model:
-    """Read a model once and check it. CaptureError if it is no whole ONNX model, PolicyError if `source` is of another type."""
+    """Read a model once and check it. Raises CaptureError if it is no whole ONNX model, PolicyError if `source` is of another type."""
     if isinstance(source, ir.Model):
         return source.clone()
     if not isinstance(source, onnx.ModelProto | str | Path):
@@ -199,7 +199,7 @@ class Ready:
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
-    """Prepare a model for the passes. CaptureError if its opset is too old and cannot be raised."""
+    """Prepare a model for the passes. Raises CaptureError if its opset is too old and cannot be raised."""
     notes: list[str] = model.meta.pop(NOTES, [])
     opset = name_opset(model)
     sort_nodes(model)
@@ -226,7 +226,7 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
 
 
 def sort_nodes(model: ir.Model) -> None:
-    """Sort nodes so that each follows the makers of its operands. CaptureError if that is impossible."""
+    """Sort nodes so that each follows the makers of its operands. Raises CaptureError if that is impossible."""
     if _is_sorted(model.graph, set()):
         return
     try:

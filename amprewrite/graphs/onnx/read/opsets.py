@@ -47,7 +47,7 @@ def name_opset(model: ir.Model) -> int:
 
 # -- too old ---------------------------------------------------------------------------------
 def raise_old(model: ir.Model) -> ir.Model:
-    """Raise a model of an opset before OLDEST to OLDEST. CaptureError if onnx's version converter cannot."""
+    """Convert a model of an older opset to OLDEST. Raises CaptureError if onnx's version converter cannot."""
     opset = model.opset_imports[""]
     said = f"the model is of opset {opset}, older than {OLDEST}"
     if is_large(model):
@@ -116,7 +116,7 @@ def _is_single(value: ir.Value) -> bool:
 
 
 def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int]) -> None:
-    """Let a PRelu read its slope with further dims of size one after the channels."""
+    """Let the PRelu `node` read its slope with dims of size one inserted at `axes`, after the dim of the channels."""
     tensor, name = constant_tensor(slope), f"{slope.name}_of_{node.outputs[0].name}"
     if tensor is not None:
         shaped = _initializer(graph, name, tensor.numpy().reshape(-1, *(1 for _ in axes)))
@@ -130,7 +130,7 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
-    """Return (model, notes): raised to the lowest opset at which all listed ops take the low format, or unchanged if that fails."""
+    """Return (model, notes). The model has the lowest opset at which all listed ops take the low format, or its old one if that fails."""
     opset = model.opset_imports[""]
     nodes = [node for graph in model.graphs() for node in graph if not node.domain]
     wanted = {node.op_type for node in nodes if _wants_low(node, lists)}

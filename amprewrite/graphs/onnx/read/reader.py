@@ -102,7 +102,7 @@ class _Reader:
         self.opset = model.opset_imports.get("", 1)
         self.reading = OnnxReading()
         self.masked: set[str] = set()
-        """Vertices that read a constant of a mask. If they run low, they hold ±max."""
+        """Vertices that read a constant mask. If they run low, the mask's numbers beyond the range become ±max."""
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
         self.turns = 1
@@ -299,9 +299,9 @@ class _Reader:
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Pin `names` to fp32, and also the vertices from which they get numbers beyond the range: an op computes with these numbers.
+        """Keep the vertices `names` fp32, and all vertices through which a mask reaches them, since an op computes with the mask's numbers.
 
-        Nothing is pinned if none of these vertices reads a constant of a mask.
+        `text` is the reason. Nothing changes if none of these vertices reads a constant mask.
         """
         waiting, seen = list(names), set[str]()
         while waiting:
@@ -432,7 +432,7 @@ class _Reader:
         self.reading.nodes[name] = node
 
     def pin_border(self, node: ir.Node) -> Pin | None:
-        """Return a pin to fp32 if the opset of a loop or branch takes no low format; None if it takes one."""
+        """Return the colour high, with the reason, if loops or branches of this opset take no low format; None if they do."""
         sig = signature(node.domain, node.op_type, self.opset)
         if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
             return None

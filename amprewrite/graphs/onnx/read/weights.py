@@ -31,7 +31,7 @@ bits of the score. So the softmax of a fully blocked row is as uniform as in fp3
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about one constant in one low format. `overflow` and `flushed` are numbers of elements."""
+    """Facts about one constant in one low format. `overflow` and `flushed` count the elements that overflow or become zero."""
 
     elements: int
     overflow: int
@@ -51,7 +51,7 @@ class Facts:
 
 
 def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.ndarray:
-    """Return a constant in the low format: rounded to nearest even, finite numbers beyond the range clamped to ±max, masks to `BLOCKED`."""
+    """Round a constant to nearest even in the low format. Numbers beyond the range become ±max, or ±max * BLOCKED with `masks_scores`."""
     with np.errstate(over="ignore", under="ignore"):
         low = values.astype(NUMPY[fmt.name])
     over = ~np.isfinite(low.astype(np.float32)) & np.isfinite(values)

@@ -21,7 +21,7 @@ from amprewrite.tables.errors import EmitError, one_line
 MOST_BYTES = 1_500_000_000
 """Bytes of weights beyond which a model is kept in a file with external data, because one protobuf holds at most 2 GB."""
 SECONDS = 5.0
-"""Seconds that a run may take in addition to the time for its weights."""
+"""Time limit of a run in seconds, to which the time for the model's weights is added."""
 BYTES_A_SECOND = 2e7
 """The time limit of a run grows by one second for this many bytes of weights."""
 TimeLimit = float | None | Literal["auto"]
@@ -35,7 +35,7 @@ NO_RUNTIME = (
 
 
 def runtime() -> Any:
-    """Return the onnxruntime module. EmitError with the install lines for CPU and GPU if it is not installed."""
+    """Return the onnxruntime module. Raises EmitError with the install lines for CPU and GPU if it is not installed."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -80,13 +80,13 @@ class TooSlow(EmitError):
 def seconds_for(weights: int, limit: TimeLimit = "auto") -> float | None:
     """Return the seconds that one run may take; None if there is no limit.
 
-    The default limit depends on the bytes of `weights`, so that a small file that runs for ever is refused.
+    `weights` is the number of bytes of the weights. The limit "auto" grows with it, so that a small file cannot run for ever.
     """
     return SECONDS + weights / BYTES_A_SECOND if limit == "auto" else limit
 
 
 def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float | None) -> list[Any]:
-    """Run a session and return its results. TooSlow if it takes longer than `seconds`; other errors of ONNX Runtime pass through."""
+    """Run a session and return its results. Raises TooSlow if the run takes longer than `seconds`, or an error of ONNX Runtime."""
     options = runtime().RunOptions()
     options.log_severity_level = 4
     if seconds is None:
@@ -160,7 +160,7 @@ class Runnable:
         return invalid(self.proto if self.folder is None else self.folder / "model.onnx")
 
     def failure(self, feeds: Iterable[dict[str, Any]]) -> str:
-        """Return the reason why ONNX Runtime, in a separate process, does not load the model or run it on any of `feeds`; "" if it does."""
+        """Return why ONNX Runtime, in a separate process, cannot load the model or run it on any of `feeds`; "" if it can."""
         if not has_runtime():
             return NO_RUNTIME
         model = self.proto.SerializeToString() if self.folder is None else str(self.folder / "model.onnx")

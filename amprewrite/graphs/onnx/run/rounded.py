@@ -37,8 +37,8 @@ def strict_outputs(
 ) -> list[list[np.ndarray]]:
     """Return the outputs of the rewritten model under true rounding, one list for each feed.
 
-    `proto` is the written model, with its external data in `folder`; None if all of it is in memory. TooSlow if a run takes longer than
-    ROUNDING times the limit of an ordinary run.
+    `proto` is the written model, with its external data in `folder`; None if all of it is in memory. Raises TooSlow if a run takes longer
+    than ROUNDING times the limit of an ordinary run.
     """
     with all_types(model):
         strict, renamed = strict_model(model, to_proto(model) if proto is None else proto)

@@ -61,13 +61,13 @@ class Samples:
     seen: int = 0
     """Number of samples in all."""
     made_up: bool = True
-    """True if the inputs are not the caller's."""
+    """True if the inputs were made up, not given by the caller."""
     empty: set[str] = field(default_factory=set)
     """Inputs that have no finite element in some sample. Such a sample shows no range of the input."""
     problem: str = ""
     """The reason why there are no samples; "" if there are samples."""
     invalid: str = ""
-    """Error of onnx.checker on the model. Then there is a `problem`, too, unless ONNX Runtime runs the model all the same."""
+    """Error of onnx.checker on the model; "" if it passes. With an error, `problem` is set too, unless ONNX Runtime runs the model."""
     refusal: str = ""
     """Error of ONNX Runtime on an invalid model, if the model was tried."""
 
@@ -76,8 +76,8 @@ class Samples:
 def read_feeds(model: ir.Model, calibration: Any) -> Iterator[Feed]:
     """Yield the caller's samples, each checked against the model's inputs when it is taken.
 
-    `calibration` is a mapping of input names to arrays for one sample, an .npz file with one, or an iterable of these. PolicyError if it is
-    anything else, if a file cannot be read, or if the names, dtypes or shapes of a sample are not the model's.
+    `calibration` is a mapping of input names to arrays for one sample, an .npz file with one, or an iterable of these. Raises PolicyError
+    for anything else, for a file that cannot be read, and for a sample whose names, dtypes or shapes are not the model's.
     """
     if isinstance(calibration, Mapping | str | Path):
         calibration = (calibration,)
@@ -103,7 +103,7 @@ def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
-    """Return the arrays of an .npz file. PolicyError if it cannot be read, or takes more than half of the free memory.
+    """Return the arrays of an .npz file. Raises PolicyError if it cannot be read, or takes more than half of the free memory.
 
     If its names are not the model's inputs, only the names are read, because a small file may hold gigabytes.
     """
@@ -126,7 +126,7 @@ def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
 
 
 def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
-    """Return a sample in the form that ONNX Runtime takes. PolicyError if its names, dtypes or shapes are not the model's."""
+    """Return a sample in the form that ONNX Runtime takes. Raises PolicyError if its names, dtypes or shapes are not the model's."""
     inputs = {str(value.name): value for value in model.graph.inputs}
     if not isinstance(sample, Mapping):
         raise PolicyError(f"{where} is a {type(sample).__name__}; give a mapping with {', '.join(inputs)}")
@@ -175,7 +175,7 @@ def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
 
 
 def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
-    """Return made-up inputs in which open dims have the size `first` in first place and `rest` in all others."""
+    """Return made-up inputs in which an open dim has the size `first` if it is the first dim of an input, otherwise `rest`."""
     generator = np.random.default_rng(0)
     open_dims: dict[str, int] = {}
     feed: Feed = {}
@@ -218,10 +218,10 @@ def _rows_indexed(value: ir.Value) -> int:
 def observe(
     model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto", lenient: bool = False
 ) -> Samples:
-    """Run the fp32 model on samples and return the ranges of the `wanted` values. With `feeds` None it runs on made-up inputs.
+    """Run the fp32 model on samples and return the ranges of the `wanted` values. If `feeds` is None, the inputs are made up.
 
-    A model that onnx.checker refuses is not run. With `lenient` it is run, unless a trial in a separate process fails. PolicyError if the
-    model does not run on the caller's samples. If it does not run on made-up inputs, `problem` says why.
+    A model that onnx.checker refuses is not run. With `lenient` it is run, unless a trial in a separate process fails. Raises PolicyError
+    if the model does not run on the caller's samples. If it does not run on made-up inputs, `problem` of the result is the reason.
     """
     problem = too_large(model)
     if problem:

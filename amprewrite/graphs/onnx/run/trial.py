@@ -21,9 +21,9 @@ START = 60.0
 
 
 def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
-    """Return the reason why ONNX Runtime does not load a model, or run it on any of `feeds`, each in `seconds`; "" if it does.
+    """Return why ONNX Runtime cannot load a model, or run it on any of `feeds`; "" if it can.
 
-    `seconds` None means no limit.
+    `seconds` is the time limit of one run; None means no limit.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python beside this program to try it in"

@@ -29,7 +29,7 @@ COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
 
 
 def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: Format) -> None:
-    """Edit `model` in place. PassError if the casts in the edited model are not those of the plan."""
+    """Edit `model` in place. Raises PassError if the casts in the edited model are not those of the plan."""
     colours = {node.name: node.colour for node in plan.nodes}
     for node in model.graph.all_nodes():  # remove marks of an earlier rewrite
         for key in (CAST, COLOUR, REASON):
@@ -68,7 +68,7 @@ class _FreshNames:
 
 # -- 1. types -------------------------------------------------------------------------
 def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
-    """Give the values of low vertices the low type, and set casts and fills to it."""
+    """Give the values of low vertices the low type, and let the model's casts and fills make this type."""
     for name, value in reading.values.items():
         if colours[name] is Colour.LOW:
             value.type = ir.TensorType(DTYPES[low.name])
@@ -119,7 +119,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _FreshNames) -> ir.Node:
-    """Insert one Cast right after the maker of a value for its users. A copy that the model returns takes the output's name."""
+    """Insert one Cast right after the maker of a value, and let the users of `cast` read it. A copy that is an output has its name."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
     nodes: list[ir.Node] = []

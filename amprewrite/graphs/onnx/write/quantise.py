@@ -34,7 +34,7 @@ STORED = ir.DataType[E4M3.onnx]
 def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, largest: Mapping[str, float]) -> None:
     """Edit `model` in place so that the products of the plan read quantised operands.
 
-    `largest` has the largest magnitude of each value in samples. PolicyError if a magnitude is missing or the opset is too old.
+    `largest` has the largest magnitude of each value in samples. Raises PolicyError if a magnitude is missing or the opset is too old.
     """
     opset = model.opset_imports.get("", 0)
     if opset < OPSET and plan.quantised.copies:

@@ -100,7 +100,7 @@ class Written:
 
 
 def _is_there(data: Path, target: Path) -> bool:
-    """True if the target has the same content already. Then it is not touched, because a reader may have it open."""
+    """True if `target` has the content of `data` already. Such a file is not replaced, because a reader may have it open."""
     return target.is_file() and not target.is_symlink() and filecmp.cmp(data, target, shallow=False)
 
 
@@ -180,10 +180,10 @@ def _mentions(path: Path, name: str) -> bool:
 # -- scratch files ---------------------------------------------------------------------------
 @contextlib.contextmanager
 def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
-    """A context with the model as files in a scratch folder, which is removed afterwards. `Written.keep` moves the files into place.
+    """Context manager that writes the model to files in a scratch folder, and removes it at its end. `Written.keep` saves the files.
 
-    `external_data` True puts the weights outside the model, "auto" only if they do not fit one protobuf. EmitError if the files cannot be
-    written.
+    `external_data` True puts the weights outside the model, "auto" only if they do not fit one protobuf. Raises EmitError if the files
+    cannot be written.
     """
     outside = is_large(model) if external_data == "auto" else bool(external_data)
     shown = target or Path(tempfile.gettempdir()) / "model.onnx"

@@ -58,7 +58,7 @@ def differentiates(optimizer: Optimizer) -> bool:
 
 
 def optimizer_inside(optimizer: Any) -> Optimizer:
-    """Return `optimizer` if it can be guarded, otherwise the torch optimizer that it wraps. PolicyError if none can be guarded.
+    """Return `optimizer` if it can be guarded, otherwise the torch optimizer that it wraps. Raises PolicyError if none can be guarded.
 
     A wrapper may derive from torch.optim.Optimizer and still have no hooks, as accelerate's does.
     """
