@@ -128,8 +128,8 @@ class DebugReport:
     def suggest_overrides(self, max_rel_err: float | None = None, most_runs: int = 300) -> dict[str, str]:
         """Find overrides that keep as few nodes as possible in fp32 and bring the output error down to `max_rel_err`.
 
-        None means 8 eps of the low format (0.06 in bf16, 0.008 in fp16). Pass the result to `rewrite` as `overrides=`; it includes the
-        overrides that the model has already. `most_runs` limits the trial runs of the model.
+        `max_rel_err=None` means 8 eps of the low format (0.06 in bf16, 0.008 in fp16). Pass the result to `rewrite` as `overrides=`; it
+        includes the overrides that the model has already. `most_runs` limits the trial runs of the model.
 
         Warns with AmpRewriteWarning if the target is not reached. Raises PolicyError if `max_rel_err` is no positive number.
         """
@@ -163,8 +163,8 @@ def debug(
 ) -> DebugReport:
     """Run the rewritten model `amp` with and without rounding on the same inputs, and report the nodes where the numbers differ.
 
-    `backward=True` also runs backward from `loss(output)`. None runs backward if gradients are on, and either `loss` is given or the
-    model is in training mode. `loss` takes the output and returns a 0-dim tensor. Without it, the loss is the output's `loss`, an
+    `backward=True` also runs backward from `loss(output)`. `backward=None` runs backward if gradients are on and the model is in training
+    mode or `loss` is given. `loss` takes the output and returns a 0-dim tensor. Without it, the loss is the output's `loss`, an
     output that is one number, or the sum of the mean squares of the outputs.
 
     The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
@@ -288,7 +288,7 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         error = _real_error(amp, run, asked)
         if error <= target or set(kept) >= set(low):
             break
-        # a rewrite rounds values in casts around the kept nodes, and no trial did: keep the neighbours high, too
+        # the rewrite misses the target, since its casts around the kept nodes round values: keep the neighbours high, too
         kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
         for name in kept:  # drop the override of this node if the error meets the target without it

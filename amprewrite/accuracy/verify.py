@@ -42,7 +42,7 @@ class Report:
     capture_error: float | None = 0.0
     """Relative L2 error of the captured fp32 graphs against the eager model: the effect of capture alone, without rounding.
 
-    0 if it is within fp32's rounding; None if two runs of the model differ.
+    The value is 0 if the error is within fp32's rounding, and None if two runs of the model differ.
     """
     parted: str = ""
     """The first captured op with a value that the eager model does not compute; "" if none was found."""

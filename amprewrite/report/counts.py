@@ -61,7 +61,7 @@ def fp8_counts(plan: ModelPlan) -> list[str]:
 def is_heavy_high(region: RegionPlan, node: NodePlan) -> bool:
     """True if `node` of `region` is a matmul or convolution that multiplies fp32.
 
-    False if the model's own code runs it in half precision, and for a wide product, which multiplies low operands.
+    False if the model's own code runs the op in half precision, and for a wide product, because it multiplies low operands.
     """
     heavy = node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
     return heavy and node.name.rpartition("/")[2] not in region.edited(Edit.WIDE_PRODUCT)

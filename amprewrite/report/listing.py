@@ -22,7 +22,7 @@ class Line:
     """One line of a listing, before columns are aligned."""
 
     kind: str
-    """graph, module, cast, note, or the colour of an op."""
+    """Kind of the line: graph, module, cast, note, or the colour of an op."""
     code: str
     dtype: str = ""
     shape: str = ""

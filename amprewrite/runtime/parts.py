@@ -52,7 +52,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:
-    """Return advice for a message if FSDP2 shards a submodule of the captured module at `path` separately; "" if it does not."""
+    """Return advice for a message if FSDP2 shards a submodule of the captured module at `path` separately; otherwise ""."""
     found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]
     return f"; {found[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
 
@@ -100,7 +100,7 @@ def block_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module) -> Iterator[str]:
-    """Yield the path of each module that has submodules, and a sibling of its class in the same list, sequence or dict of modules."""
+    """Yield the path of each module that has submodules and, in the same list, sequence or dict of modules, a sibling of its class."""
     for path, holder in model.named_modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             classes = Counter(type(child) for child in holder.children())

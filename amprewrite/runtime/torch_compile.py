@@ -82,7 +82,7 @@ class _GraphOfMany:
         return [inputs[place] for place in self._places if isinstance(inputs[place], nn.Parameter)]
 
     def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
-        """Return the session for the parameters `read`, and this graph rewritten for it. Make both if they do not exist."""
+        """Return the session for the parameters `read`, and this graph rewritten for it. Both are made at first use."""
         self._regions = {session: region for session, region in self._regions.items() if any(True for _ in parameters_in(session.root))}
         session = _session_for((), read, self._options) if read else self._now[0]
         if session in self._regions:
@@ -199,7 +199,7 @@ class CompiledSession(Session):
         return False
 
     def _check_node_overrides(self) -> None:
-        """Warn if an override names a node that no graph has so far. It is no error, because a later graph may have the node."""
+        """Warn if an override names a node that no graph has so far. A later graph may still have the node, so no error is raised."""
         try:
             super()._check_node_overrides()
         except PolicyError as error:

@@ -18,7 +18,7 @@ def saved_tensors_are_hooked() -> bool:
 
 
 def call_after_backward(callback: Callable[[], Any]) -> None:
-    """Call `callback` once, at the end of the backward that runs now. To be called inside a backward."""
+    """Call `callback` once, at the end of the backward that runs now. Call this function only inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 

@@ -21,5 +21,5 @@ def convert_again(code: CodeType) -> None:
 
 
 def skip_once() -> ConvertFrameReturn:
-    """Return the answer that makes Dynamo run one frame eagerly and convert the frames that it calls. It does not mark the frame's code."""
+    """Return a value that tells Dynamo to run one frame eagerly but convert the frames that it calls. The frame's code is not marked."""
     return ConvertFrameReturn(apply_to_code=False)

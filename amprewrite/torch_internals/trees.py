@@ -12,7 +12,7 @@ _LEAVES = {type(None), bool, int, float, str, torch.fx.Node, torch.dtype, torch.
 
 
 def tree_leaves(value: Any) -> list[Any]:
-    """Return the leaves, as pytree's function of this name does, but about ten times as fast for the most common classes."""
+    """Return the leaves of `value`, like torch's pytree function of this name, but about ten times as fast for the most common classes."""
     found: list[Any] = []
     _gather(value, found)
     return found

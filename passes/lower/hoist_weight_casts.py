@@ -6,8 +6,7 @@
    (`graphs/fx/weights/linked_copies.py`). So gradients are returned in fp32 and unscaled, in a few launches. With a loss scale, the same
    nodes unscale the gradients of weights that the graph reads in fp32.
 
-Copies are made before the first of them is read. For that reason the casts of a parameter that the graph writes, through any alias, are not
-moved.
+All copies are made before the first of them is read. So the casts of a parameter that the graph writes, through any alias, are not moved.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _STAYS = {"_dynamo_static_input_type": "unguarded"}
 _FOLDS = ("linear", "matmul")
 """Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
-"""Packages whose functions may take a weight, because the graph shows all their writes. It hides the writes of a user's function."""
+"""Packages whose functions may take a weight, because the graph shows all their writes. Writes of a user's function are hidden."""
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):
@@ -130,7 +129,7 @@ def hoist_weight_casts(
             source = inputs[cast[0]]
             with graph.inserting_after(last):
                 name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
-                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # taken if two copies differ only in padding
+                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # copies may differ only in padding
             names.add(last.target)
             last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
             made[cast] = last

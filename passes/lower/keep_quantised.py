@@ -56,11 +56,11 @@ def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
 
 
 def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[QuantisedInput]) -> Callable[..., Any]:
-    """Return a callable that calls `run` with fp8 copies after its inputs. A copy is made anew if its low copy is another tensor."""
+    """Return a callable that calls `run` with fp8 copies after its inputs. A copy is kept until its low copy changes."""
     kept = WeakIdKeyDictionary()
 
     def copy(value: Tensor, how: tuple[Any, ...], streams: dict[int, int]) -> Scaled:
-        if value.is_inference() or recording(value.device):  # writes to it are not counted, or a CUDA graph records the copy
+        if value.is_inference() or recording(value.device):  # no version counter shows writes to it, or a CUDA graph records the copy
             return quantise_input(value, how)
         state = (value._version, value.data_ptr(), streams.get(value.get_device()), how)
         found: tuple[Any, Scaled] | None = kept.get(value)

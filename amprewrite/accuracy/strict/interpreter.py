@@ -85,8 +85,8 @@ def _round_memory(tensor: torch.Tensor, fmt: Format) -> None:
 def relative_error(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
     """Return the relative L2 error of `got` against `exact`, over all tensors together.
 
-    Equal infinities, and NaN in both, count as no error. Any other non-finite difference gives inf, and so does an error if all of
-    `exact` is zero.
+    Equal infinities, and NaN in both, count as no error. Any other non-finite difference gives inf. If all of `exact` is
+    zero, any error gives inf.
     """
     difference = size = 0.0
     for a, b in zip(got, exact, strict=True):
@@ -335,7 +335,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.env[node]
 
     def _copy(self, cast: Cast, planned: NodePlan, value: Any) -> Any:
-        """Return the low copy of a value. It is made and measured once, and all readers share it."""
+        """Return the low copy of a value. All readers share one copy, which is made and measured at its first use."""
         if cast not in self.copies:
             limit = self.low.max if cast.saturate else math.inf
             self.copies[cast] = tree_map(
@@ -387,7 +387,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 
     def _fit(self, leaf: Any) -> Any:
-        """Return a constant clamped to the low format's range, as the rewrite does. Other values are returned unchanged."""
+        """Clamp a constant to the low format's range, as in the rewritten graph, and return it. Other values are returned unchanged."""
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:

@@ -111,8 +111,8 @@ def export_onnx(
     """Write the rewritten model `amp` to `path` as an ONNX file, and return model, plan and report.
 
     torch.onnx.export exports the plain fp32 clone, and the passes rewrite the file. The dtype, lists and overrides given to `rewrite`
-    apply. Its `node:` overrides, or a plan given to it, name nodes of the PyTorch graph; they are matched with nodes of the file by module
-    and op. The file has no loss scaling and no padding.
+    apply. `node:` overrides and plans given to `rewrite` name nodes of the PyTorch graph; these are matched with nodes of the file by
+    module and op. The file has no loss scaling and no padding.
 
     Args:
         args: positional example inputs. Without `calibration`, they are also the sample that gives ranges and errors.

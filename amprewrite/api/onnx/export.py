@@ -112,8 +112,8 @@ def torch_plan(
 ) -> tuple[ModelPlan, bool] | None:
     """Return (plan with the colours that the user chose for PyTorch nodes, True if only its nodes with a node override count).
 
-    The argument `plan` takes precedence over a plan given to `rewrite`, which takes precedence over `node:` overrides. None if the user
-    gave none of the three.
+    The argument `plan` takes precedence over a plan given to `rewrite`, which takes precedence over `node:` overrides. The
+    result is None if the user gave none of the three.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given
@@ -156,7 +156,7 @@ def _export(
         with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):
             program = torch.onnx.export(
                 plain,
-                args if kwargs else (*args, {}),  # the exporter would take a dict at the end for kwargs, so {} is added
+                args if kwargs else (*args, {}),  # the exporter takes a last dict for kwargs: {} protects a dict among the arguments
                 kwargs=kwargs,
                 dynamo=True,
                 verbose=False,

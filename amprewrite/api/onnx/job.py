@@ -79,7 +79,7 @@ class OnnxReport:
     strict_error: float | None = None
     """Relative L2 error of the outputs against fp32, with every low result truly rounded; None if not measured."""
     runtime_error: float | None = None
-    """Relative L2 error of the outputs in ONNX Runtime on this machine; None if not measured. Its CPU kernels may hide rounding."""
+    """Relative L2 error of the outputs in ONNX Runtime on this machine; None if not measured. Its CPU kernels may hide rounding errors."""
     samples: int = 0
     """Number of sample runs that gave ranges."""
     valid: bool = False

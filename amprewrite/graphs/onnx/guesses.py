@@ -35,7 +35,7 @@ def guessed(model: ir.Model) -> list[ir.Value]:
 
 
 def describe_copy(copy: ir.Value, like: ir.Value, kind: ir.TypeProtocol | None) -> None:
-    """Give `copy` the type `kind` and the shape of `like`. They count as guessed if the type and shape of `like` do."""
+    """Give `copy` the type `kind` and the shape of `like`. They are marked as guesses if the type and shape of `like` are guesses."""
     copy.type, copy.shape = kind, like.shape
     if is_guessed(like):
         copy.meta[KEY] = True

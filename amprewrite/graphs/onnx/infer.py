@@ -15,7 +15,7 @@ from amprewrite.tables.errors import one_line
 from amprewrite.tables.ops.onnx_names import FLOW
 
 HOLLOW = 1024
-"""Initialisers with this many elements or more count as neither shapes nor axes, so type inference need not see their values."""
+"""Initialisers with this many elements or more are no shapes or axes, so type inference does not need their values."""
 
 
 def infer_types(model: ir.Model) -> list[str]:

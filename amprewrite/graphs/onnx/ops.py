@@ -26,7 +26,7 @@ _FIXED = {
     "tensor(bool)": ir.DataType.BOOL,
 }  # fmt: skip
 OLDEST = 7
-"""Models of an older opset are raised to this one, because older ops broadcast by attribute."""
+"""Models of an older opset are raised to this opset, because ops of older opsets broadcast by attribute."""
 NEWEST = 24
 """Highest opset to raise a model to: runtimes in use load no newer ones. An op that takes a type only at a newer opset stays fp32."""
 
@@ -81,7 +81,7 @@ class Signature:
     takes: tuple[tuple[str, frozenset[str]], ...]
     """Pairs of a type variable and the types that it may stand for."""
     variadic: bool
-    """True if the op takes any number of operands in place of its last one."""
+    """True if the op takes any number of operands in the place of its last formal input."""
 
     def input(self, index: int) -> str:
         """Return the type variable or type of operand `index`; "" if the op has no operands."""

@@ -297,7 +297,7 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 
 
 def _columns(heights: list[float], broad: float) -> list[range]:
-    """Divide layers into columns, like text, so that width and height are about in the ratio ASPECT. Up to the height TALL, one column."""
+    """Divide layers into columns, like text, for a ratio of width to height near ASPECT. Layers up to the height TALL form one column."""
     tall = sum(heights)
     count = 1
     if tall > TALL:
@@ -315,7 +315,7 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 
 
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
-    """Return the middles of a layer's items, close to `want` but without overlap: the mean of packing from the left and the right."""
+    """Return the middles of a layer's items, close to `want` but without overlap: the mean of packings from the left and the right."""
     from_left, right = [], float("-inf")
     for item, x in zip(layer, want, strict=True):
         right = max(x - width[item] / 2, right) + width[item] + GAP

@@ -1,4 +1,4 @@
-"""Draw a plan as SVG or PNG, for papers and READMEs. The drawing is that of the HTML report, without its script."""
+"""Draw a plan as SVG or PNG, for papers and READMEs. The drawing is the same as in the HTML report, without the script."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ def hook_node(node: Node, before: Callable[..., None], after: Callable[..., None
 class HookWatch:
     """Finds out whether hooks on modules below `root` have changed. The check is cheap if nothing was registered.
 
-    Every registration increments one counter of PyTorch. So the modules are only searched if the counter grew by another hook than our own,
-    if a module with hooks has fewer or more of them, or if the root has other children. The root's own hooks run outside the captured
-    graphs and do not count.
+    Every registration increments one counter of PyTorch. So the modules are searched only if a hook other than our own was registered, if
+    the number of hooks of a module with hooks has changed, or if the root has other children. The root's own hooks run outside the
+    captured graphs and do not count.
     """
 
     def __init__(self, root: nn.Module) -> None:

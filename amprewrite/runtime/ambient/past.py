@@ -40,7 +40,7 @@ def asking_number() -> tuple[int, int] | None:
 
 
 class CallsInRegions:
-    """Remembers which calls of an entry were made inside an autocast region of the model, for their recomputations.
+    """Remembers which calls of a module were made inside an autocast region of the model, for recomputations of these calls.
 
     A checkpoint restores the autocast state in backward, but this state does not show whether the model entered the region.
     """

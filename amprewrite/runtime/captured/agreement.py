@@ -1,4 +1,4 @@
-"""Keep one plan for all graphs of a model: store the shared colours of ops (low or high), and mark graphs with others for a new capture."""
+"""Keep one plan for all graphs of a model: store the shared colours (low or high) of ops, and mark graphs that contradict them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Agreement:
         self.on, self.colours = on, Agreed()
 
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
-        """Add the colours of a newly planned graph to the shared colours, and mark the graphs that contradict these.
+        """Add the colours of a newly planned graph to the shared colours, and mark the graphs that contradict the shared colours.
 
         `every` holds all graphs. A marked graph is captured anew in its next call, and `note` is called with the reason.
         """
@@ -53,7 +53,7 @@ class Agreement:
         said = [(weight.says(low), weight.now) for each in found.values() for weight in each]
         for graphs in every if said else ():
             if self.on or found.get(graphs):
-                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # no weights: the next capture measures them
+                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # forget the weights: the next capture measures them
         if said and self.on:
             self.colours = Agreed()
         for text, _ in said:
@@ -64,6 +64,6 @@ class Agreement:
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:
-    """Return the products that the planner considered for fp8. The colour is low if the result is computed in fp8, otherwise high."""
+    """Return the products that the planner considered for fp8, coloured low if the result is computed in fp8, otherwise high."""
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]

@@ -20,7 +20,7 @@ from amprewrite.tables.errors import AmpRewriteWarning, CaptureError
 
 
 class State(threading.local):
-    """The state of the calls of one rewritten model in this thread, such as depth and regions that ran."""
+    """The state of the calls of one rewritten model in this thread. An entry is a module that is called from outside of graphs."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -46,7 +46,7 @@ class State(threading.local):
         self.around = 0
         """Number of torch.autocast regions around the outermost call, or around the recomputation that runs in it."""
         self.recomputed: tuple[int, int] | None = None
-        """The `asking_number()` of the recomputation that the outermost call is, or that runs in it; None if there is none."""
+        """The `asking_number()` of the recomputation that runs now, as the outermost call or inside it; None if there is none."""
 
         self.low_caches: LowCaches | None = None
         """The low caches of the innermost running call of `generate()`; None if its caches stay fp32."""
@@ -84,7 +84,7 @@ class State(threading.local):
 
 @dataclass
 class CallRecord:
-    """The options of one rewritten model, the state of its calls, and what is reported of them."""
+    """The options of one rewritten model, the state of its calls, and the notes and warnings about them."""
 
     options: Options
     root: nn.Module
@@ -107,7 +107,7 @@ class CallRecord:
     def runs_recurrent_eagerly(self) -> bool:
         """True if each LSTM, GRU and RNN module gets an eager graph of its own.
 
-        This is so with a compiler unless `strict`. If a plan was given, it must also have a region for such a module.
+        This holds for every backend but "eager", unless `strict` is set. If a plan was given, it must also have a region for such a module.
         """
         if self.options.backend == "eager" or self.options.strict:
             return False

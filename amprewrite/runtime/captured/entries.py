@@ -75,7 +75,7 @@ class Graphs:
         self.asleep = dynamo.disabled()
         """True if Dynamo was disabled when this object was made, so that the functions are not compiled."""
         self.weights: list[Known] = []
-        """Weights whose sizes affected the plans of these graphs."""
+        """Weights whose magnitudes affected the plans of these graphs."""
         self.anew: Anew | None = None
         """The reason why the next call captures anew; None if it need not. Recomputations of earlier forwards still run these graphs."""
         self.full = False
@@ -167,7 +167,7 @@ class Graphs:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
         self.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and DISABLE_REASON not in reason.reason:  # no warning for other breaks, after which Dynamo captures the rest
+        if "disable()" in why and DISABLE_REASON not in reason.reason:  # after any other break Dynamo captures the rest: no warning
             self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
@@ -179,7 +179,7 @@ class Graphs:
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
-        if regions_around() > self.entry.session.state.around:  # in an autocast region of the model, which switches autocast off
+        if regions_around() > self.entry.session.state.around:  # the model's code has entered an autocast region: show it in the graph
             put_in_region(module.graph, graph_device(module))
         region = self.entry.rewrite_region(self, module, example_inputs)
         region.whole = dynamo.is_whole(module, self.entry.function)
@@ -247,7 +247,7 @@ class Entry:
     def why_anew(self, recomputes: bool) -> Anew | None:
         """Return the reason why this call must capture anew; None if it runs the present graphs.
 
-        `recomputes`: the call is made in a backward, where only changed hooks or a changed forward count.
+        `recomputes`: the call is made in a backward. Then only changed hooks or a changed forward are reasons.
         """
         if self.hooks.changed():
             return Anew.HOOKS
@@ -267,7 +267,7 @@ class Entry:
         return True
 
     def capture_anew(self, why: Anew) -> None:
-        """Replace the graphs by an empty `Graphs` with a new code object. Dynamo has no cache for it, and reads skipped frames again, too.
+        """Replace the graphs by an empty `Graphs` with a new code object. Dynamo has no cache for it, and reads skipped frames again.
 
         If `why` concerns decisions only, the old graphs are kept for recomputations of their forwards.
         """

@@ -58,7 +58,7 @@ class GraphRewriter(CallRecord):
     entries: dict[str, Entry] = field(default_factory=dict)
     gathered: GatheredLow = field(default_factory=GatheredLow)
     children: tuple[nn.Module | None, ...] | None = None
-    """Children of the root at the latest search for new modules; None: search after this call, because it captured a graph."""
+    """Children of the root at the latest search for new modules. None asks for a search after this call, because it captured a graph."""
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration

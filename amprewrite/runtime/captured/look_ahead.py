@@ -5,7 +5,7 @@
    gradients itself.
 2. If fp16 would overflow for a value that the plan makes low, observe a second run, with histograms, and plan the graph anew with these
    ranges. A note in the plan says so.
-3. Then run the call itself, once. If the fp32 run raised an error and the call does not, warn that no value was observed.
+3. Then run the call itself, once. If the fp32 run raised an error and the call succeeds, warn that no value was observed.
 
 The values in the body graphs of loops and conditions are not observed. If the plan runs ops low in such a body, the rewritten graph also
 runs on copies, and its results are checked for NaN and infinities.
@@ -55,7 +55,7 @@ One call is not enough, even if all of its values are small: it may be a warm-up
 
 
 def worth_watching(problem: Problem) -> bool:
-    """True if a graph may overflow by our decisions: its low format has a narrow range, as fp16 has, and it follows no given plan."""
+    """True if a graph may overflow by our decisions: its low format has a narrow range (fp16), and the graph follows no given plan."""
     return problem.policy.low.narrow and problem.given is None
 
 

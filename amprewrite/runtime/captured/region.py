@@ -59,7 +59,7 @@ class Region:
     def become(
         self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals
     ) -> None:
-        """Replace the running graph by another rewrite of it. Recomputations of earlier forwards still run the former rewrite."""
+        """Replace the running graph by another rewrite of it. Recomputations of earlier forwards still run the earlier rewrite."""
         self._past.keep((self.run, self.reads))
         self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused
 

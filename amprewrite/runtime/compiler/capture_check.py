@@ -76,7 +76,7 @@ def results_of(value: Any) -> list[Tensor]:
 def furthest(wanted: Iterable[Tensor], had: Sequence[Tensor]) -> float:
     """Return the largest distance of a tensor in `wanted` from the nearest tensor of the same shape in `had`.
 
-    0 if `wanted` is empty or all its tensors are in `had`; inf if a shape is missing.
+    The result is 0 if `wanted` is empty or all its tensors are in `had`, and inf if a tensor of `wanted` has a shape that `had` lacks.
     """
     return max((min((distance(each, a) for each in had if each.shape == a.shape), default=float("inf")) for a in wanted), default=0.0)
 
@@ -226,7 +226,7 @@ def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 class CaptureCheck:
     """Compares a call that captures a model with the same call of the original model.
 
-    It is made before the call, with its arguments. `plain` returns a clone of `root` without the rewrite, with the same parameters.
+    Make it before the call, with the arguments of the call. `plain` returns an unrewritten clone of `root` with the same parameters.
     """
 
     def __init__(self, root: nn.Module, plain: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class CaptureCheck:
         self.sound = True
 
     def captures(self, module: torch.fx.GraphModule) -> None:
-        """Record a graph of the call. Called while Dynamo captures the graph."""
+        """Record a graph of the call. Call this while Dynamo captures the graph."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         # read from `module`, because the copy of the graph made below lacks its subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
@@ -254,7 +254,7 @@ class CaptureCheck:
             copy.meta = kept_meta(node.meta)
 
     def runs(self, inputs: tuple[Any, ...]) -> None:
-        """Record the inputs of the graph. Called before the graph runs."""
+        """Record the inputs of the graph. Call this before the graph runs."""
         if not self.sound or self.graph is None or self.given:
             return
         self.sound = all(id(inputs[place]) in self.buffers for place in self.written)
@@ -263,7 +263,7 @@ class CaptureCheck:
     def parted(self) -> tuple[float, str] | None:
         """Return (relative distance of the fp32 results, first op that differs) if the captured graph computes other values than the model.
 
-        None if the results are the same, or if the comparison is not possible. Called after the call.
+        Returns None if the results are the same, or if they cannot be compared. Call this after the checked call.
         """
         if not self.sound or self.graph is None or not self.given:
             return None
@@ -289,7 +289,7 @@ class CaptureCheck:
     def _is_had(self, had: Sequence[Tensor]) -> bool:
         """True if all results of the plain model are among `had`, the values of the captured graph.
 
-        The model runs without gradients, to need no memory for a backward. False if it cannot run that way.
+        The model runs without gradients, which saves memory. The result is False if the model raises in this mode.
         """
         try:
             return furthest(self._as_written(False), had) <= TOLERANCE

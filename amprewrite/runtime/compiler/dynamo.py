@@ -158,7 +158,7 @@ def _is_of_python(file: str) -> bool:
 
 
 def _entries_of_others(entry: Any, backend: Any) -> int:
-    """Return the number of cache entries of other backends in the list of a code object, which begins with `entry`."""
+    """Return how many cache entries of a code object belong to other backends than `backend`. `entry` is the first of these entries."""
     count = 0
     while entry is not None:
         count, entry = count + (entry.backend is not backend), entry.next
@@ -363,7 +363,7 @@ def disabled() -> bool:
 
 
 def why_switched_off() -> str:
-    """Return a message that names the switch that keeps Dynamo from capturing, with the remedy; "" if no switch does."""
+    """Return a message that names the switch that keeps Dynamo from capturing, with the remedy; "" if no switch is set."""
     if disabled():
         return "Dynamo is disabled (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or torch._dynamo.config.disable); enable it"
     stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")

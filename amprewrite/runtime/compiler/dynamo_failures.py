@@ -49,7 +49,7 @@ class Failure:
 
 
 def try_all_again() -> None:
-    """Let Dynamo try again all code that it gave up. Called before a new capture, because failures of other models must not affect it."""
+    """Let Dynamo try again all code that it gave up. A new capture does this first, because failures of other models must not affect it."""
     for found in _GIVEN_UP.valuerefs():
         code = found()
         if code is not None:
@@ -95,7 +95,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _code(error: BaseException) -> types.CodeType | None:
-    """Return the code of the frame that Dynamo failed on; None if unknown. The function that caught the error has it as an argument."""
+    """Return the code of the frame that Dynamo failed on; None if unknown. The function that caught the error has the frame as argument."""
     caught = error.__traceback__
     frame = caught.tb_frame.f_locals.get("frame") if caught is not None else None
     code = getattr(frame, "f_code", None)
@@ -103,7 +103,7 @@ def _code(error: BaseException) -> types.CodeType | None:
 
 
 class Unseen(BaseException):
-    """Carries an error of the backend through Dynamo. It is no Exception: Dynamo would take an Exception for a failure of its own."""
+    """Carries an error of the backend through Dynamo. No Exception, because Dynamo would take an Exception for a failure of its own."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

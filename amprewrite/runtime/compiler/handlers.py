@@ -39,7 +39,7 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def breaking_at_gradients() -> Iterator[None]:
-    """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code behind it. For graphs that run eagerly.
+    """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code behind it. Only for eager graphs.
 
     Since torch 2.15 Dynamo gives up the frame if later code reads a differentiable value of the graph, because a compiler loses the edges
     of autograd between the results of a graph. A graph that runs eagerly keeps them.

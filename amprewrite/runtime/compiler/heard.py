@@ -88,7 +88,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator
 def autocast_for_fp32(root: nn.Module, inputs: Any) -> Iterator[None]:
     """Context manager that switches autocast on with the dtype fp32, on the devices of the model `root` and its `inputs`.
 
-    It does nothing if some of them are half values. So no value changes its dtype.
+    If a parameter, buffer or input is half, nothing is switched on. So no value changes its dtype.
     """
     before = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in sorted(_devices(root, inputs))]
     try:

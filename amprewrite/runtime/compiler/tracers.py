@@ -68,7 +68,7 @@ def refuse_tracers() -> None:
 
 
 def _was_another_export() -> bool:
-    """Wait until no other thread exports; True if symbolic tracing has ended then.
+    """Wait until no other thread exports. Return True if symbolic tracing has ended by then.
 
     PyTorch's flag for symbolic tracing is the same in all threads, and Dynamo runs no code while it is set.
     """

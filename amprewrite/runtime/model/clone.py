@@ -3,7 +3,7 @@
 Containers, bound methods and hooks are copied, and the copies refer to the modules of the clone. A container that several modules share
 is copied once: a cache that layers share is shared by their clones. The clone shares every other attribute with the original, in
 `__slots__`, too, as `copy.copy` does. So `clone.eval()` or a hook on the clone does not change the original, but an optimizer step
-changes both.
+changes the original, too.
 
 A container among the bound arguments of a hook, as in `functools.partial(save, store)`, belongs to the code that made the hook. It is
 copied only if a module holds the container, too, or the container holds a module. Objects of other classes, closures and weak references
@@ -75,7 +75,7 @@ class _Cloning:
                 items = [*current.__dict__.values(), *(slot.__get__(current) for slot in _filled_slots(current))]
                 owned = True
             else:
-                owned = owned and type(current) in _CONTAINERS  # no dataclass: it counts as a configuration, which the clone shares
+                owned = owned and type(current) in _CONTAINERS  # not a dataclass: it counts as a configuration, and is shared
                 items = _items(current)
                 if owned:
                     self.owned.add(id(current))

@@ -93,7 +93,7 @@ class RewrittenBase(nn.Module):
 
     # -- its class ----------------------------------------------------------------------
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Call the original class's `__init_subclass__`, which may keep a register of classes, only for classes that a user derives."""
+        """Call the original class's `__init_subclass__` only for classes that a user derives, because it may keep a register of classes."""
         if original_of(cls) is None:
             super().__init_subclass__(**kwargs)
 

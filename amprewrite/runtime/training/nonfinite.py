@@ -136,7 +136,7 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | N
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
-        if gradient.requires_grad:  # made with `create_graph=True`: it must not be written, and the kernel below would
+        if gradient.requires_grad:  # made with `create_graph=True`: the kernel below must not write to it
             flags.append((~local_values(gradient.detach()).isfinite().all()).float())
             continue
         if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:

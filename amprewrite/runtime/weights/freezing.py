@@ -1,7 +1,7 @@
 """Freeze a rewritten model for inference: store each weight in the format in which the graphs read it.
 
-1. A weight that every graph reads low is replaced by its low copy, and its fp32 values are dropped. A weight that is read both low and in
-   fp32 keeps both, so that no call casts it. A weight that is read only in fp32, or not at all, stays fp32.
+1. A weight that every graph reads low is replaced by its low copy, and its fp32 values are dropped. A weight that is read low and in
+   fp32 is stored in both formats, so that no call casts it. A weight that is read only in fp32, or not at all, stays fp32.
 2. No parameter of a frozen model takes gradients. All parameters are new objects, so that the original model does not change.
 3. All graphs are captured anew. They compute the same numbers as before, because a low copy holds the result of the former cast.
 """
@@ -85,7 +85,7 @@ def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
 def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
     """Return the low copy to store in place of a weight, given the copies that all graphs want.
 
-    None if they want no low copy or several different ones, or if the weight is not a dense fp32 tensor with values.
+    The result is None if they want no low copy or different low copies, or if the weight is not a dense fp32 tensor with values.
     """
     low = [copy for copy in wanted if copy is not None and copy[0] != weight.dtype]
     dense = weight.layout is torch.strided and torch.empty_like(weight, device="meta").stride() == weight.stride()

@@ -118,7 +118,7 @@ def agree(group: Any, low: list[bool], fmt: Format) -> list[bool]:
 class LowGather:
     """An all-gather for FSDP that sends some weights of one module in the low format.
 
-    `low`: for each weight, whether it is sent in the format `fmt`; the others are sent in fp32.
+    `low`: for each weight, whether it is sent in the format `fmt`; the other weights are sent in fp32.
     """
 
     def __init__(self, sharded: Sharded, low: Iterable[bool], fmt: Format) -> None:

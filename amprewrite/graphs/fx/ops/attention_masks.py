@@ -45,7 +45,7 @@ class Kind(Enum):
 def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]] | None:
     """Return (nodes that compute `mask`, in graph order; size nodes that they read), or None if `mask` depends on more than sizes.
 
-    Also None if an op writes in place to one of the nodes.
+    The result is also None if an op writes in place to one of these nodes.
     """
     inner: set[torch.fx.Node] = set()
     sizes: dict[torch.fx.Node, None] = {}

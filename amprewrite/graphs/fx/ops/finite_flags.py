@@ -38,7 +38,7 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
         return
     number = current_backward()
     made = _MADE.get(number)
-    if made is None or number < 0:  # all code outside of a backward has the number -1, so its earlier entries are dropped
+    if made is None or number < 0:  # -1 stands for all code outside of a backward: drop the entries of earlier code
         made = _MADE[number] = {}
         if len(_MADE) > _LATEST:
             _MADE.popitem(last=False)

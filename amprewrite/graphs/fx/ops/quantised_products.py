@@ -48,7 +48,7 @@ def quantise(
 
     `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. With `largest`, the scale of the tensor is a
-    constant for magnitudes up to this number, and larger ones saturate.
+    constant for magnitudes up to this number, and larger magnitudes saturate.
     """
     matrix = value.detach()  # copies and scales pass no gradient on; `link` passes the gradient to `value`
     link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
@@ -179,7 +179,7 @@ Found = tuple[Tensor | None, Tensor | None]
 def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
     """Return (gradient of x, gradient of w), each None if it is not needed.
 
-    `gradient` is the gradient of the result. It is quantised once for both GEMMs.
+    `gradient`, the gradient of the result, is quantised once for both GEMMs.
     """
     rows = gradient.reshape(-1, gradient.shape[-1])
     needed = {GRAD_IN: ctx.needs_input_grad[0], GRAD_WEIGHT: ctx.needs_input_grad[1]}

@@ -76,7 +76,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     first: a CPU kernel would make a copy anyway (4 M elements take 1.26 ms, and 0.91 ms if cast first), and subclasses take 0-dim factors.
     """
     factor = on_device(factor, gradient.device)
-    if gradient.dtype.itemsize >= 4:  # not by `.float().mul_()`, which would write to the gradient itself
+    if gradient.dtype.itemsize >= 4:  # not `.float().mul_()`: for fp32 it would write to the gradient itself
         return (gradient * factor).to(dtype)
     made = unscale_many((gradient,), factor) if dtype == torch.float32 else None
     if made is not None:

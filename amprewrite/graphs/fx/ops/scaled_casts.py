@@ -2,7 +2,7 @@
 
 A scale is the number by which a tensor, or each row, was multiplied so that its largest element becomes the largest number of the format.
 The graph computes the scale from the value and frees both together, so there is no state, and nothing to save in a checkpoint. Elements
-that are not finite do not count for the scale. They become NaN, and so do the sums that read them, as in bf16; other rows stay right.
+that are not finite do not count for the scale. They become NaN, and so do sums over them, as in bf16; other rows stay right.
 
 If the device cannot multiply fp8, the product of the quantised values is computed in fp32 and rounded once.
 """
@@ -99,7 +99,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
         product = torch.mm(a.values(), b.values().t()).to(dtype)
         return product if bias is None else product + bias
     (left, ours), (right, theirs) = ((each.data.contiguous(), each.scale.reciprocal()) for each in (a, b))
-    missing = -left.shape[1] % ALIGNMENT  # zeros to append along k, which may depend on the batch: they add nothing to a sum
+    missing = -left.shape[1] % ALIGNMENT  # zeros to append along k for the kernel; they add nothing to a sum
     if missing:
         left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
     bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # the kernel ignores the strides of a bias

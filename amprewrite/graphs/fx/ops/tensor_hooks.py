@@ -1,8 +1,8 @@
 """Hooks that a model puts on tensors inside a captured graph: `hidden.register_hook(lambda gradient: gradient.clamp(-1, 1))`.
 
 Dynamo captures such a hook as a higher-order op, which fails on fake tensors and on a tensor that requires no gradient. The function
-`hooked` replaces this op and works in both cases. The op that makes the hooked tensor returns it in fp32, so that the hook gets the whole
-gradient in fp32. If gradients are multiplied by a loss scale, the hook gets them without the scale.
+`hooked` replaces this op and works with such tensors. The op that makes the hooked tensor returns it in fp32, so that the hook gets
+the whole gradient in fp32. If gradients are multiplied by a loss scale, the hook gets them without the scale.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class ConstantFacts:
         """
         if node.op_type not in SIDE_FOLLOWS:
             return {}
-        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # roundings of running averages add up over many steps
+        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # fp32: roundings of running averages would add up
             return dict.fromkeys({sig.output(index) for index in range(1, len(node.outputs))} - {group})
         return {
             sig.input(index): loss

@@ -95,7 +95,7 @@ def _initializer(graph: ir.Graph, name: str, held: np.ndarray) -> ir.Value:
 
 
 def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
-    """Give slopes of PRelu the shape that OLDEST needs, which the converter does not do.
+    """Give slopes of PRelu the shape that OLDEST needs, because the converter leaves their shape unchanged.
 
     Older opsets give each channel a slope. OLDEST broadcasts the slopes from the right, so they need dims of size one after the channels.
     """

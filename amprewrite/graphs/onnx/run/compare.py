@@ -16,7 +16,7 @@ from amprewrite.tables.formats import Format
 def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
     """Return the relative L2 error of all floating outputs of `got` together; infinity if `got` is not finite where `wanted` is.
 
-    Both hold one list of outputs for each run. If all wanted numbers are zero, the error is absolute.
+    `wanted` and `got` hold one list of outputs for each run. If all wanted numbers are zero, the error is absolute.
     """
     error = size = 0.0
     for wants, gots in zip(wanted, got, strict=True):

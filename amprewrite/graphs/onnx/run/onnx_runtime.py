@@ -25,7 +25,7 @@ SECONDS = 5.0
 BYTES_A_SECOND = 2e7
 """The time limit of a run grows by one second for this many bytes of weights."""
 TimeLimit = float | None | Literal["auto"]
-"""Seconds that one run may take. None means no limit; "auto" derives it from the bytes of weights."""
+"""Seconds that one run may take. None means no limit; "auto" derives the limit from the bytes of weights."""
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
 """ONNX Runtime's names of the optimisation levels 0 to 3."""
 NO_RUNTIME = (
@@ -175,7 +175,7 @@ class Runnable:
 def refusal(model: ir.Model) -> str:
     """Return the error of ONNX Runtime when it loads a model, for example on an op without a kernel.
 
-    "" if it loads the model, or if ONNX Runtime is not installed.
+    The result is "" if ONNX Runtime loads the model, or is not installed.
     """
     if not has_runtime():
         return ""

@@ -29,7 +29,7 @@ SAME = 1e-3
 
 
 def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit: TimeLimit = "auto") -> None:
-    """Raise CaptureError unless the last of `stages` (the raised model, which made the samples) is shown to agree with the others."""
+    """Raise CaptureError unless the last of `stages` (the raised model, which made the samples) agrees with the other models."""
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]
         changed = changed_ops(before, raised)

@@ -255,7 +255,7 @@ def observe(
 
 
 def _peek(feeds: Iterable[Feed]) -> tuple[Iterable[Feed], list[Feed]]:
-    """Return (all of the caller's samples, a list with only the first one)."""
+    """Return (all of the caller's samples, a list with the first sample only; empty if there is none)."""
     rest = iter(feeds)
     first = list(itertools.islice(rest, 1))
     return itertools.chain(first, rest), first

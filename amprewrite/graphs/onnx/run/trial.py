@@ -2,8 +2,8 @@
 
 The other process runs this very file, and imports nothing of ours, so that it starts quickly.
 
-1. It loads the model without optimisations, and runs it on the samples until one of them succeeds.
-2. It loads and runs the model with ONNX Runtime's defaults. That may fail, but must not abort the process.
+1. The process loads the model without optimisations, and runs it on the samples until a run succeeds.
+2. It loads and runs the model with ONNX Runtime's defaults. This run may fail, but must not abort the process.
 """
 
 from __future__ import annotations

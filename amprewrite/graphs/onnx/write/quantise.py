@@ -4,7 +4,7 @@
     after    q = QuantizeLinear(x, scale); d = DequantizeLinear(q, scale); y = MatMul(d, DequantizeLinear(w8, scale of w))
 
 A scale is a constant: the largest magnitude of x in sample runs, or of w, divided by the largest number of e4m3. Larger values saturate. A
-weight is stored in e4m3. Backends such as TensorRT turn the pattern into an fp8 product, and others compute the same numbers.
+weight is stored in e4m3. Backends such as TensorRT turn the pattern into an fp8 product; other runtimes compute the same numbers.
 
 This file writes `QuantizeLinear` and `DequantizeLinear`.
 """
@@ -112,7 +112,7 @@ def _zero(model: ir.Model) -> ir.Value:
 
 def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
     """Add an initialiser with these numbers to the model, under `name` or a longer name that is free, and return its value."""
-    while name in model.graph.initializers:  # a weight that is read as w and as its transpose is stored twice
+    while name in model.graph.initializers:  # the name is taken if a weight is stored both plain and transposed
         name += "_"
     tensor = ir.tensor(numbers, name=name)
     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)

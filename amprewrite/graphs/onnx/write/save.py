@@ -1,6 +1,6 @@
 """Write an ONNX model and its weights so that a reader finds the old pair or the new pair, never a mix.
 
-1. Weights outside the model are written to a data file named by its content, `NAME.onnx.HASH.data`. It never changes once it exists.
+1. Weights outside the model are written to a data file named by its content, `NAME.onnx.HASH.data`. This file never changes.
 2. Model, data and plan are written and synced in a scratch folder next to the target, and checked there.
 3. The data file moves into place, then the model, then the plan. From the move of the model on, readers find the new data, because the
    model names its data file. A plan is never newer than its model.
@@ -221,7 +221,7 @@ def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | 
     finally:
         for value, tensor in held:
             value.const_value = tensor
-    if not first.exists():  # all weights are small enough to stay inside
+    if not first.exists():  # no file was written: all weights are small enough to stay inside
         return proto, None
     with first.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH // 2)).hexdigest()

@@ -8,8 +8,8 @@ the exponential. Here inductor compiles each graph with settings that apply to t
    of these kernels, on operands with the same memory layout as in eager code.
 3. Casts round, and so does every fused call in a low format.
 4. Passes of inductor that replace a call by a call with another result are off. Random numbers are PyTorch's.
-5. No call is changed to write into its operand. Inductor would treat the result of such a call of a kernel as separate memory, and reuse
-   the memory of the operand while the result is still read.
+5. No call is changed to write into its operand. Inductor would treat the result of such a call as separate memory, and
+   reuse the memory of the operand while the result is still read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ChooseFused(CustomGraphPass):
                 node.meta["low_precision_pointwise_barrier"] = True
                 continue
             for source in node.all_input_nodes:
-                source.meta["inductor_realize_to_strides"] = True  # eager code's strides may determine the order of a kernel's sum
+                source.meta["inductor_realize_to_strides"] = True  # keep eager code's strides: a kernel may sum in their order
 
     def uuid(self) -> bytes:
         """Return a key of this pass for inductor's cache of compiled graphs: a hash of the source files in this folder."""

@@ -6,8 +6,8 @@
 3. No other ops. The result of a sum over a dim depends on its order, and exponentials and square roots depend on the library. They stay
    calls of PyTorch's kernels.
 
-A Python number among the arguments may be read in fp32 by a kernel and in the low format by inductor, or the other way round. It must be
-exact in both formats: see `_same_numbers`. If in doubt, a call is not fused, which is slower but correct.
+A Python number among the arguments may be read in fp32 by a kernel and in the low format by inductor, or the other way round. The number
+must be exact in both formats: see `_same_numbers`. If in doubt, a call is not fused, which is slower but correct.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
     """True if each number among the arguments is the same in fp32 and in the format of the tensors.
 
     Numbers must be exact in the low formats of the tensors. If no tensor is low and the call is in CHOICES (`chooses`), they must be exact
-    in the formats of the tensors. False if a sum has a scale (`alpha`) other than 1: inductor rounds the product and a kernel does not.
+    in the formats of the tensors. False if a sum has a scale (`alpha`) other than 1: only inductor rounds the product.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False
@@ -120,7 +120,7 @@ def survives(number: float, dtype: torch.dtype) -> bool:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a result: a tensor, a tuple or list, or a value without tensors."""
+    """Return the tensors in `value`, which is a tensor, a tuple or list, or a value without tensors."""
     return [each for each in (value if isinstance(value, tuple | list) else (value,)) if isinstance(each, Tensor)]
 
 

@@ -50,7 +50,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Decompose dropout on a CPU as eager code computes it. NotImplemented on other devices, where eager code calls the traced kernel."""
+    """Decompose dropout on a CPU as eager code computes it. Return NotImplemented elsewhere: eager code calls the traced kernel there."""
     if not x.is_cpu or train is False or not 0 < p < 1:
         return NotImplemented  # type: ignore[no-any-return]
     mask = aten.bernoulli.p(torch.empty_like(x), 1 - p)
@@ -58,7 +58,7 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
 
 
 def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Decompose the backward of dropout on a CPU as eager code computes it; NotImplemented on other devices."""
+    """Decompose the backward of dropout on a CPU as eager code computes it. Return NotImplemented on other devices."""
     if not gradient.is_cpu or not scale:
         return NotImplemented  # type: ignore[no-any-return]
     return gradient * (mask.to(gradient.dtype) / (1 / scale))
@@ -67,7 +67,7 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
 def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> Tensor:
     """Decompose the backward of a slice: pad the gradient with zeros, by one call that inductor fuses.
 
-    NotImplemented for a slice with a step other than 1 and for symbolic sizes: they stay calls of the kernel.
+    Return NotImplemented for symbolic sizes and for a step other than 1: these slices stay calls of the kernel.
     """
     dim %= len(sizes)
     size, length = sizes[dim], gradient.shape[dim]
