@@ -66,14 +66,14 @@ Normalising = Pass[Reading, EditedGraph]
 Lowering = Pass[Target, EditedGraph]
 
 CLEAN_EXPORTED: tuple[Normalising, ...] = (
-    StripChecks(),  # remove torch.export's dtype checks and guards
-    OpenGradRegions(),  # inline no_grad sub-graphs
+    StripChecks(),  # remove torch.export's dtype checks, which would fail on low values, and its guards
+    OpenGradRegions(),  # inline no_grad subgraphs, so that the passes below see every op
 )
 NORMALISE: tuple[Normalising, ...] = (
     FreeBackwards(),  # let the backward of a user's autograd Function run in the grad mode of its caller, so that it can be differentiated
     RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
-    FollowWrites(),  # let nodes after an in-place op read the result of that op, not the tensor to which it wrote
-    FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each
+    FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
+    FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each, whose kernel computes in fp32 inside
     MarkLeaving(),  # insert a no-op conversion after each returned value, so that one cast there serves all its readers
 )
 EVIDENCE: tuple[Deciding, ...] = (
@@ -82,12 +82,12 @@ EVIDENCE: tuple[Deciding, ...] = (
 )
 PLAN: tuple[Deciding, ...] = (
     PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, several casts of a value with many readers
-    PlanConstants(),  # store constants of an ONNX file in the format in which they are read
+    PlanConstants(),  # store constants of an ONNX file in the format in which they are read, so that they need no casts
     PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
-    PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands
-    PlanClamps(),  # clamp constants of low ops to the range of the low format
-    PlanKernelNeeds(),  # on a CPU: fp32 statistics for norms without weights, separate pads for convolutions
-    PlanGradientBlocks(),  # group weights that share an autograd node in training
+    PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands because this saves time
+    PlanClamps(),  # clamp constants of low ops to the range of the low format, because they would become infinities
+    PlanKernelNeeds(),  # on a CPU, where kernels need it to be exact: fp32 statistics for norms, separate pads for convolutions
+    PlanGradientBlocks(),  # in training, group weights that share an autograd node, so that one launch casts all weights of a group
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
@@ -107,26 +107,26 @@ WEIGH: tuple[Deciding, ...] = (
     WeighPlans(BY_COST),  # after the edited graph has passed its checks: compare the price of the plan with plans by other rules
 )
 APPLY: tuple[Applying, ...] = (
-    InsertCasts(),  # insert casts, and set dtype arguments to the planned formats
+    InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
     SpreadCopies(),  # give a value with many readers several low copies, so that fp32 adds up their gradients
-    PadApart(),  # move the padding of the convolutions that the plan names into a separate op
+    PadApart(),  # move the padding of some convolutions into a separate op, because their low backward leaves gradients unset
     InsertNormWeights(),  # give the norms that the plan names fp32 weights of one, so that their statistics are fp32 on a CPU, too
     ScaleLoss(),  # with a loss scale, multiply gradients that enter the graph by the scale, and divide gradients that it returns
-    FoldMasks(),  # remove the masks from the attention calls that the plan names
+    FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share its copies
-    KeepViews(),  # return a result as a view if the fp32 graph returns a view
+    KeepViews(),  # return a result as a view if the fp32 graph returns a view, because autograd treats views differently
 )
 TIDY: tuple[Applying, ...] = (
     Tidy(),  # erase conversions that became no-ops; needs the example values that the dry run computed
 )
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
-    HoistWeightCasts(),  # with a weight cache, cast many weights in one launch
-    ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored
+    HoistWeightCasts(),  # with a weight cache, cast many weights in one launch instead of one launch each
+    ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored, so that low copies need no cast
     KeepQuantised(),  # keep fp8 copies of weights as long as the low copies from which they are made
     SuitCompiler(),  # for a compiler: record each input's model path; low values, not their fp32 copies, are returned or saved for backward
-    SplitLosses(),  # without a compiler, compute a loss of many low logits in parts
+    SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
 )
 

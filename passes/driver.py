@@ -61,7 +61,7 @@ T = TypeVar("T")
 CapturedGraph = torch.fx.GraphModule
 """A graph captured by Dynamo or torch.export."""
 MOST_REFUSALS = 200
-"""Limit on attempts to rewrite one graph. Each attempt whose edited graph fails its check is followed by another."""
+"""Largest number of attempts to rewrite one graph. An attempt fails if the edited graph fails its check; then another is made."""
 
 
 def read_problem(
@@ -191,7 +191,7 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
 
 
 def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
-    """Rewrite the bodies of activation checkpoints. Returns the edited body and its plan by the name of the body's attribute.
+    """Rewrite the bodies of activation checkpoints. Return {attribute that holds a body: (edited body, its plan)}.
 
     A body takes fp32 inputs and may return low results, which are then pinned low in the graph around it.
     """
@@ -214,7 +214,7 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
 
 
 def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
-    """Rewrite the bodies of loops, conditions and autograd Functions. Returns the body and its plan by the name of the body's attribute.
+    """Rewrite the bodies of loops, conditions and autograd Functions. Return {attribute that holds a body: (edited body, its plan)}.
 
     The inputs and results of such a body stay fp32. A body that has FLOPs but cannot be rewritten gets a plan with all nodes high.
     """
@@ -245,7 +245,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
     """Exchange facts about precision between `captured` and the body `part` of `node`, a loop, a condition or an autograd Function.
 
-    The body must not round its results. Outside, each result counts as exact as the most exact result of the body.
+    The body must not round its results. In the graph around it, each result counts as exact as the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -365,7 +365,7 @@ def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> 
 
 
 def _tell_parts(captured: Captured) -> None:
-    """Mark values whose rounding would be magnified: results of checkpoint bodies by ops outside, inputs of these bodies by ops inside."""
+    """Mark the results of checkpoint bodies whose rounding ops outside magnify, and the inputs whose rounding ops inside magnify."""
     for node, part in reversed(captured.parts.items()):
         around = Roundings(captured.problem).magnifies
         part.know(needs_bits=frozenset(inner for outer, inner in _results_inside(captured, node, part).items() if outer in around))
@@ -431,7 +431,7 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """Respond to a failure of the edited graph by less padding; False if nothing is padded, or if a given plan fixes the pads.
+    """Respond to a failure of the edited graph by less padding. Return False if nothing is padded, or if a given plan fixes the pads.
 
     The op that failed is no longer padded. If it was unpadded already, or is unknown, the whole graph is planned without pads.
     """

@@ -23,7 +23,7 @@ class Quiet(logging.Filter):
 
     def __enter__(self) -> Self:
         for logger in self.loggers:
-            logger.filters.insert(0, self)  # at the front: an inner filter must see a record before an outer filter drops it
+            logger.filters.insert(0, self)  # in front, because the filter of an inner block must see a record before an outer one drops it
         return self
 
     def __exit__(self, *_: object) -> None:

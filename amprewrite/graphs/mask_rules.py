@@ -35,7 +35,7 @@ class MaskRules(ABC, Generic[Value]):
 
     @abstractmethod
     def made_of(self, value: Value) -> tuple[str, Iterable[Value]] | None:
-        """Return the op that makes a value, and its floating operands without constants; None if the value is from outside the graph."""
+        """Return (op that makes a value, its floating operands except constants); None if no op of the graph makes the value."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
         """True if every reader of `value` uses its numbers beyond the range, on `sides` of zero, only to block positions.
@@ -61,7 +61,7 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if a value is made of numbers and masks alone, without data."""
+        """True if a value is computed from numbers and other masks alone, so that it holds no data."""
         waiting, seen = [value], {value}
         while waiting:
             at = waiting.pop()

@@ -30,7 +30,7 @@ Node = TypeVar("Node", bound=Hashable)
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor of a summand: a number times schedules. Each schedule comes with its use: multiplied, divided by, or taken from one."""
+    """The factor of a summand: a number times schedules. Each schedule has a use: it multiplies, it divides, or it is taken from one."""
 
     number: float = 1.0
     schedules: frozenset[tuple[Hashable, str]] = frozenset()
@@ -42,7 +42,7 @@ class Factor:
         if self.schedules == other.schedules:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
-        if larger.schedules <= self.schedules & other.schedules:  # such as `1 - schedule`: the number decides the size of the sum
+        if larger.schedules <= self.schedules & other.schedules:  # as in `1 - schedule`, where the number decides how large the sum is
             return larger
         return Factor(1.0, self.schedules | other.schedules)
 
@@ -141,7 +141,7 @@ class SmallSteps(ABC, Generic[Node]):
         return None
 
     def _goes_on(self, value: Node, terms: dict[Node, Factor]) -> bool:
-        """True if products of `value` are added to `value` with small factors, and none with a large factor. `terms` are all summands."""
+        """True if some of `terms`, the summands, are computed from `value` by a product, and all these summands have small factors."""
         others = {each: factor.is_small(terms[value]) for each, factor in terms.items() if each is not value}
         if not any(others.values()):
             return False
@@ -150,7 +150,7 @@ class SmallSteps(ABC, Generic[Node]):
         return small and not any(self._leads_through(each, step) for step, is_small in others.items() if not is_small for each in alike)
 
     def _alike(self, value: Node) -> Iterator[Node]:
-        """Yield a value, then the values upstream from which ops with one tensor operand make it: copies, activations, scalings."""
+        """Yield `value`, then the values upstream that lead to it through ops with one tensor operand: copies, activations, scalings."""
         yield value
         while (only := self.only(value)) is not None:
             value = only

@@ -34,11 +34,11 @@ from amprewrite.tables.vocabulary import Colour, OpKind
 TICK = 1e-10
 """The unit of prices, in seconds."""
 RISK = 0.02
-"""Extra price of a low op that rounds, as a share of the time of a launch. Such an op runs low only if it saves more than this."""
+"""Extra price of an op that runs low and rounds, as a share of the time of a launch. So an op that saves less than this stays fp32."""
 MIXING = 0.1
-"""Extra price of a kernel that reads a low next to a high operand, as a share of the price of a cast. Such kernels do not vectorise."""
+"""Extra price of a kernel that reads a low and an fp32 operand, as a share of the price of a cast: such kernels do not vectorise."""
 _CONVERSIONS = ops_with(Trait.CONVERTS)
-"""Ops that convert dtypes. A conversion costs as much as a cast if the format changes. Otherwise it is dropped and costs nothing."""
+"""Ops that convert dtypes. Such an op costs as much as a cast if it changes the format. Otherwise it is dropped and costs nothing."""
 
 
 @dataclass
@@ -70,14 +70,14 @@ class CostModel:
     device: Device
     low: Format
     training: float
-    """Weight of a training step in the price, from 0 to 1. The rest weighs a pass without gradients. True counts as 1, False as 0."""
+    """Weight of a training step in prices, from 0 (False) to 1 (True). A pass without gradients has the weight that is left."""
     cached_weights: bool = True
     """Whether calls without gradients keep the low copies of parameters for the next call."""
     timings: Measured | None = None
     memory: float = 0.0
     """Price of one byte that is kept for the backward, in seconds."""
     together: bool = False
-    """Whether one launch makes all low copies of parameters and a few launches cast their gradients back."""
+    """Whether the low copies of all parameters are made in one launch, and their gradients are cast back in a few launches."""
 
     @property
     def time(self) -> CostModel:
@@ -90,7 +90,7 @@ class CostModel:
         return f"{self.device.name} ({'modelled' if self.timings is None else 'measured'})"
 
     def op(self, node: OpNode, fmt: Format, read: int) -> int:
-        """Return the price of running `node` in `fmt`, where it reads `read` elements in that format."""
+        """Return the price of `node` if it runs in the format `fmt` and reads `read` elements."""
         seconds = self._seconds(node, fmt, read)
         if fmt is not FP32 and node.kind is not OpKind.CLEAR:
             seconds += RISK * self.device.launch
@@ -113,7 +113,7 @@ class CostModel:
         return self.device.launch + max(moved, node.flops / self.device.rate(rate))
 
     def cast(self, node: OpNode) -> int:
-        """Return the price that a forward pays for one copy of the result of `node` in the other format."""
+        """Return the price of one copy of the result of `node` in the other format (low or fp32), without the cast of its gradient."""
         if not 0 < self.training < 1:
             return self._cast(node, bool(self.training))
         return round(self.training * self._cast(node, True) + (1 - self.training) * self._cast(node, False))
@@ -153,7 +153,7 @@ def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
 
 
 def moves_nothing(node: OpNode) -> bool:
-    """True if `node` itself costs nothing: it is a view, a conversion (priced as a cast), or no op."""
+    """True if `node` has the price 0: it is a view, a conversion (which is priced as a cast instead), or no op."""
     return node.role != "op" or _is_view(node.op)
 
 
@@ -217,7 +217,7 @@ class Prices:
         self.mixed_read = np.array([model.mixed_read(graph[value]) for value, _ in keys], np.int64)
 
     def of(self, colours: Mapping[str, Colour]) -> Price:
-        """Return the price of the ops, and of the casts that they need, if the nodes have the given `colours`, by name."""
+        """Return the price of all ops, and of the casts between them, if each node has the colour that `colours` gives it by name."""
         low = np.array([colours[name] is Colour.LOW for name in self.places], bool)
         made_low, runs_low = low[self.maker], low[self.reader] & ~self.always_high
         mixing_high = np.bincount(self.reader[self.promoted & ~made_low], minlength=len(low)) > 0

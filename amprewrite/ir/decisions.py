@@ -24,7 +24,7 @@ class Painted:
 
 @dataclass
 class Decisions:
-    """Decisions on one `Problem` so far. Deciding passes add to them. Applying passes see only the plan that `freeze` returns."""
+    """The decisions made so far on one `Problem`. Deciding passes add to them. Applying passes see only the plan that `freeze` returns."""
 
     paints: dict[str, Painted] = field(default_factory=dict)
     casts: tuple[Cast, ...] = ()
@@ -54,13 +54,13 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Add the edit `what` of the op `node`. It is recorded as switched off if the plan to follow (`problem.given`) switches it off."""
+        """Add the edit `what` of the op `node`, switched off if a given plan (`problem.given`) has the edit and switches it off."""
         given = problem.given.edits if problem.given is not None else ()
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
-        """Add the edit `what` of each of `nodes` that runs low."""
+        """Add the edit `what` to each of the ops `nodes` that is painted low."""
         for name in nodes:
             if self.paints[name].colour is Colour.LOW:
                 self.edit(problem, name, what)

@@ -10,7 +10,7 @@ from amprewrite.tables.vocabulary import Colour
 
 
 def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if the plan `given` has products that may read fp8 copies; without a plan, if the policy allows such products."""
+    """True if products may read fp8 copies of their operands: by the plan `given` if there is one, otherwise by `policy`."""
     return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 

@@ -35,7 +35,7 @@ LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_w
 
 
 def is_product(node: OpNode) -> bool:
-    """True if torch.autocast runs `node` low, or may run ops of a subgraph inside it low. False for products of counts."""
+    """True if torch.autocast runs `node`, or may run ops of a subgraph of `node`, in the low format. False for products of counts."""
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or node.flops > 0 or inside)
 
@@ -56,9 +56,9 @@ def data_of(node: OpNode) -> tuple[Operand, ...]:
 
 
 def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
-    """Return (name of the operand whose dtype an op takes, True if that operand is in `wide`), for an op on no list of torch.autocast.
+    """Return (name of the operand whose dtype the result of `node` takes, True if that operand is in `wide`).
 
-    The name is "" if the op has no operands. `wide` holds the names of the values in fp32.
+    `node` is an op on no list of torch.autocast. The name is "" if it has no operands. `wide` holds the names of the values in fp32.
     """
     like = [operand for operand in node.operands if node.op in CONVERTS and operand.demand is Demand.ANY]
     read = like or [operand for operand in data_of(node) if operand.demand is not Demand.ANY] or list(node.operands)
@@ -125,7 +125,7 @@ class _Reading:
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a logarithm turns the scale of its operand into an offset
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS
-        if node.op in SUMS:  # a sum counts as PLAIN if it adds a number, or a PLAIN value that is not learnt
+        if node.op in SUMS:  # a number, or a PLAIN value that is not learnt, changes the size of a sum but not its error: never ROUNDED
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

@@ -41,7 +41,8 @@ class Operand:
     scalar: bool = False
     """Whether the operand is a 0-dim tensor, which tensors with dims outrank in type promotion."""
     write_version: int = 0
-    """In-place writes to the tensor's memory before this read. Readers share a low copy only if they have the same write version."""
+    """Version of the tensor: each write to its memory makes a new version, and so does a change of the grad mode. Readers share a cast only
+    within one version."""
     summand: bool = False
     """Whether the op only adds this operand to a product of its other operands, as `addmm` does with its first."""
     twice: bool = False
@@ -59,7 +60,7 @@ class OpNode:
     op: str
     """ATen base name; for a vertex that is no op, its role: input, parameter, buffer, constant, output."""
     kind: OpKind | None = None
-    """The list that the op is on; None if it is on none."""
+    """Kind of the op in the op lists (allow, deny, ...); None if the op is on no list."""
     operands: tuple[Operand, ...] = ()
     dtype: str = ""
     """Dtype of the result: fp32, int64, …; several dtypes are joined by a plus; "" without a tensor."""
@@ -78,7 +79,7 @@ class OpNode:
     pinned: tuple[Colour, Reason, str] | None = None
     """(colour, reason, detail) if a fact forces the colour of this node; None if lists and passes decide."""
     precision_group: str = ""
-    """Name of its precision group; "" for none. Nodes of a group share memory or a kernel, and therefore have one colour."""
+    """Name of the precision group of the node; "" for none. Nodes of a group share memory or a kernel, so they must have one colour."""
     relative: bool = False
     """Whether the op is a cast to the dtype of another tensor, as `x.to(y.dtype)` is. Such a cast may be low even after a denied op."""
     may_saturate: bool = False
@@ -165,7 +166,7 @@ class OpGraph:
 def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, the colour in which the kernel computes with it) for each operand whose format matters if `node` runs in `colour`.
 
-    0-dim operands of a promoting op are left out, since it takes them in any format, unless all its operands are 0-dim.
+    0-dim operands of a promoting op are left out if it has operands with dims, because it then takes 0-dim operands in any format.
     """
     free_scalars = any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
     for operand in node.operands:

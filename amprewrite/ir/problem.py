@@ -44,13 +44,14 @@ class Problem:
     each weight is cast where it is read."""
     fold_masks: Literal["", "fixed", "any"] = ""
     """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that have
-    to be tested in each call. This needs a graph without a compiler."""
+    to be tested in each call, which only a graph without a compiler can do."""
     masks: Mapping[str, Edit] = field(default_factory=dict)
     """For attention calls by name: the edit that may be made to their mask. Empty unless masks may be dropped."""
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For attention calls by name: the ops that copy heads of their keys and values. Such a call has no mask, or a mask in `masks`."""
+    """For attention calls by name: the ops that repeat the heads of their keys and values. Only calls whose mask is in `masks`, or that
+    have none, are listed."""
     bare_norms: tuple[str, ...] = ()
-    """Norms without weights that run on a CPU. They compute their statistics in the dtype of their input."""
+    """Norms without weights on a CPU. Their kernel computes the statistics in the dtype of its input, so inexactly for low input."""
     bare_taps: tuple[str, ...] = ()
     """Convolutions in which some weights are multiplied with padding only. Their low backward leaves the gradients of these weights
     uninitialised."""
@@ -63,8 +64,8 @@ class Problem:
     matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
     """Products that fp8 kernels could run, by name; empty unless fp8 was asked for."""
     held: Mapping[str, Held] = field(default_factory=dict)
-    """How exactly torch.autocast holds the values of this graph that other graphs compute: the inputs, if this graph lies inside another
-    graph, and the results of subgraphs inside this graph."""
+    """How exactly torch.autocast holds the values that this graph gets from other graphs: the inputs, if this graph is a subgraph, and the
+    results of its own subgraphs."""
     needs_bits: frozenset[str] = frozenset()
     """Values whose rounding error would be magnified by ops of the graph around this graph, or of subgraphs inside it."""
     far_constants: tuple[str, ...] = ()
@@ -78,7 +79,7 @@ class Problem:
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     """Largest magnitude of each parameter and buffer; empty unless the low format's range is narrow."""
     offsets: frozenset[str] = frozenset()
-    """Weights that are added to values and have an offset: the mean of a row is larger than its spread."""
+    """Weights that are added to values or hold rows to look up, and that have an offset: the mean of a row is larger than its spread."""
     constants: tuple[ConstantRead, ...] = ()
     """Reads of the constants of an ONNX file. A constant is stored in the format of its readers."""
     calibration: Calibration | None = None
@@ -96,7 +97,7 @@ class Problem:
     pad_refused: Mapping[str, str] = field(default_factory=dict)
     """Nodes whose ops raised an error on padded inputs when tried, each with the error message."""
     pads_off: bool = False
-    """Whether padding was tried and failed."""
+    """Whether to plan no padding, for example because the padded graph failed its check."""
     given: RegionPlan | None = None
     """The region of the user's plan that this graph must follow; None if the passes decide."""
     notes: tuple[str, ...] = ()

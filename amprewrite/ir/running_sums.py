@@ -5,9 +5,9 @@ errors would add up. torch.autocast keeps h in fp32 if its start comes from no p
 
 1. A sum *continues* an earlier sum if only elementwise ops, moves and choices lead from the earlier sum to it.
 2. The later sum *carries* the earlier sum if the values added on the way come from products, but not from products of the earlier sum
-   itself. The branch of a residual block is such a product of the earlier sum. It does not count, because its own rounding is as large as
-   the rounding of the stream. If a computed factor, such as a gate, scales the earlier sum on the way, then the sum carries it in any case,
-   unless there is also a path without such a factor.
+   itself. The branch of a residual block is a product of the earlier sum. It does not count, because its own rounding is as large as the
+   rounding of the stream. If a computed factor, such as a gate, scales the earlier sum on all paths to the later sum, then the later sum
+   carries it in any case.
 3. Only sums that torch.autocast holds in fp32 count, and only chains of at least `MANY` sums.
 4. Residual streams of at least `DEEP` sums count as well. The roundings of so many sums, and of as many sums of the gradient in the
    backward, exceed the roundings of a branch. A norm ends a stream and begins a new one.
@@ -58,7 +58,7 @@ class _Way:
     added: tuple[str, ...] = ()
     """Names of the values that the sums on the path add."""
     scaled: bool = False
-    """Whether a factor that was computed by a product scales the carried value on the path."""
+    """Whether, on the path, the earlier sum is multiplied by a factor that was computed by a product, such as a gate."""
     branch: bool = False
     """Whether an added value comes from a product of the earlier sum, as the branch of a residual block does."""
 

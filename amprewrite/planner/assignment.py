@@ -8,11 +8,11 @@ be minimized via graph cuts?", 2004: unary terms, and w·a·(1−b)):
    exists" or "every reader is low". Infinite arcs join it to the readers, and an arc with the copy's price joins it to the maker. Two more
    prices, `gradient_cast` and `mixed_read`, get a vertex of their own if the readers that cause them are not the readers of the copy.
 3. The exception: a promoting op that runs high pays a copy of its anchor, but only if all its operands are low. This term is a product of
-   three labels with a positive price, which no arc can express. Two lower bounds of it are cuts. The first bound is 0. It is exact unless
-   the copy has to be paid. For a high op the second bound is the price p of the copy, minus p for each other operand that is high. It is
-   exact unless another operand is high and the bound falls below 0.
-4. Solve with the first bound. If the solution has to pay a copy, solve with the second bound. If that is not exact either, branch on the
-   colour of an operand, and prune branches by the bounds. A solution is optimal if its bound is exact for it.
+   three labels with a positive price, which no arc can express. But arcs can express two lower bounds of this term. The first bound is 0.
+   It is exact unless the copy has to be paid. For a high op the second bound is the price p of the copy, minus p for each other operand
+   that is high. It is exact unless another operand is high and the bound falls below 0.
+4. Solve with the first bound. If the solution has to pay a copy, solve with the second bound. If this bound is not exact either, branch on
+   the colour of an operand, and prune branches by the bounds. A solution is optimal if its bound is exact for it.
 
 Of several cheapest solutions the cut nearest to the source is taken: the solution with the fewest low ops.
 """
@@ -38,7 +38,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copies:
-    """Vertices of the readers of one value, by the effect that they have on its copies. A vertex may be listed twice."""
+    """The readers of one value, as vertices, by the copies and casts of the value that they cause. A vertex may be listed twice."""
 
     low: list[int] = field(default_factory=list)
     """Readers that need a low copy of the value when they run low."""
@@ -190,7 +190,7 @@ class _Search:
     def _high_copy(self, maker: int, readers: set[int], cost: int, named: bool = False) -> int:
         """Add the price of a high copy of a value to the network. Return the vertex that stands for "every reader is low".
 
-        It is SINK if a reader is always high or nothing is to be paid. With `named` it is a new vertex even for a single reader or none.
+        It is SINK if a reader is always high or nothing has to be paid. If `named`, it is a new vertex even if there is one reader or none.
         """
         if SINK in readers:
             self.network.arc(maker, SINK, cost)
@@ -208,7 +208,7 @@ class _Search:
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Return (arcs, constant to add) of the second bound of `mixer`, given the fixed colours of some vertices (True: low)."""
+        """Return the second bound of `mixer` (rule 3 of this file) as (arcs, constant to add). `fixed` maps vertices to True if low."""
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0
         arcs, cost = [], self._forward(mixer)
@@ -223,7 +223,7 @@ class _Search:
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if, in the assignment `side`, the op of `mixer` is high and all its operands are low, so that the first bound is too low."""
+        """True if the first bound is too low: in the assignment `side`, the op of `mixer` is high and all its operands are low."""
         return bool(not side[mixer.op] and side[self._end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 
     def _true_cost(self, side: Side) -> int:

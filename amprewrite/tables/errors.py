@@ -10,35 +10,35 @@ class AmpRewriteError(Exception):
 
 
 class OpListError(AmpRewriteError):
-    """An op list contradicts itself or names an op that does not exist."""
+    """Raised if an op list contradicts itself or names an op that does not exist."""
 
 
 class PolicyError(AmpRewriteError):
-    """The user's request is invalid: an unknown dtype, a pattern that matches nothing, a contradiction."""
+    """Raised if the user's request is invalid: an unknown dtype, a pattern that matches nothing, a contradiction."""
 
 
 class CaptureError(AmpRewriteError):
-    """The model, or part of it, cannot be captured."""
+    """Raised if the model, or a part of it, cannot be captured."""
 
 
 class PlanError(AmpRewriteError):
-    """There is no plan yet, or a given plan is invalid or does not fit the model."""
+    """Raised if there is no plan yet, or if a given plan is invalid or does not fit the model."""
 
 
 class CalibrationError(AmpRewriteError):
-    """Sample batches cannot be run or compared, or a calibration is damaged or belongs to another model."""
+    """Raised if sample batches cannot be run or compared, or if a calibration is damaged or belongs to another model."""
 
 
 class PassError(AmpRewriteError):
-    """A pass broke its contract: a bug in amprewrite, please report it."""
+    """Raised if a pass breaks its contract. This is a bug in amprewrite; please report it."""
 
 
 class EmitError(AmpRewriteError):
-    """The rewritten graph cannot be written in the form asked for."""
+    """Raised if a rewritten graph, or another result, cannot be written to a file or in the form that was asked for."""
 
 
 class AccuracyError(EmitError):
-    """The requested accuracy cannot be reached. No file was written. `result` is the rejected result of an ONNX conversion, or None."""
+    """Raised if the requested accuracy cannot be reached. No file is written. `result` is the rejected ONNX conversion, or None."""
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
@@ -46,11 +46,11 @@ class AccuracyError(EmitError):
 
 
 class StaleWeightsError(AmpRewriteError):
-    """A weight was changed unnoticed while low copies of it were kept, so that results may come from its old values."""
+    """Raised if a weight changed unnoticed while low copies of it were kept, so that results may come from the old values."""
 
 
 class MissingPackageError(AmpRewriteError, ImportError):
-    """A part of amprewrite needs a library that is not installed."""
+    """Raised if a part of amprewrite needs a library that is not installed."""
 
     def __init__(self, part: str, package: str, extra: str) -> None:
         super().__init__(f"{part} needs {package}, which is not installed: pip install 'amprewrite[{extra}]'", name=package)

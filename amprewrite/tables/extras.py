@@ -19,7 +19,7 @@ class Extra:
     home: str
     """Name of the module that the rest of amprewrite imports for this part."""
     files: tuple[str, ...]
-    """Its files and folders, as paths from the root of the repository."""
+    """Files and folders of this part, as paths from the root of the repository."""
     public: tuple[str, ...] = ()
     """The names in `amprewrite.__all__` that `home` defines."""
 

@@ -28,17 +28,17 @@ class Format:
     pad_multiple: int
     """Number of elements in 16 bytes. Tensor Core kernels are fast if inner dims are multiples of this (NVIDIA's GEMM guide)."""
     narrow: bool
-    """True if its range is so much smaller than fp32's that values have to be kept within the range."""
+    """True if the format's range is so much smaller than fp32's that values may leave it, as for fp16 but not for bf16."""
     spellings: tuple[str, ...]
-    """Other names by which users may call it, such as "float16"."""
+    """Other names by which users may call the format, such as "float16"."""
     library_name: str
-    """Its name in torch, Triton and numpy (with ml_dtypes), such as "bfloat16"."""
+    """Name of the format in torch, Triton and numpy (with ml_dtypes), such as "bfloat16"."""
     onnx: str
-    """Its name in ONNX's TensorProto.DataType."""
+    """Name of the format in ONNX's TensorProto.DataType, such as "FLOAT16"."""
     onnx_type: str
-    """Its name in ONNX's operator schemas, such as "tensor(float16)"."""
+    """Name of the format in ONNX's operator schemas, such as "tensor(float16)"."""
     ort_cpu: bool
-    """True if ONNX Runtime has CPU kernels for it."""
+    """True if ONNX Runtime has CPU kernels for the format."""
 
 
 def _row(name: str, dtype: torch.dtype, *spellings: str, onnx: str, narrow: bool = False, ort_cpu: bool = True) -> Format:

@@ -32,7 +32,7 @@ FP8 = "fp8"
 WIDE = "wide"
 """The user's word for products that multiply operands in `BASE` and return fp32."""
 SMALLEST = 1e-12
-"""Lower limit of amax, the largest magnitude, so that a tensor of zeros has a finite scale, too."""
+"""Lower limit of amax, the largest magnitude of a tensor or row, so that a tensor of zeros has a finite scale, too."""
 ALIGNMENT = E4M3.pad_multiple
 """Both dims of a weight must be multiples of this for fp8. Rows of x and g need no alignment, since they are padded when quantised."""
 PAIRS = frozenset({(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)})
@@ -47,7 +47,7 @@ class Recipe:
     gemms: tuple[str, ...]
     """The GEMMs that may run in fp8; the rest stay in bf16."""
     gradient: Format
-    """Format of g. x and w are e4m3."""
+    """fp8 format of g, the gradient of the result. x and w are always in e4m3."""
     rows: tuple[tuple[str, str], ...] = ()
     """Matrices, as (role, layout), that have a scale for each row. All other matrices have one scale for the whole tensor."""
     power_of_two: bool = False

@@ -9,15 +9,15 @@ class OpKind(Enum):
     """The kind of an op in the op lists."""
 
     ALLOW = "allow"
-    """Runs low, because Tensor Cores make it several times faster."""
+    """The op runs low, because Tensor Cores make it several times faster."""
     INFER = "infer"
-    """Runs low unless a denied op is upstream."""
+    """The op runs low unless a denied op is upstream."""
     CLEAR = "clear"
-    """Is harmless in any precision, and takes the precision of its neighbours."""
+    """The op is harmless in any precision, and takes the precision of its neighbours."""
     DENY = "deny"
-    """Runs in fp32, because it overflows or loses too many bits in low precision."""
+    """The op runs in fp32, because it overflows or loses too many bits in low precision."""
     INTERNAL = "internal"
-    """Reads and writes low values, but its kernel computes and accumulates in fp32."""
+    """The op reads and writes low values, but its kernel computes and accumulates in fp32."""
 
     @classmethod
     def parse(cls, text: str) -> OpKind:
@@ -26,7 +26,7 @@ class OpKind(Enum):
 
 
 class Edit(Enum):
-    """A change to one op in addition to casts and pads."""
+    """The kinds of changes that the rewrite makes to single ops, other than casts and pads."""
 
     DROP_CAUSAL_MASK = "drop causal mask"
     DROP_FULL_MASK = "drop full mask"
@@ -74,7 +74,7 @@ class Held(IntEnum):
     """How exactly torch.autocast would hold a value. A larger number means a less exact value."""
 
     EXACT = 0
-    """In fp32, and possibly with an offset of any size, or far more exact than the result of a product: rounding may destroy it."""
+    """In fp32, and rounding may destroy it: its offset may dwarf its differences, or it may be far more exact than results of products."""
     PLAIN = 1
     """In fp32, without an offset, and not rounded by a product: weights, rows of a table, results of norms."""
     ROUNDED = 2

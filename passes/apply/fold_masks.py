@@ -92,7 +92,7 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Insert a node `question(*about, query, key)`, which returns the mask and is_causal for all `calls` with the same lengths."""
+    """Insert a node `question(*about, query, key)` for `calls` with equal lengths. It returns the mask and `is_causal` to use in a call."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = queries_and_keys(call)

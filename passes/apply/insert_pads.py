@@ -112,7 +112,7 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the inputs of the clamp in front of a saturating cast. `node` is the cast."""
+    """Return the inputs of the clamp in front of `node`, a saturating cast; [] if the cast reads no node."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 
@@ -161,7 +161,7 @@ def _view(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _zeros(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Set the sizes of `zeros` or `new_zeros` to padded ones. The sizes of `new_zeros` are its second argument, after a tensor."""
+    """Set the sizes in a call of `zeros` or `new_zeros` to padded sizes. In `new_zeros` a tensor precedes the sizes."""
     after_tensor = bool(node.args) and isinstance(node.args[0], torch.fx.Node) and isinstance(example_value(node.args[0]), torch.Tensor)
     _sizes(run, call, node, int(after_tensor), "size")
 
@@ -178,7 +178,7 @@ def _unflatten(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _split(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Set the sizes of the pieces of a split to physical ones."""
+    """Set the sizes of the pieces in a call of `split` to the padded sizes."""
     dim = call.get(2, "dim", 0) % len(call.shapes[0])
     sizes = [physical(shape, run.layout(call, i))[dim] for i, shape in enumerate(call.shapes)]
     if sizes == [shape[dim] for shape in call.shapes]:

@@ -52,7 +52,7 @@ def _widen(node: torch.fx.Node) -> None:
 
 
 def _before_cast(value: torch.fx.Node) -> torch.fx.Node:
-    """Return the bf16 value of which `value` is an fp32 copy; otherwise `value`. A wide product needs no fp32 operand."""
+    """If `value` is an fp32 cast of a bf16 value, return the bf16 value, because a wide product reads bf16; otherwise return `value`."""
     source = value.args[0] if value.meta.get(CAST) == FP32.name else None
     return source if isinstance(source, torch.fx.Node) else value
 

@@ -42,7 +42,7 @@ def _is_copy(node: torch.fx.Node) -> bool:
 
 
 def _copied(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the value that a result is a copy of, behind all copies that the rewrite made."""
+    """Return the value from which the rewrite made the result `node`, behind all casts and other copies that it inserted."""
     value = node
     while _is_copy(value):
         given = value.args[0]

@@ -115,7 +115,7 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Map each op that returns its operand itself to this operand, if the result has hooks: both are one tensor with the same hooks."""
+    """Map each op whose result has hooks and is its operand itself to this operand: both are one tensor, with the same hooks."""
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]
@@ -132,7 +132,7 @@ def scales_itself(node: Node) -> bool:
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns results of the checkpoint `node` and the checkpoint's body reads some results: no scaling fits between."""
+    """True if the graph returns results of the checkpoint `node` and the body reads some of its own results: no scaling fits in between."""
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
     return leaves and is_checkpoint(node) and _reads_results(node)
 
@@ -147,7 +147,7 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """Return the fp32 ops that read only `outside` nodes, and that only `outside` nodes or the output read: a loss of returned logits."""
+    """Return the fp32 ops that read only `outside` nodes and are read only by such nodes or the output, as a loss of returned logits is."""
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}
     found: set[Node] = set()
@@ -171,12 +171,12 @@ def _ends_outside(node: Node, outside: set[Node]) -> bool:
 
 
 def _fed(node: Node) -> list[Node]:
-    """Return the inputs of `node` that can get gradients: those with floating values."""
+    """Return the inputs of `node` that can get gradients, because their values are floating."""
     return [feeder for feeder in node.all_input_nodes if any(differentiable(t) for t in tensors(example_value(feeder)))]
 
 
 def _crosses(reader: Node) -> bool:
-    """True if a gradient may flow back through `reader`, still scaled. False for indices, comparisons, sizes, and casts that unscale it."""
+    """True if a scaled gradient may flow back through `reader`. False for indices, comparisons and sizes, and for casts that unscale."""
     if reader.target in (cast_in, pad_cast):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))

@@ -158,7 +158,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Return the value behind idle conversions (fp32 to fp32), and add these to `inside`; `node` itself if it is no such conversion."""
+    """Return the value behind the conversions from fp32 to fp32 that end at `node`, and add them to `inside`; `node` if there are none."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -227,7 +227,7 @@ def _over_last(node: Any, op: str, inside: set[Node]) -> Any:
 
 
 def _same(a: Any, b: Any, inside: set[Node]) -> bool:
-    """True if two values are the same node, apart from conversions to fp32, which are added to `inside`."""
+    """True if `a` and `b` are the same node behind conversions from fp32 to fp32. These conversions are added to `inside`."""
     return isinstance(a, Node) and _bare(a, inside) is _bare(b, inside)
 
 

@@ -53,7 +53,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
             else:
                 inner[each] = graph.node_copy(each, inner.__getitem__)  # type: ignore[arg-type]
         graph.call_function(set_grad_enabled, (not enabled,))
-    for user in list(node.users):  # the subgraph returns a tuple, and each reader is a getitem of one result
+    for user in list(node.users):  # each user is a getitem of one result, because the subgraph returns a tuple
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)

@@ -26,7 +26,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
     name = "paint-after-deny"
 
     def __init__(self, past_bounded: bool = False) -> None:
-        """`past_bounded` says to start also at denied ops whose results always fit the low format."""
+        """If `past_bounded` is True, the pass starts also at denied ops whose results always fit the low format."""
         self.past_bounded = past_bounded
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:

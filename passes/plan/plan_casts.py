@@ -56,7 +56,7 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
 
 
 def _is_spread(problem: Problem, cast: Cast) -> bool:
-    """True if a cast makes a low copy of a value with many readers in training, so that it is to be made several times."""
+    """True if `cast` is to be split into several, because it makes a low copy of a value with many readers in training."""
     return problem.training and cast.to == problem.policy.low.name and cast.value in problem.read_by_many and not cast.saturate
 
 

@@ -36,7 +36,7 @@ class PlanMasks(Pass[Problem, Decisions]):
 
 
 def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
-    """Plan that attention calls read keys and values without repeated heads, where this is as exact and faster. Return {call: edit}."""
+    """Let attention calls read keys and values without repeated heads, where this is faster and as exact. Return {call: edit}."""
     row = problem.planned_for or device_row(problem.device)
     if problem.device != "cuda" or not row.flash_attention:
         return {}

@@ -90,7 +90,7 @@ def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, flo
     if given is not None and given.copies:
         return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
     samples = problem.calibration if not problem.training else None
-    # ranges that name no model are not from sample batches: they come from a first call, which overflowed
+    # ranges without a model give no scales, because they are not from sample batches but from a first call that overflowed
     seen = samples.of(problem.graph) if samples is not None and samples.model else None
     return {name: found.amax for name, found in seen.values.items() if found.amax} if seen is not None else {}
 
@@ -111,7 +111,7 @@ class _Choice:
         policy = self.problem.policy.products
         assert policy is not None
         self.policy, self.recipe = policy, policy.preset.recipe
-        named = self.problem.policy.device  # the device that the user named, also for an ONNX file, whose own costs ignore it
+        named = self.problem.policy.device  # read from the policy, because the costs of an ONNX file ignore the device that a user names
         device = named_device(named) if named else self.problem.costs.device
         self.prices = ProductPrices(device, policy.fused, kernel=policy.kernel and find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None
@@ -213,7 +213,7 @@ class _Choice:
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """Return (name of an op that ranks the result of a product, or ""; True if only outputs, rankings and denied ops read the result).
+    """Return (name of an op that ranks the result of `product`, or ""; True if only outputs, rankings and denied ops read the result).
 
     The search follows the result through views and other clear ops, alone or with a weight, and through softmax. The ops that read a
     softmax do not count for the second value.

@@ -42,7 +42,7 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
 }
 """The passes that paint by the rules of other tools."""
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
-"""Passes that run with our lists, whatever the painting rules, because they keep results exact."""
+"""Passes that also run for plans with our own lists, whatever painting rules these plans follow, because they keep results exact."""
 PARITY = "parity with the model's other graphs costs "
 """Beginning of the note on how much one plan for all graphs of the model costs this graph."""
 LEAST_TOLD = 1e-3
@@ -53,7 +53,7 @@ class WeighPlans(Pass[Problem, Decisions]):
     name = "weigh-plans"
 
     def __init__(self, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-        """`by_cost` are the passes that choose colours by prices."""
+        """`by_cost` are the passes that choose colours by prices. They are run again to plan the graph alone."""
         self.by_cost = by_cost
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
@@ -117,7 +117,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 
 
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
-    """Return the node with its kind in `lists`. An op on no list is pinned high, or follows its operands by torch.autocast's rules."""
+    """Return `node` with its kind in `lists`. An op on no list is pinned high; under torch.autocast's rules it follows its operands."""
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node
     kind = lists.kind(node.op)

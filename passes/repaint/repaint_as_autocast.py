@@ -61,7 +61,7 @@ class Roundings:
         """Maps a value to a reader that would magnify its rounding. A value in `needs_bits` maps to the name of the graph."""
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
-        for node in reversed(list(self.graph)):  # backwards, so that the readers of a value are judged before it
+        for node in reversed(list(self.graph)):  # backwards, so that all readers of a value are judged before the value
             readers = [each for each in self.graph.readers(node.name) if any(node.name == operand.value for operand in data_of(each))]
             harmed = next((each.name for each in readers if self._harms(each, node.name) or self._hands_harm_on(each, node.name)), "")
             if harmed:
@@ -105,8 +105,8 @@ class Roundings:
     def _is_norm(self, node: OpNode) -> bool:
         """True if an op subtracts from a value its mean over the dims of each sample, as layer, group and instance norms do.
 
-        A mean over the batch does not count, because samples may have a common part that dwarfs their differences. Nor does a mean over
-        other dims than the last if the value is an average itself.
+        A mean over the batch does not count, because samples may have a common part that dwarfs their differences. A mean over dims other
+        than the last does not count either if the value is an average itself.
         """
         given = [operand.value for operand in node.operands]
         for mean in (self.graph[each] for each in given if node.op in AWAY and self.graph[each].op in AVERAGES):

@@ -60,7 +60,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
         values = seen.values if seen is not None else {}
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
-        # No note for a calibration without a model, because its ranges are learnt in the first calls.
+        # A calibration without a model gets no note, because its ranges are learnt in the first calls of the rewritten model.
         if low.narrow and seen is None and problem.calibration is not None and problem.calibration.model:
             decisions.note("calibration never ran this graph: no ranges are known here")
         risks = find_risks(problem, values)
@@ -113,7 +113,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: a checkpoint's body set this colour
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # a checkpoint's body decides colours of BODY
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
@@ -144,13 +144,13 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
 
 
 def _of_weight(problem: Problem, node: OpNode) -> str:
-    """Return the name of the weight of which a value is a view or part: its range covers the value's. Otherwise the value's name."""
+    """Return the name of the weight of which `node` is a view or part, because its range covers that of `node`; otherwise `node`'s name."""
     source = problem.graph.seen(node.name).name
     return source if source in problem.magnitudes else node.name
 
 
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
-    """Return a text on how a weight misses the low range; "" if it fits. Its values are known, so no headroom is needed."""
+    """Return a text that says how a weight misses the low format's range; "" if it fits. Known values need no headroom."""
     size, low, known = problem.magnitudes.get(_of_weight(problem, node), 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
@@ -180,7 +180,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
     if seen is None or not seen.nonzero:
         return ""
     flushed, thin = seen.underflow(low), seen.subnormal(low)
-    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # a single value that becomes zero gives an infinity
+    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # even one element that becomes zero gives an infinity
         return ""
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
     return f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"

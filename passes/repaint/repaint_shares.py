@@ -56,7 +56,7 @@ def _leading(
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
-        name = max(waiting, key=graph.rank.__getitem__)  # the last in graph order, so that all readers of an op are examined before it
+        name = max(waiting, key=graph.rank.__getitem__)  # the last in canonical order, so that all readers of an op are examined before it
         waiting.remove(name)
         node = graph[name]
         behind[name] = [operand.value for operand in node.operands] if node.op not in shares and _kind(node) in kinds else []
@@ -69,7 +69,7 @@ def _leading(
 
 
 def _kind(node: OpNode) -> OpKind | None:
-    """Return the kind of an op by its own row, because lists that run everything low give all ops one kind. Any op with FLOPs is ALLOW."""
+    """Return the kind of an op in the op table, since lists that run everything low give all ops one kind; ALLOW for any op with FLOPs."""
     if node.role != "op" or node.op not in OPS:
         return None
     return OpKind.ALLOW if node.flops else OPS[node.op].kind

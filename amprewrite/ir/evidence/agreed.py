@@ -122,7 +122,7 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
 
 
 def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
-    """Return, for calls of one op in one module, the known call that each of them matches. Calls without a match are left out."""
+    """Map each of `calls`, the calls of one op in one module, to the known call that it matches. Calls without a match are left out."""
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):
         return {call: call for call in calls if call in known}

@@ -6,7 +6,7 @@ Positions, distances, lengths, indices and time steps are whole numbers. fp32 ho
 1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and rows
    looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter.
 2. A counted value is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements,
-   integers of more than 8 bits, and moves, sums and multiples of such values. It is SMALL if it cannot exceed them but may have fractions:
+   integers of more than 8 bits, and copies, sums and multiples of such values. It is SMALL if it cannot exceed them but may have fractions:
    sines, shares, frequencies. It is WHOLE if it cannot exceed them and has no fractions: booleans, bytes, remainders, one-hot rows, masks.
 3. A product runs in fp32 if one of its factors is LARGE. A product that sums over at most `FEW` elements also runs in fp32 if all of its
    factors are counted: its result needs exact operands, and costs few FLOPs. For example, angles are positions times frequencies.
@@ -28,8 +28,8 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FEW = 16
-"""Largest number of elements that a product of counted factors may sum over to stay fp32. Products of coordinates have two or three,
-products of positions and frequencies have one."""
+"""Largest number of elements that a product of counted factors may sum over to stay fp32. Products of coordinates sum over two or three,
+products of positions and frequencies over one."""
 RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))

@@ -17,9 +17,9 @@ class MatrixProduct:
     w: str
     """Name of the node that makes w."""
     x_version: int
-    """Number of in-place writes to x before the product reads it."""
+    """Version of x that the product reads: each in-place write to x makes a new version (see `Operand.write_version`)."""
     w_version: int
-    """Number of in-place writes to w before the product reads it."""
+    """Version of w that the product reads: each in-place write to w makes a new version (see `Operand.write_version`)."""
     rows: int
     inner: int
     columns: int

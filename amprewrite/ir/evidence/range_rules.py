@@ -35,7 +35,7 @@ to block a position."""
 PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
 ADDS_UP, LOOKS_UP = ops_with(Trait.ADDS_UP), ops_with(Trait.LOOKS_UP)
 BELOW, ABOVE = -1, 1
-"""Sides of zero, as signs."""
+"""The two sides of zero, as signs: numbers below zero and numbers above zero."""
 _LEVELS = {BELOW: ops_with(Trait.LEVELS_BELOW), ABOVE: ops_with(Trait.LEVELS_ABOVE)}
 _FILLS, _BOUNDS, _COMPARES = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.COMPARES)
 _SCALES = ops_with(Trait.SCALES)
@@ -150,7 +150,7 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Apply the rules of `handed_on` to the sums and products between scores, their mask and the softmax."""
+    """Apply the rules of `handed_on` to a sum or product that lies between attention scores or their mask and the softmax."""
     if read.op in ADDS_UP:
         side = -side if read.op == "sub" and read.place else side
         added = [-number if read.op == "sub" and not read.place else number for number in read.numbers]
@@ -197,7 +197,7 @@ def thinned_out(largest: float, low: Format) -> bool:
 
 
 def summands(graph: OpGraph) -> dict[str, bool]:
-    """Return, by name, the values that are added or subtracted: True if only softmaxes read the sums, otherwise False.
+    """Return the names of the values that are added or subtracted, each with True if only softmaxes read its sums, otherwise False.
 
     A view of a weight counts as the weight.
     """
@@ -214,8 +214,8 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 
 
 def rows_have_offset(table: Any) -> Any:
-    """True if each row of a table has its own offset, or all rows share one. Only tables of `ROWS` or more rows are tested for a shared
-    offset."""
+    """True if the rows of a table have an offset (see `has_offset`), each its own or all a common one. A common offset is looked for only
+    in tables of at least `ROWS` rows."""
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common
 
@@ -273,7 +273,7 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """True if an operand with the smallest magnitude `smallest` may be flushed to zero in `low`, which matters for the ops in `POLES`."""
+    """True if elements of an operand with the smallest magnitude `smallest` may become zero in `low`, so that ops in `POLES` give inf."""
     return smallest < HEADROOM * low.smallest_normal
 
 

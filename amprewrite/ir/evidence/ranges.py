@@ -88,7 +88,7 @@ class ValueRange:
                     zeros += part.numel() - size.numel()
                 smallest = min(smallest, size.min().item()) if size.numel() else smallest
         not_finite = int(bins[_NOT_FINITE])
-        bins[0] -= zeros  # bin 0 (exponent bits 0) holds zeros and subnormal numbers: keep only the latter
+        bins[0] -= zeros  # zeros have no exponent, but share bin 0 (exponent bits 0) with subnormal numbers
         exponents = tuple((e - _BIAS, int(n)) for e, n in enumerate(bins.tolist()) if n and e != _NOT_FINITE)
         return cls(tensor.numel(), zeros, nan, not_finite - nan, least, greatest, smallest, 1, exponents)
 
@@ -201,7 +201,7 @@ class Calibration:
     batches: int
     """Number of batches seen."""
     regions: tuple[RegionRanges, ...]
-    """Ranges of every fp32 value in runs in fp32, graph by graph."""
+    """For each captured graph: the ranges of its fp32 values, seen in runs in fp32."""
     version: int = SCHEMA
 
     def of(self, graph: OpGraph) -> RegionRanges | None:

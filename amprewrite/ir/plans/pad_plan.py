@@ -36,7 +36,7 @@ class PaddedValue:
     value: str
     """Name of the node, "node#1" for its result 1 if it has several, or "node -> bf16" for its copy in bf16."""
     layout: Layout
-    """[dim, [[size without padding, size with padding] of each axis in the dim]] for every padded dim."""
+    """The padded dims. In JSON, for each: [dim, [[size without padding, size with padding] for each axis in the dim]]."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PadCopy:
     layout: Layout
     """The layout in which the users read the value; () after a slice."""
     have: Layout = ()
-    """The layout in which the value is before the change; () if it is not padded."""
+    """The layout that the value has before the change; () if it is not padded."""
     refresh: bool = False
     """Whether the value's padding is replaced by zeros, because the users cannot take its content."""
     weight: bool = False

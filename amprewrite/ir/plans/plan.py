@@ -38,11 +38,11 @@ class NodePlan:
     detail: str = ""
     """A detail of the reason, such as the override or the range that was seen; "" if there is none."""
     kind: OpKind | None = None
-    """The list that the op is on; None if it is on none."""
+    """Kind of the op in the op lists (allow, deny, ...); None if the op is on no list."""
     dtype: str = ""
-    """Dtype of its result after the rewrite, such as "bf16"; "" if the result is no tensor."""
+    """Dtype of the node's result after the rewrite, such as "bf16"; "" if the result is no tensor."""
     shape: tuple[int | str, ...] = ()
-    """Shape of its result. A size that varies between calls is given by a name."""
+    """Shape of the node's result. A size that varies between calls is given by a name."""
     flops: int = 0
     """FLOPs of one forward, a multiply and an add counted as two; 0 if the op is no product of tensors."""
     module: str = ""
@@ -83,7 +83,7 @@ class Cast:
     weight: bool = False
     """Whether the value is a parameter. Without gradients, one launch copies it together with the other weights of its graph."""
     write_version: int = 0
-    """Number of in-place writes to the value's memory before the copy."""
+    """Version of the value that is copied: each in-place write to its memory makes a new version, and so does a change of the grad mode."""
 
     def __str__(self) -> str:
         users = ", ".join(self.users[:4]) + (f" and {len(self.users) - 4} more" if len(self.users) > 4 else "")
@@ -123,7 +123,7 @@ class Candidate:
     """One way to colour a graph, with its predicted time."""
 
     name: str
-    """Name of the rules that gave the colours."""
+    """Name of the rules that gave the colours, such as "autocast rules"; "this plan" for the plan itself."""
     seconds: float
     """Time of a pass through the graph: the sum over its ops and casts, each modelled or measured."""
     casts: int
@@ -161,7 +161,7 @@ class RegionPlan:
     """Plans of the subgraphs inside this graph: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
     A ModelPlan lists these plans as separate regions."""
     basis: Any = field(default=None, compare=False, repr=False)
-    """The `Problem` from which this plan was decided. `report/questions/what_if.py` decides it again. It is not written to JSON."""
+    """The `Problem` from which this plan was decided, so that `report/questions/what_if.py` can decide it again. It is not in the JSON."""
     candidates: tuple[Candidate, ...] = ()
     """The plans that were compared by price, this plan first; empty if no plans were compared."""
     priced_on: str = ""
@@ -185,7 +185,7 @@ class RegionPlan:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """A sentence with the reason for this region, and for each subgraph, that stays fp32 as a whole; () if none does."""
+        """For this region and each of its subgraphs that stays fp32 as a whole: a sentence with the reason; () if none does."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )

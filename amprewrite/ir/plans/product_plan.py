@@ -36,7 +36,7 @@ class GemmPlan:
     gemm: str
     """"out", "grad_in" or "grad_weight"."""
     formats: str
-    """Formats of its two operands, such as "e5m2 x e4m3"; "bf16" if it reads no fp8 copies."""
+    """Formats of the two operands of the GEMM, such as "e5m2 x e4m3"; "bf16" if it reads no fp8 copies."""
     reason: ProductReason
     """Why the GEMM reads these formats. In JSON, the name of a member of `amprewrite.ir.plans.product_plan.ProductReason`."""
     detail: str = ""
@@ -56,7 +56,7 @@ class GemmPlan:
 
 
 def _joined(gemms: list[GemmPlan], reason: ProductReason) -> str:
-    """Return the common `reason` of `gemms` in words, with the detail of the reason if all `gemms` have the same."""
+    """Return in words the `reason` that all `gemms` share, followed by its detail if they also share the detail."""
     return gemms[0].why() if len({each.detail for each in gemms}) == 1 else reason.value
 
 
@@ -103,7 +103,7 @@ class QuantisedCopy:
     weight: bool = False
     """Whether the value is a parameter, or a view of a parameter."""
     write_version: int = 0
-    """Number of in-place writes to the value's memory before the copy."""
+    """Version of the value that is copied: each in-place write to its memory makes a new version, and so does a change of the grad mode."""
     largest: float | None = None
     """Largest magnitude of the value in sample batches, which gives a constant scale; None if the graph computes the scale in each call."""
 

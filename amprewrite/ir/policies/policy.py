@@ -93,8 +93,8 @@ class Policy:
     memory: float = 0.0
     """Price of a byte of activations that is kept for the backward, in seconds."""
     parity: float | None = None
-    """Weight of a training step, from 0 to 1, in prices that all graphs of a model share. The rest weighs a pass without gradients.
-    None if each graph has its own prices: of a training step if gradients are on, otherwise of a pass without gradients."""
+    """Weight of a training step, from 0 to 1, in prices that all graphs of a model share. A pass without gradients has the weight that is
+    left. None if each graph has its own prices: of a training step if gradients are on, otherwise of a pass without gradients."""
     products: ProductPolicy | None = None
     """Rules for low products that may read fp8 copies of their operands; None if no product may."""
     may_decline: bool = False
@@ -106,7 +106,7 @@ class Policy:
             raise PolicyError(f"{self.low.name} cannot be the low format; use bf16 or fp16")
 
     def is_wide(self, name: str, module: str) -> bool:
-        """True if the override that decides the node `name`, called in `module`, asks for a wide product."""
+        """True if the override for the node `name`, called in `module`, asks for a wide product (bf16 operands, fp32 result)."""
         asked = self.asked_for(name, module)
         return asked is not None and asked.word == WIDE
 

@@ -36,7 +36,8 @@ class PadCost:
     low: Format
     training: bool
     measure: Callable[[Product, Product], tuple[float, float] | None] | None = None
-    """Times a product and its padded form: returns the seconds of both, or None if they cannot be timed. Without it times are predicted."""
+    """Function that returns the measured seconds of a product and of its padded form, or None if they cannot be timed. If the field is
+    None, times are predicted."""
     measured: dict[Product, float] = field(default_factory=dict)
     """Seconds that padding saves in a step, for each product that was timed."""
     cached_weights: bool = True

@@ -24,14 +24,14 @@ from amprewrite.planner.padding.rule import BROADCAST, MIXED, Content, Hazard, R
 from amprewrite.planner.padding.rules.table import rule_of
 
 COPY = 100
-"""Factor on the price of a second size of a weight's low copy. It is high so that all readers use one size."""
+"""Factor on the price of a second low copy of a weight, in another size. It is high, so that all readers use a copy of one size."""
 ROUNDS = 60
 """Largest number of times that the cut is repeated because of content. After that nothing in the graph is padded."""
 
 Place = tuple[str, Slot, int]
 """One dim of an operand or result: (name of the call, slot, dim). `rule.py` explains slots."""
 Variable = tuple[Place, int]
-"""(group, axis): the cut decides whether the dims of the group are padded along the axis. One of its dims stands for a group."""
+"""(one dim that stands for its group, axis): the cut decides whether all dims of this group are padded along the axis."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Want:
 
 @dataclass
 class PadPrices:
-    """Functions from a number of elements to seconds: of a pad or slice of an activation, of padding inside an op, of a pad of a weight."""
+    """Prices in seconds, as functions of a number of elements: of a pad or slice of an activation, and of padding inside an op."""
 
     pad: Callable[[int], float]
     slice: Callable[[int], float]
@@ -71,7 +71,7 @@ class Regions:
     """The calls of one graph, and the padding found so far. Values are called "node", or "node#1" for result 1 of several."""
 
     calls: dict[str, Call]
-    """By name, in graph order. Casts to the low format are calls as well."""
+    """The calls of the graph by name, in graph order. Planned casts to the low format are calls as well."""
     numel: Callable[[str], int]
     is_weight: Callable[[str], bool]
     """True if a value is a parameter, or a buffer to which nothing writes."""
@@ -90,7 +90,7 @@ class Regions:
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By call: axes whose extent is fixed by its rule, such as three chunks or four gates."""
     extent: dict[int, int] = field(default_factory=dict)
-    """Padded extent of every axis that an op wants padded."""
+    """By axis that some op wants padded: its extent with padding."""
     padded: set[Variable] = field(default_factory=set)
     """The variables for which the cut chose padding."""
     content: dict[str, Content] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Regions:
                 self._join(slot, slots[0])
 
     def _fixed(self, call: Call, size: int) -> int:
-        """Return a new axis of a fixed extent, such as a number of chunks or gates. `call` must not pad it."""
+        """Return a new axis of a fixed extent, such as a number of chunks or gates, which `call` must not pad."""
         axis = self.axes.new(size)
         self.fixed[call.name].append(axis)
         return axis
@@ -178,7 +178,7 @@ class Regions:
         self.group[self._root(one)] = self._root(other)
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """Return the decision of the cut about padding a dim along `axis`; None if the dim must not be padded along it."""
+        """Return the variable by which the cut decides whether a dim is padded along `axis`; None if the dim must not be padded so."""
         if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
@@ -281,7 +281,7 @@ class Regions:
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: a second size needs a second cast
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: each size needs a cast of its own
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))

@@ -28,13 +28,13 @@ Content = float | str
 Slot = str | int
 """An operand, given by the name of its value, or a result, given by its index."""
 Part = tuple[Slot, int] | int
-"""A part of a dim: (slot, dim), or an axis of fixed extent."""
+"""A part of a dim: (slot, dim), or the extent of an axis that is never padded, such as a number of gates."""
 Leg = tuple[Part, ...]
 """One side of a tie: parts, outer to inner, that form one dim. For example, (4, (slot, dim)) is a weight dim of an LSTM with four gates."""
 BROADCAST = "broadcast"
 """Content of an operand that is broadcast along a padded dim of the result, so that it has no padding there."""
 LARGEST = 1e4
-"""Largest magnitude of content that is allowed. A larger number may overflow fp16 in the next op."""
+"""Largest magnitude that padding may hold. A larger number may overflow fp16 in the next op."""
 
 
 class Hazard(Exception):
@@ -98,7 +98,7 @@ class View:
 
 # -- content -----------------------------------------------------------------------------
 def moved(contents: Contents) -> Content:
-    """Return the content of the result's padding for an op that only moves numbers: the operands' common content, otherwise MIXED."""
+    """Return the content of the result's padding for an op that only moves elements: the content that all operands share, or MIXED."""
     found = {c for c in contents.values() if c != BROADCAST}
     return 0.0 if not found else found.pop() if len(found) == 1 else MIXED
 
@@ -110,7 +110,7 @@ def zero_keeping(contents: Contents) -> Content:
 
 
 def all_zero(why: str) -> Callable[[Contents], Content]:
-    """Return a content rule that requires zeros in the padding of all operands. It raises Hazard that names the other operands."""
+    """Return a content rule that requires zeros in the padding of all operands. It raises Hazard for operands with other padding."""
 
     def content(contents: Contents) -> Content:
         blamed = [name for name, c in contents.items() if c not in (0, BROADCAST)]

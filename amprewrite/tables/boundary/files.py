@@ -147,7 +147,7 @@ def take_mode(scratch: Path, target: Path) -> None:
         return
     now = scratch.stat()
     if hasattr(os, "chown") and (old.st_uid, old.st_gid) != (now.st_uid, now.st_gid):
-        with contextlib.suppress(PermissionError):  # only root may change the owner of a file; other users stay its owner
+        with contextlib.suppress(PermissionError):  # only root may change the owner: for other users the file stays their own
             os.chown(scratch, old.st_uid, old.st_gid)
     scratch.chmod(stat.S_IMODE(old.st_mode))
 
@@ -203,7 +203,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:  # unlock explicitly: if a process was forked in the meantime, its copy of the handle would keep the lock after a close
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # a file system without locks cannot unlock either
                 fcntl.flock(handle, fcntl.LOCK_UN)
 
 

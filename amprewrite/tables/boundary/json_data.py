@@ -21,7 +21,7 @@ MOST = 2**63
 
 
 class BadData(ValueError):
-    """The data are invalid. The message names the error and its place in the data."""
+    """Raised for invalid data. The message names the error and its place in the data."""
 
 
 def read_json(text: str) -> Any:

@@ -18,7 +18,7 @@ def _words(text: str) -> frozenset[str]:
 # TensorFlow ----------------------------------------------------------------------------------------------------------
 
 TF_OPS: dict[str, str] = {
-    # allow
+    # types on TensorFlow's allow list
     "MatMul": "linear mm addmm matmul mv addmv inner tensordot chain_matmul linalg_multi_dot rnn_tanh_cell rnn_relu_cell",
     "BatchMatMulV2": "bmm baddbmm addbmm scaled_dot_product_attention multi_head_attention_forward "
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
@@ -31,7 +31,7 @@ TF_OPS: dict[str, str] = {
     "LSTMBlockCell": "lstm_cell _thnn_fused_lstm_cell",
     "GRUBlockCell": "gru_cell _thnn_fused_gru_cell",
     "MhaV2": "_native_multi_head_attention _transformer_encoder_layer_fwd",
-    # infer
+    # types on TensorFlow's infer list
     "AddV2": "add",
     "Sub": "sub rsub diff softshrink",
     "Mul": "mul outer kron addcmul addcdiv lerp deg2rad rad2deg hardsigmoid hardswish alpha_dropout feature_alpha_dropout",
@@ -58,16 +58,16 @@ TF_OPS: dict[str, str] = {
     "Sqrt": "sqrt",
     "Square": "square",
     "Tanh": "tanh tanhshrink",
-    # deny in fp16, infer in bf16; norms are in the row of Mean, because TensorFlow decomposes them into Mean and other ops
+    # types on the deny list in fp16, and on the infer list in bf16; TensorFlow decomposes norms into Mean and other ops
     "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d layer_norm group_norm instance_norm rms_norm",
     "Sum": "sum nansum",
-    # deny
+    # types on TensorFlow's deny list
     "Exp": "exp",
     "Expm1": "expm1",
     "L2Loss": "norm linalg_norm linalg_vector_norm frobenius_norm mse_loss",
     "Pow": "pow exp2 float_power ldexp",
     "SparseSoftmaxCrossEntropyWithLogits": "cross_entropy nll_loss",
-    # clear
+    # types on TensorFlow's clear list
     "Abs": "abs",
     "ArgMax": "argmax",
     "ArgMin": "argmin",

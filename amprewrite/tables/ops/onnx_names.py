@@ -46,7 +46,7 @@ VOCABULARY: dict[str, str] = {
     # ops that read floats and return other types
     "ArgMax": "argmax", "ArgMin": "argmin", "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge", "IsInf": "isinf",
     "IsNaN": "isnan", "Less": "lt", "LessOrEqual": "le", "NonZero": "nonzero", "Shape": "size", "Size": "numel",
-    # denied
+    # ops on the denylist, which stay fp32
     "AffineGrid": "affine_grid", "Bernoulli": "bernoulli", "BlackmanWindow": "blackman_window",
     "DequantizeLinear": "dequantize", "DFT": "_fft_c2c", "GridSample": "grid_sample", "HammingWindow": "hamming_window",
     "HannWindow": "hann_window", "QuantizeLinear": "quantize_per_tensor", "Range": "arange", "STFT": "stft",
@@ -60,12 +60,12 @@ SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
 ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
 """Op types whose results are exact copies of values that are already rounded."""
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
-"""Op types that have an attribute for the type of their result. All ops with an attribute "dtype" have one, too."""
+"""Op types that have an attribute for the type of their result, under various names. Ops with the attribute "dtype" are not listed."""
 
 BROADCASTS = "broadcast"
 """The attribute by which ops before opset 7 asked for broadcasting."""
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
-"""Attributes that ops with BROADCASTS lost in later opsets, because shapes alone determine broadcasting, or because nothing reads them."""
+"""Attributes that later opsets removed from ops with BROADCASTS, because shapes determine broadcasting, or because nothing read them."""
 NEUTRAL = {("Cast", "saturate")}
 """(op type, attribute) of attributes that a later opset added and whose default keeps the old behaviour. `saturate` affects only casts to
 fp8."""

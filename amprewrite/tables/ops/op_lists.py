@@ -87,7 +87,7 @@ _INPLACE = frozenset(
 _WRITES = frozenset({"setitem", "delitem", "__setitem__", "__delitem__"})
 
 _HOMES = ("torch", "builtins", "math", "_operator", "operator")
-"""Modules in which a function with the name of an op is that op. A user's own `linear` may differ."""
+"""Modules whose functions count as ops by their name. In other modules, a function named `linear` may compute something else."""
 
 _PREFIXES = {
     "torch.masked": "masked_",

@@ -111,8 +111,8 @@ class Op:
     mixed_on: tuple[str, ...] = ()
     """Devices whose kernels accept low data together with fp32 arguments that are not in `data`. Elsewhere all are cast to one dtype."""
     summands: tuple[str, ...] = ()
-    """Names of the arguments that are only added to a product. If a low format flushes their small numbers to zero, that hardly matters,
-    since such numbers are below the rounding error of the result."""
+    """Names of the arguments that are only added to a product. A low format may flush small numbers in them to zero without harm, because
+    such numbers are below the rounding error of the result."""
     promotes: bool = False
     """True if the kernel promotes operands of mixed dtypes itself, forward and backward. The result then has the widest of these dtypes."""
     bounded: bool = False

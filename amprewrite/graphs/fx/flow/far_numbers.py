@@ -43,7 +43,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         self.sizes: dict[torch.fx.Node, float] = {}
         """By value: an upper bound of the magnitude of its constants beyond the range."""
         self.computed_with: set[torch.fx.Node] = set()
-        """The keys of `sides` with which some op computes. The other keys only block positions of masks."""
+        """The values of `sides` with whose constants some op computes. The constants of the other values only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
         """Yield a `Read` for each op that reads `value`, and for each result that the op makes.
@@ -67,7 +67,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """If the result of the op holds constants beyond the low format's range, record them."""
+        """Record the constants beyond the low format's range that the result of an op holds, if there are any."""
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
         sides, size = self._written_down(fact)
@@ -126,7 +126,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return None
 
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
-        """True if the op may run low with its floating `constant` clamped to ±max. False for an integer: no pass edits integers."""
+        """True if the op may run low with `constant`, one of its arguments, clamped to ±max. False for integers, which no pass edits."""
         if type(constant) is int:
             return False
         if fact.op in FILLS:
@@ -147,7 +147,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return self.holds_mask(fact.node, fact.op, fact.row.kind, bool(far), masks, beside)
 
     def _blocks(self, node: torch.fx.Node, constant: float) -> bool:
-        """True if a constant that fills a mask blocks a position: it is too large to compute with, or negative before a softmax."""
+        """True if `constant`, which `node` fills in, blocks positions: it is too large to compute with, or negative before a softmax."""
         return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
 
     def _may_be_mask(self, node: torch.fx.Node) -> bool:

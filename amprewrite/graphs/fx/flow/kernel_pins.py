@@ -63,7 +63,7 @@ def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or isinstance(given.get("padding"), str):
-        return False  # no bare taps: "same" requires a stride of one, and "valid" does not pad
+        return False  # neither text gives bare taps: padding="same" requires a stride of one, and padding="valid" does not pad
     if ("output_padding" in given) is not transposed:
         return False
     dims = weight.dim() - 2
@@ -83,9 +83,9 @@ def per_dim(setting: Any, dims: int) -> tuple[Any, ...]:
 
 
 def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool) -> bool:
-    """True if, along this dim of a convolution, some position of the kernel reads only padding.
+    """True if, along one dim of a convolution, some position of the kernel reads only padding.
 
-    If `transposed`: True if some position writes only elements that are cropped from the result.
+    For a transposed convolution: True if some position writes only elements that are cropped from the result.
     """
     reach = dilation * (kernel - 1)
     if transposed:
@@ -99,10 +99,10 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
     """Return a pin to high for an op that would add up the gradient of a trained value in the low format; otherwise None.
 
-    The op's kernel would add it up, or autograd would, because the op reads the value more than MOST_READERS times. `learning` are all
-    values that get gradients. `trained` are the values among them that torch.autocast holds in fp32. torch.autocast adds up gradients in
-    fp32 for `trained`, and for operands of ops on its fp32 list. The pin holds under all op lists, also under lists that allow every op.
-    An op for which the user has an override gets no pin.
+    Either the op's kernel adds the gradient up, or autograd does, because the op reads the value more than MOST_READERS times. `learning`
+    are all values that get gradients, `trained` those of them that torch.autocast holds in fp32. torch.autocast adds up gradients in fp32
+    for `trained`, and for operands of ops on its fp32 list. The pin holds under all op lists, also under lists that allow every op. An op
+    for which the user has an override gets no pin.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None

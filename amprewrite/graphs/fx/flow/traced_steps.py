@@ -40,7 +40,7 @@ SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 def read_small_steps(
     graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float], repeated: bool = False
 ) -> tuple[str, ...]:
-    """Return the sums that change one value in many small steps, each with a product, and the ops between the sums that scale or copy it.
+    """Return the names of the sums that change one value in many small steps, and of the ops between these sums that scale or copy it.
 
     `factors` are the signed root mean squares of parameters that may scale a value. `repeated` is True for a body graph, which the graph
     around it may run many times.
@@ -167,8 +167,8 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
-        """True if `node` may be a step size for `beside`: it is in `exact`, or in `learnt` if `beside` is a `mul` or `div`. Also, it must
-        vary along one dim at most, and along fewer dims than `beside`."""
+        """True if the op `beside` may use `node` as a step size: `node` is in `exact`, or in `learnt` if `beside` is a `mul` or `div`, and
+        varies along one dim at most, and along fewer dims than the result of `beside`."""
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)
 
@@ -185,7 +185,7 @@ def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
 
 
 def _applied(node: torch.fx.Node, size: float) -> float | None:
-    """Return the result of an op on the number `size` in place of its only tensor; None if the op cannot run on a single number."""
+    """Return the number that the op of `node` returns for the number `size` in place of its only tensor; None if it cannot run on it."""
     number = torch.tensor([size], device="cpu")
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: number)
     try:

@@ -77,11 +77,11 @@ class Ties:
     size: Counter[torch.fx.Node]
     """Number of nodes in a group, by its representative."""
     kept: set[torch.fx.Node]
-    """Readers of memory that is written later through `.data`. Their backward must read the new values; an earlier cast copy lacks them."""
+    """Ops whose operand is written later through `.data`. Their backward must read the new values, which an earlier cast copy lacks."""
 
 
 def note_memory(graph: torch.fx.Graph) -> None:
-    """Record under MEMORY the storages of each node's result in eager PyTorch, where capture records different storages."""
+    """Record in each node's meta (key MEMORY) the storages that its result has in eager PyTorch, if they differ from those of capture."""
     really: dict[int, set[int]] = {}
     apart = transformed_nodes(graph)
     for node in graph.nodes:
@@ -118,9 +118,9 @@ def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the operand that `node`, an op without in-place writes, returns as the same tensor object; None if there is none.
+    """Return the operand that `node` returns unchanged, as the same tensor object; None if there is none, or if `node` writes in place.
 
-    `contiguous` returns an operand that is contiguous already. A checkpoint may return one of its inputs.
+    For example, `contiguous` returns an operand that is contiguous already, and a checkpoint may return one of its inputs.
     """
     inside, source = made_inside(node), node.args[0] if node.args else None
     if inside is not None and isinstance(source, torch.fx.Node):
@@ -133,7 +133,7 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
     if node.op not in ("call_function", "call_method") or is_opaque(node) or written(node) or node.target is hooked:
         return None
     if not any(_hints(example_value(operand)) == _hints(example_value(node)) for operand in node.all_input_nodes):
-        return None  # no operand has the shape of the result
+        return None  # no operand has the shape of the result, so that the op need not be run to find out
     value = real_value(node)
     return next((operand for operand in node.all_input_nodes if isinstance(value, torch.Tensor) and example_value(operand) is value), None)
 
@@ -143,7 +143,7 @@ def _hints(value: Any) -> list[int] | None:
 
 
 def reads_back(node: torch.fx.Node) -> bool:
-    """True if the backward of the op reads the op's result, as for `tanh`: a second backward then gives the result a gradient."""
+    """True if the backward of the op reads the op's result, as that of `tanh` does. A second backward then gives the result a gradient."""
     if op_name(node.target) in _CHOOSE:
         return False
     with torch.enable_grad():
@@ -178,7 +178,7 @@ def _sized(value: Any) -> Any:
 def _backward(value: torch.Tensor) -> Any:
     try:
         return value.grad_fn
-    except RuntimeError:  # raised if a view was captured without gradients and its memory is written
+    except RuntimeError:  # PyTorch gives no grad_fn to a view that was made without gradients if its memory was written afterwards
         return None
 
 
@@ -212,7 +212,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
     """Yield the conversions between fp32 and `low` that may return their operand instead of a copy, because no reader can notice.
 
-    The result is never written and is not returned, the operand is not written later, and both have the same strides.
+    This holds if the result is never written and not returned, the operand is not written later, and both have the same strides.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
@@ -243,7 +243,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages in which other nodes read a node's result: none if they read its idle conversion instead (leaving.py)."""
+    """Return the storages in which other nodes read a node's result; {} if they read its idle conversion instead (see `leaving.py`)."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -253,7 +253,7 @@ def _lies_in(fact: Fact) -> set[int]:
 
 
 def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
-    """Return {storage: position of the last write to it through `.data`}."""
+    """Return {storage: position of the last write to the storage through `.data`}. Autograd does not notice such writes."""
     aside: set[torch.fx.Node] = set()
     last: dict[int, int] = {}
     for node, fact in facts.items():
@@ -317,11 +317,11 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         if node.target is hooked:
             union.join(node, node.args[0])
             (inner,) = node.all_input_nodes[:1]
-            while (before := same_tensor(inner)) is not None:  # dropout with p=0 returns its operand, which then has the hook
+            while (before := same_tensor(inner)) is not None:  # a hook on the result of dropout with p=0 is a hook on the operand
                 union.join(inner, before)
                 inner = before
         for storage in _memory(fact) if writes else ():
-            if fact.position <= max(writes.get(storage, (-1,))):  # a value made after the last write never changes
+            if fact.position <= max(writes.get(storage, (-1,))):  # a value made after the last write never changes, so it needs no tie
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
         for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():

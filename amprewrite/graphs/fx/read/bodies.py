@@ -44,9 +44,9 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
     """Return the reason why all ops of a body graph stay fp32 in training with a narrow format or a loss scale; None if they need not.
 
-    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled. If it is, ops around a nonlinear
-    backward of user code get unscaled gradients. The backward itself may overflow, because no sample run shows its range. The
-    forward of an autograd Function may run low, because autograd does not differentiate it.
+    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled: ops around a nonlinear backward of
+    user code then get unscaled gradients, which a low format may flush to zero. The backward itself may overflow, because no sample run
+    shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -71,7 +71,7 @@ def _is_forward(node: torch.fx.Node, name: str) -> bool:
 
 
 def has_own_backward(node: torch.fx.Node) -> bool:
-    """True if the gradient of `node`'s result must be unscaled, because a nonlinear backward of user code or a hook reads the gradient."""
+    """True if the gradient of `node`'s result must be unscaled, because a nonlinear backward written by the user, or a hook, reads it."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
     if "autograd_function" in node.target.name():
@@ -80,7 +80,7 @@ def has_own_backward(node: torch.fx.Node) -> bool:
 
 
 def _backward_is_linear(node: torch.fx.Node) -> bool:
-    """True if the backward of an autograd Function is linear in its first inputs, the gradients. The saved values are its last inputs."""
+    """True if the backward of an autograd Function is linear in the gradients, its first inputs. Its last inputs are the saved values."""
     if len(bodies(node)) != 2 or node.kwargs.get("dirty_idx"):
         return False
     forward, backward = bodies(node)
@@ -178,7 +178,7 @@ def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torc
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]
-    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # paired from the end: a predicate may come first
+    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # from the end, because a condition passes its predicate first
     return [(inner, given) for inner, given in pairs if _shape(inner) == _shape(given) is not None]
 
 

@@ -40,7 +40,7 @@ STATISTICS_AND_WEIGHTS = ((1, "running_mean"), (2, "running_var"), (3, "weight")
 
 
 def read_bare_norms(nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
-    """Return the batch and instance norms on a CPU without statistics, weight or bias: they compute statistics in their input's dtype."""
+    """Return the names of the norms on a CPU without statistics, weight or bias: they compute their statistics in their input's dtype."""
     return tuple(name for name, node in nodes.items() if op_name(node.target) in NORMS and _is_bare(node))
 
 
@@ -81,7 +81,7 @@ def _shape(tensor: torch.Tensor) -> Shape:
 
 
 def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
-    """Return an argument as plain data: an fx node becomes a `Ref`, or its number if capture knows the number."""
+    """Return an argument as plain data: an fx node becomes a `Ref`, or a number if its value is a number that capture knows."""
     if isinstance(argument, torch.fx.Node):
         value = example_value(argument)
         return value if type(value) in (int, float, bool) else Ref(names.get(argument, argument.name))

@@ -58,14 +58,14 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert idle conversions after the values that leave the graph, and set their LEAVES marks. Return False if nothing is to be done.
+    """Insert idle conversions after the values that leave the graph, and set LEAVES marks. Return False if nothing has to be done.
 
-    Otherwise `make_own` is called. It copies the graph and returns a function from a node to its copy, and the copy is edited.
+    The edits are made in a copy of the graph: `make_own` copies the graph and returns a function from each node to its copy.
     `without_grad` are the nodes that run without gradients; None if the graph is read as a graph without gradients.
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(graph)  # nodes inside transforms are left out: they run high, and no cast can be inserted there
+    regions = transform_regions(graph)  # nodes inside transforms are left out, because no cast can be inserted there
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()

@@ -38,7 +38,7 @@ def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor
 
 
 def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the same weights as `weights_among`, but also if the low format has fp32's range."""
+    """Return the fp32 parameters and buffers as `weights_among` does, but for a low format of any range."""
     names, graph = captured.names, captured.module.graph
     placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     held = ((node, held_value(node)) for node in graph.find_nodes(op="get_attr"))

@@ -104,7 +104,7 @@ def read_graph(
 
 
 def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
-    """Return `graph` with a pin to high for ops that would add up gradients in the low format, and that torch.autocast adds up in fp32."""
+    """Return `graph` with a pin to high for each op that would add up gradients in the low format where torch.autocast uses fp32."""
     wide = held_wide(graph, device) if learning else set()
     trained = {node for node in learning if facts[node].name in wide}
     found = {}
@@ -116,7 +116,7 @@ def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpL
 
 
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
-    """Return the kind of the op in this call; None if it is on no list. The lists give the kind by the op's name, with five exceptions:
+    """Return the kind of an op in one call; None if the op is on no list. The lists give the kind by the op's name, with five exceptions:
 
     1. A square or cube (`pow`) may run low in a format with fp32's range, because its relative error stays small.
     2. Such a power that only tanh reads, as in GELU, may also run low in a format of narrow range, because an overflow does no harm.
@@ -176,7 +176,7 @@ def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
 
 
 def without_grad(graph: torch.fx.Graph, grad: bool) -> set[torch.fx.Node]:
-    """Return the nodes that run without gradients: under the model's own no_grad or inference_mode, or its caller's if `grad` is False."""
+    """Return the nodes that run under no_grad or inference_mode: the model's own or, if `grad` is False, its caller's."""
     found, enabled = set(), grad
     around: dict[torch.fx.Node, bool] = {}
     for node in graph.nodes:
@@ -229,7 +229,7 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.role == "output" or fact.autocast or fact.transformed or row is None or kind is None:
         return Demand.ANY if fact.role == "op" and fact.op == "getattr" else Demand.HIGH
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
-        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # ANY for other results, such as the indices of max
+        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the picked result may be integers, such as the indices of max
     if fact.dtype != "fp32":
         answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
         if fact.may_be_idle:
@@ -274,7 +274,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
         return Colour.HIGH, Reason.KEPT if fact.node in ties.kept else Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
-    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # a denied op is high already
+    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # its list makes a denied op high
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value)

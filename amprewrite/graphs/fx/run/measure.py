@@ -77,7 +77,7 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """Return the key of a call on disk, which is its text; "" if an argument is a node without a strided tensor: no call can be made."""
+    """Return the text of a call, its key on disk; "" if the call cannot be made, because a node in its arguments is no strided tensor."""
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
     leaves = []

@@ -22,9 +22,9 @@ from amprewrite.tables.vocabulary import Reason
 class Observer:
     """Callable that runs captured graphs op by op in fp32, and records the ranges of all their values in `regions`.
 
-    With `gradients`, the ranges of gradients are recorded as well. Without `weights`, a weight is skipped unless an op with a pole at zero
-    reads it, because capture has measured the weights. If `brief`, no histograms are recorded, and smallest magnitudes only for values that
-    such ops read.
+    If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips weights, whose ranges capture has
+    measured, unless an op with a pole at zero reads them. If `brief` is True, it records no histograms, and it records the smallest
+    magnitude only of values that such ops read.
     """
 
     def __init__(self, gradients: bool = False, weights: bool = True, brief: bool = False) -> None:
@@ -43,7 +43,7 @@ class Observer:
 
 
 def inside_transform(vertex: OpNode) -> bool:
-    """True if `vertex` is a value inside a torch.func transform: code outside cannot read such a value, and it is not rewritten."""
+    """True if `vertex` is inside a torch.func transform. Code outside cannot read such a value, and its op is not rewritten."""
     return vertex.pinned is not None and vertex.pinned[1] is Reason.TRANSFORMED
 
 
@@ -106,6 +106,6 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             tensor.register_hook(look)
 
     def _run_body(self, n: torch.fx.Node) -> Any:
-        """Run the body graph of an activation checkpoint like any captured graph, without a checkpoint: no backward recomputes it."""
+        """Run the body of an activation checkpoint like any captured graph. It needs no checkpoint, because no backward recomputes it."""
         args = self.fetch_args_kwargs_from_env(n)[0]
         return self.watch(self.captured.parts[n], args[1:])

@@ -23,7 +23,7 @@ def exchanges_infinities(captured: Captured) -> bool:
 
 
 def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> Iterator[str]:
-    """Yield a description of each value that `plan` makes or copies low, and that leads to an infinity in the low format.
+    """Yield a description of each value that leads to an infinity because `plan` makes it, or a copy of it, in the low format.
 
     Such a value is too large, or it is flushed to zero and then read by an op with a pole at zero. `seen` holds the ranges of an fp32 run,
     by fingerprint of the graph.
@@ -41,7 +41,7 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
 
 
 def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges], room: float = ROOM) -> Iterator[str]:
-    """Yield a description of each value that `plan` makes or copies low, and that exceeds the low format's range if it grows `room` times.
+    """Yield a description of each value that `plan` makes or copies low although `room` times the value exceeds the low format's range.
 
     Only results of ops get this margin; the values of weights are known. Values that may be clamped to ±max, such as masks, are left out.
     """

@@ -44,7 +44,7 @@ class _NotAlike(Exception):
 
 @dataclass(frozen=True)
 class _Given:
-    """Result of a call, and the positions of the operands that share its memory."""
+    """The result of a call, for calls that are alike, and the positions of the operands that share the result's memory."""
 
     value: Any
     aliases: tuple[int, ...]
@@ -109,7 +109,7 @@ class Answers:
     """The answers of a function about op calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
 
     def __init__(self, ask: Callable[[torch.fx.Node], bool], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
-        """`ask` must read nothing of a call but its op, its plain arguments, and the values that `value_of` returns for its operands."""
+        """`ask` answers for one call. It may read the call's op, plain arguments, and operands as `value_of` returns them, nothing else."""
         self._ask, self._value_of = ask, value_of
         self._alike, self._known = Alike(), dict[Hashable, bool]()
 
@@ -170,6 +170,6 @@ def _leaves_sizes(node: torch.fx.Node) -> bool:
 
 
 def _may_be_given_again(value: Any) -> bool:
-    """True if `value` may be the value of a later call that is alike: it consists of plain fake tensors without known values."""
+    """True if later calls that are alike may return the object `value`, because it consists of plain fake tensors without known values."""
     found = value if isinstance(value, tuple | list) else [value]
     return all(type(each) is FakeTensor and each.constant is None for each in found)

@@ -16,7 +16,7 @@ from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard
 def reduction(view: View) -> Rule:
     """Return the padding rule of sums and means. Dims that are not summed may be padded.
 
-    Summed dims keep their size without padding. A slice to that size costs little, since it is a view, without a kernel.
+    Summed dims keep their unpadded size. Slicing a padded operand to this size costs little, since the slice is a view, without a kernel.
     """
     call = view.call
     source, dims = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")
@@ -56,7 +56,7 @@ def batch_norm(view: View) -> Rule:
 
 
 def normalised(view: View) -> Rule:
-    """Return the padding rule of other norms and softmax. No dim may be padded, because each result depends on the real size."""
+    """Return the padding rule of norms except batch norm, and of softmax. No dim may be padded, because results depend on its size."""
     return Rule(why_opaque=f"{view.call.op} runs over the logical size")
 
 
@@ -76,7 +76,7 @@ def channels(view: View) -> Rule:
 def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
     """Return the content rule of a product with a weight: the result's padding is zero.
 
-    The padding of weight and bias must be zero, otherwise Hazard. The padding of the other operand may hold any finite number.
+    It raises Hazard if the padding of weight or bias is not zero. The padding of the other operand may hold any finite number.
     """
 
     def content(contents: Contents) -> Content:
@@ -166,7 +166,7 @@ def conv(view: View) -> Rule:
 def attention(view: View) -> Rule:
     """Return the padding rule of attention. If queries, keys and values have one head size, it may be padded in all of them.
 
-    The scale stays the scale for the size without padding.
+    The scale of the scores is still computed from the head size without padding.
     """
     call = view.call
     q, k, v = (call.get(i, name) for i, name in enumerate(("query", "key", "value")))

@@ -268,7 +268,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # all pieces are multiples of the smallest, as in fused weights with fewer keys than queries
+        if first is not None:  # all pieces are multiples of the smallest, as in fused weights with fewer keys than queries: tie all to it
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:
@@ -308,7 +308,7 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Return the padding rule of a pad in the model's code. Dims that it does not pad may be padded. If it adds zeros, zeros stay zeros."""
+    """Return the padding rule of a pad in the model's code. Dims that it leaves alone may be padded; zeros there stay if it adds zeros."""
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:

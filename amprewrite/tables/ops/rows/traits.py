@@ -55,7 +55,7 @@ TRAITS: dict[Trait, str] = {
     Trait.LOGARITHM: "log log2 log10 log1p",
     Trait.LOGS_OF_BOTH: "binary_cross_entropy",
     Trait.NEARS_ITS_ENDS: "softmax softmin sigmoid",
-    # products
+    # products, rankings and polynomials
     Trait.SUMS_LAST_DIM: "linear matmul bmm mm mv dot vdot inner grouped_mm transformers::grouped_mm_fallback",
     Trait.READS_FP8: "linear matmul mm addmm",
     Trait.RANKS: "argmax argmin argsort sort msort topk",
@@ -76,12 +76,12 @@ TRAITS: dict[Trait, str] = {
     "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
-    # integers
+    # whole numbers, for the search for counts: how large they become
     Trait.NUMBERS: "arange linspace",
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
     Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
-    # effect of a factor on an operand
+    # linearity: if an operand is multiplied by a factor, so is the result
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
@@ -98,7 +98,7 @@ TRAITS: dict[Trait, str] = {
     Trait.ATTENDS: "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention flex_attention",
     Trait.ATTENDS_AND_PROJECTS: "multi_head_attention_forward _native_multi_head_attention",
-    # padding
+    # padding: what an op makes of zeros and other numbers in it
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
     Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
     "tanhshrink sign positive asinh",
