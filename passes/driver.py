@@ -397,7 +397,7 @@ def read_parts(captured: Captured) -> None:
 
 
 def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
-    """Return the problem of the checkpoint body that `node` runs. The first call reads it."""
+    """Return the problem of the checkpoint body that `node` runs. The first call for a node reads the body; later calls return the same."""
     part = captured.parts.get(node)
     if part is None:
         part = captured.parts[node] = read_body(captured, node)
@@ -405,7 +405,7 @@ def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
 
 
 def _free_outputs(part: Captured) -> None:
-    """Let a body return its results in either format."""
+    """Let a body return its results in either format, low or fp32."""
     graph = part.problem.graph
     outputs = [node for node in graph if node.role == "output"]
     freed = {node.name: replace(node, operands=tuple(replace(o, demand=Demand.ANY) for o in node.operands)) for node in outputs}

@@ -130,7 +130,7 @@ class SmallSteps(ABC, Generic[Node]):
                 terms[part] = terms[part] + factor * times if part in terms else factor * times
             if not _may_be_small(terms.values()):
                 continue
-            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # try plain x before terms such as `schedule * cos(x)`
+            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # so x is tried before terms like `schedule * cos(x)`
             value = next((each for each in plainest if shape(each) == shape(node) and self._goes_on(each, terms)), None)
             if value is not None:
                 passed = {value}

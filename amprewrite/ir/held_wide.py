@@ -4,9 +4,9 @@
    value.
 2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
    files torch.autocast has no lists; there the ops that amprewrite denies or does not list return fp32.
-3. Any other op returns the widest dtype of its data. Side arguments, such as the weights of a batch norm, do not count. Neither do 0-dim
-   tensors next to tensors with dims, nor the constants of an ONNX file that have no offset (see `offsets` in `Problem`), because such
-   constants are stored in the format of their readers.
+3. Any other op returns the widest dtype of its data. Three kinds of operands do not count as data: side arguments, such as the weights of a
+   batch norm; 0-dim tensors next to tensors with dims; and constants of an ONNX file without an offset (see `offsets` in `Problem`), which
+   are stored in the format of their readers.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Reading:
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
     def _is_learnt(self, name: str) -> bool:
-        """True if the value `name` is a weight or another input, rows of a table, the result of a norm, or a mask."""
+        """True if the value `name` counts as learnt: a weight or another input, rows of a table, the result of a norm, or a mask."""
         seen = self.graph.seen(name)
         return seen.role != "op" or seen.op in LOOKS_UP | NORMS or self.graph[name].may_saturate
 

@@ -39,7 +39,7 @@ class Call:
     floating: bool = True
     """Whether all results are floating point."""
     item: Any = None
-    """The index, if the call is a `getitem` of a tuple; otherwise None."""
+    """The index that the call takes, if the call is a `getitem` of a tuple; otherwise None."""
     opaque: str = ""
     """The reason why this op must not read or return padded tensors, such as aliasing writes or tensor subclasses; "" if it may."""
     role: str = "op"

@@ -91,8 +91,8 @@ def insert_cast(
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`, so that the copy records gradients if `value` does.
 
-    This is `user` itself, unless `user` is the output of the graph and the first change of the grad mode after `value` switches gradients
-    off. Then it is the call that makes this change.
+    This is `user` itself, with one exception: if `user` is the output of the graph, and the first change of the grad mode after `value`
+    switches gradients off, it is the call that makes this change.
     """
     if user.op != "output":
         return user
@@ -106,7 +106,7 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
-    """Make a node return `fmt` if its dtype comes from an argument or from another tensor. With `clamps`, clamp its constants to ±max."""
+    """Make `node` return `fmt` if it takes its dtype from an argument or another tensor. If `clamps`, clamp its constants to ±max."""
     op = op_name(node.target)
     if op in CONVERSIONS:
         _aim_conversion(node, op, fmt)

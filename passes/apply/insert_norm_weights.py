@@ -1,4 +1,4 @@
-"""Give the norms that the plan names fp32 weights of one, a weight for each channel.
+"""Give fp32 weights of one, a weight for each channel, to the norms that the plan names.
 
     before   batch_norm(x, None, None)
     after    batch_norm(x, None, None, x.new_ones(x.size(1), dtype=torch.float32))

@@ -3,8 +3,9 @@
 1. A mask that is made of fixed sizes alone is known while planning. It is dropped if it is causal or allows all positions.
 2. A mask that is made of sizes that change from call to call is looked up by these sizes, if the graph runs without a compiler.
 3. Any other boolean mask on a CPU is examined in every forward, if the graph runs without a compiler.
-4. On a GPU with flash attention (sm_80 and later), a low call without a mask reads each head of keys and values for a group of query heads,
-   if the model repeats heads for the call. A CPU's kernel adds the gradients of a group up in the low format, so there heads stay repeated.
+4. If the model repeats the heads of keys and values for a low call without a mask, the call reads the original heads, each for a group of
+   query heads. This needs a GPU with flash attention (sm_80 and later). On a CPU heads stay repeated, because the kernel for groups adds up
+   gradients in the low format.
 
 Without capture, models skip such masks and copies by themselves. Exported graphs keep them.
 """

@@ -44,7 +44,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
     """Return the padding of one graph. It is empty if no padding is asked for or needed, and gives reasons if padding is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # a plan whose colours were edited lists no casts: its pads are decided anew
+    if problem.given is not None and problem.given.casts:  # without casts the plan was edited, so that its pads must be decided anew
         return problem.given.pads
     if not problem.calls:
         return PadPlan()
@@ -259,7 +259,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return one entry for every padded axis, and one for each size and reason of wanted dims that are not padded."""
+    """Return one entry for every padded axis, and one for all unpadded dims of products that share a size and a reason."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

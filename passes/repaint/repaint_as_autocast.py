@@ -1,20 +1,19 @@
-"""Keep a value in fp32 if torch.autocast keeps it in fp32, unless rounding it is free.
+"""Keep a value in fp32 if torch.autocast keeps it in fp32, unless rounding it does no harm.
 
 torch.autocast rounds at products. It keeps in fp32 the results of other ops on inputs and weights, and of ops on its fp32 list. Code may
 rely on that: `(x - mean) / std` of large values, `1 - sigmoid(y.float())`, differences of times, thresholds. So fp32 is the default for an
-op about which nothing is known.
+op about which nothing is known. An op runs low only if rounding its result and its operands does no harm.
 
-Rounding the result of an op is *free* if
+Rounding a value does no harm if products alone read it, directly or through views, because products round their operands anyway. It does
+no harm either if two conditions hold:
 
-1. it has no offset of unknown size (`ir/held_wide.py`), because a product or a norm made it, or because it is learnt; and
-2. no reader magnifies a rounding. Readers that do so are differences, batch norms, and ops that pass the value on to such a reader. Until
-   products have rounded the value as far as the low format does, other readers magnify a rounding, too: logarithms, softmax, ops whose
+1. The value has no offset of unknown size (`ir/held_wide.py`), because a product or a norm made it, or because it is learnt.
+2. No reader magnifies the rounding. Differences and batch norms magnify it, and so do ops that pass the value on to such a reader. If
+   products have not yet rounded the value as far as the low format does, other readers magnify it as well: logarithms, softmax, ops whose
    result jumps (`floor`) or selects positions (`topk`), ops with kinks in training (`relu`), denied and unlisted ops, and results of the
-   graph. Other norms and averages do not. Products and casts to a low format do not either, because they round their operands anyway.
+   graph. Other norms, averages, products and casts to a low format do not magnify it.
 
-For that reason rounding is free in any case if products alone read the value, directly or through views. An op runs low only if rounding
-its operands is free, too. A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stay in force.
-Tied nodes share a colour.
+A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stay in force. Tied nodes share a colour.
 
 Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py and test_error_laws.py, and by
 tests/runtime/test_products_told.py.

@@ -1,7 +1,7 @@
 """Keep in fp32 the values that a low format cannot hold, by calibration, a sample run, weights and constants.
 
-1. *Overflow*. A value is at risk if its largest magnitude comes near the format's largest number, or if a fit to the tail of its
-   distribution gives an overflow in one forward pass a probability above RISK. Masks that saturate by design are not at risk.
+1. *Overflow*. A value is at risk if its largest magnitude comes near the format's largest number, or if the probability of an overflow in
+   one forward pass, from a fit to the tail of its distribution, is above RISK. Masks that saturate by design are not at risk.
 2. *Underflow*. A value is at risk if all its elements lie below the normal range and it is not added to far larger values, or if elements
    would be flushed to zero before an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
 3. The op that makes such a value runs in fp32, and so does every op that would read a low copy of the value.
@@ -120,8 +120,8 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
     """Yield the ops that would read a low copy of the value of `node` if they ran low.
 
-    `drowns` are ranges by node. With them, a reader that adds the value as a bias is left out if its result is so large that the bias is
-    lost in it anyway.
+    `drowns` maps nodes to ranges. If it is given, readers that add the value as a bias are left out if their result is so large that the
+    bias is lost in it anyway.
     """
     for reader in problem.graph.readers(node.name):
         harmless = drowns is not None and bias_drowns(drowns.get(reader.name), problem.policy.low)

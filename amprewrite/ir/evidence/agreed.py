@@ -1,8 +1,8 @@
 """Keeps colours equal across the graphs of one model: an op has the same colour in every graph in which it is captured.
 
 An op is identified by the module that calls it, its name, the line of code that calls it, and the number of earlier calls by that line.
-Another tracer may report other lines. If it reports no known line for an op in a module, and as many calls as are known, then calls are
-matched with known calls in order. If the numbers of calls differ, a call matches only if all known calls have the same colour.
+Another tracer may report other lines of code. If none of the lines that it reports for an op in a module is known, but the number of calls
+is, then calls match the known calls in order. If the numbers of calls differ, a call matches only if all known calls have the same colour.
 
 1. The graph that is captured first decides.
 2. A later graph takes over the colours of shared ops and decides the rest.

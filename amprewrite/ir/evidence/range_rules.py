@@ -91,9 +91,9 @@ class Read(Generic[Node]):
     made: Node
     """The node of the op's result."""
     place: int = 0
-    """Position of the value among the operands."""
+    """Position of the value among the operands of the op."""
     numbers: tuple[float, ...] = ()
-    """The other operands that are numbers. Bounds are not among them."""
+    """The operands of the op that are plain numbers, without its bounds."""
     lower: tuple[float, ...] = ()
     """Lower bounds of the result, such as `min` of clamp."""
     upper: tuple[float, ...] = ()

@@ -195,7 +195,7 @@ class Calibration:
     """Ranges of a model's values on sample batches. Frozen: `a | b` merges two."""
 
     model: str
-    """Class of the model."""
+    """Name of the model's class; "" for an ONNX file, and for ranges that a rewritten model learns in its first calls."""
     parameters: str
     """Fingerprint of the names and shapes of the model's parameters."""
     batches: int
@@ -280,7 +280,7 @@ class Calibration:
 
     # -- text -------------------------------------------------------------------------------
     def table(self, n: int = 20, fmt: str = NARROWEST.name, gradients: bool = False) -> Table:
-        """Return a rich table of the `n` values with the greatest risk of overflow in the format `fmt`, ties in order of magnitude.
+        """Return a rich table of the `n` values with the greatest risk of overflow in `fmt`; equal risks are in order of magnitude.
 
         With `gradients` the table shows gradients instead of values.
         """

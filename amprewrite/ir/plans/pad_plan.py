@@ -78,7 +78,7 @@ class PadRegion:
     padded: int
     """Extent with padding; equal to `size` if the region was considered and is not padded."""
     dims: tuple[str, ...]
-    """The dims, such as "linear.1" for dim 1 of the result of the node linear. Results of ops come first, copies of weights last."""
+    """The dims of this region, such as "linear.1" for dim 1 of the result of the node linear. Results of ops precede copies of weights."""
     pads: tuple[str, ...] = ()
     """Values that a kernel pads, at the entry of the region."""
     slices: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class PadRegion:
     why: str = ""
     """The reason why the region is padded, or why not."""
     reasons: tuple[str, ...] = ()
-    """Ops at which padding had to stop, with reasons."""
+    """Ops before which padding had to be cut off, each with the reason."""
 
     @property
     def declined(self) -> bool:

@@ -2,8 +2,8 @@
 
 A dim is an ordered list of axes, outer to inner. For example, a view that splits a dim of 100 into (4, 25) shows that the dim consists of
 two axes. Axes that must have the same extent are joined, as in union-find. An axis that turns out to consist of several axes is split
-wherever it is used. So a pad at the end of a dim, a pad inside every attention head, and a pad inside every chunk of a fused weight are all
-described in the same way: as a pad of one axis.
+wherever it is used. So three kinds of pads are all described as a pad of one axis: at the end of a dim, inside every attention head, and
+inside every chunk of a fused weight.
 """
 
 from __future__ import annotations

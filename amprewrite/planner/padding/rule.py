@@ -5,8 +5,8 @@ without a tie keeps its logical size, the size without padding. *Wants*: dims wh
 op's Tensor Core kernel. *Content*: the numbers in the padding of the result, given the numbers in the padding of the operands.
 
 The content is a number if all padding holds that number: 0.0 in weights, in pads and after ops that map zero to zero, 0.5 after a sigmoid.
-It is MIXED if the padding holds finite and small, but different numbers. An op that would make the content, or a gradient, infinite, NaN or
-large, such as the square root of zero, raises Hazard, and the padding is sliced off before this op. Gradients of padding are always zero:
+It is MIXED if the padding holds finite and small, but different numbers. If an op would make the content or a gradient infinite, NaN or
+large, as a square root does at zero, its rule raises Hazard: the padding is sliced off before the op. Gradients of padding are always zero:
 the backward of a slice returns zeros, a product with zero weights returns zeros, and products of two activations require zeros in both. So
 a matmul may sum over padding if its weight is zero there and the other operand finite, or if both operands are zero.
 
@@ -57,15 +57,15 @@ class Rule:
     """The rule of one call for padded dims. Without ties no dim of the call may be padded."""
 
     ties: list[tuple[Leg, ...]] = field(default_factory=list)
-    """Groups of legs. All legs of a tie are the same dim."""
+    """The ties of the call. All legs of one tie are the same dim."""
     wants: list[tuple[Slot, int]] = field(default_factory=list)
-    """Dims (slot, dim) that the op's kernel wants aligned."""
+    """Dims, as (slot, dim), whose sizes should be multiples of a few elements for the op's kernel."""
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
     """Returns the content of the results' padding, given the content of the operands' padding. May raise Hazard."""
     ignored: set[str] = field(default_factory=set)
     """Names of operands that may have any size, because the op reads only their dtype or sizes, or pads them itself."""
     why_opaque: str = ""
-    """The reason why dims have no ties; "" if there is no such reason."""
+    """The reason why some dims of the call have no ties; "" if all have ties, or if the reason is not recorded."""
     pointwise: bool = False
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
@@ -86,7 +86,7 @@ class View:
         return found.shapes[0] if found and len(found.shapes) == 1 and not found.several and found.floating else None
 
     def is_tensor(self, ref: Any) -> bool:
-        """True if `ref` names a value that is a tensor, or several, of any dtype."""
+        """True if `ref` names a value that consists of one or more tensors, of any dtype."""
         found = self.calls.get(ref.name) if isinstance(ref, Ref) else None
         return found is not None and bool(found.shapes)
 

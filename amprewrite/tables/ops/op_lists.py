@@ -139,7 +139,7 @@ def _target_name(target: Any, name: str) -> str:
         return _schema_name(target._schema.name)
     if isinstance(target, OpOverloadPacket):
         return _schema_name(target._qualified_op_name)
-    if name == "__get__":  # the getter of a property: torch.Tensor.T.__get__
+    if name == "__get__":  # the getter of a property, such as torch.Tensor.T.__get__, knows the property's name
         return _method_name(getattr(target.__self__, "__name__", name))
     module = getattr(target, "__module__", None) or ""
     if module in ("_operator", "operator"):

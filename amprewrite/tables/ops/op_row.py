@@ -118,17 +118,17 @@ class Op:
     bounded: bool = False
     """True if the op is denied only because of its input. Its result fits the low format, so that the ops after it need not stay fp32."""
     low_backward: tuple[str, ...] = ()
-    """Devices on which the backward of its low kernel adds up gradients in the low format. There the op runs in fp32 in training."""
+    """Devices on which the backward of the op's low kernel adds up gradients in the low format. In training the op runs in fp32 there."""
     uneven: tuple[str, ...] = ()
-    """Devices whose low kernels round some elements of a tensor twice and others once, so that the result for a row depends on the batch in
-    which it is."""
+    """Devices whose low kernels round some elements of a tensor twice and others once, so that the result for a row depends on the rest of
+    its batch."""
     no_kernel: tuple[str, ...] = ()
     """Devices and formats, such as "cpu:fp16" or "cuda:bf16", that lack a low kernel, forward or backward, for some form of the op.
 
     There PyTorch raises an error for low values, or converts them to fp32 and runs several ops.
     """
     unset: tuple[str, ...] = ()
-    """Devices and formats whose low backward leaves parts of a gradient uninitialised for some sizes (`graphs/fx/flow/kernel_pins.py`)."""
+    """Devices and formats in which the op's backward leaves parts of a gradient unset for some sizes (`graphs/fx/flow/kernel_pins.py`)."""
     writes: tuple[tuple[str, str], ...] = ()
     """(written argument, switch): arguments to which the op writes although its name does not end in an underscore, each with the argument
     that switches the write off if it is None or False."""

@@ -4,10 +4,10 @@ A step computes `a * x + b * f(x)` of a value x, in one op or several, where f c
 through sums, scalings and copies until it finds such an x. The factors a and b consist of numbers, *learnt factors*, *schedules* and
 *noise*. Learnt factors and schedules vary along one dim at most.
 
-1. A schedule is computed from buffers, inputs and constants of a sampler or solver (`sigmas[i + 1] - sigmas[i]`, `alphas[t].sqrt()`, one
-   for each sample) without a product, and varies along fewer dims than the value. Its numbers are known only when the graph runs. Samplers
-   and solvers with a schedule take small steps. A value computed from random draws or booleans (stochastic depth, padding) is no schedule,
-   because such values scale residual streams, which take large steps.
+1. A schedule is computed without a product from buffers, inputs and constants of a sampler or solver, such as `sigmas[i + 1] - sigmas[i]`
+   or `alphas[t].sqrt()`. It varies along fewer dims than the value. Its numbers are known only when the graph runs. Samplers and solvers
+   with a schedule take small steps. A value computed from random draws or booleans (stochastic depth, padding) is no schedule, because
+   such values scale residual streams, which take large steps.
 2. A learnt factor is computed from parameters and numbers (LayerScale, ReZero, a learnt step). Its size is its root mean square, which is
    known at capture. A learnt factor of unknown size counts as small.
 3. Noise is drawn from a normal distribution, is a floating input, or is computed from such values. A stochastic solver multiplies the

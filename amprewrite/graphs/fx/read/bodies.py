@@ -166,7 +166,7 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
-    """Return how many of the first results of `node` are inputs of its next iteration: 0 for a condition, map or checkpoint."""
+    """Return how many of the first results of `node` its next iteration reads: 0 for a condition, map or checkpoint, by default all."""
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
         return len(node.args[1])

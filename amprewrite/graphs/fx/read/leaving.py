@@ -9,12 +9,12 @@ graph the conversion returns `x` itself. It is pinned high, so in the edited gra
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
 1. *Memory.* This rule applies if several results share memory, if elements of one result share memory, if a result shares memory with an
-   input, or if a body graph writes to the memory. The idle conversion follows the op that makes the memory, its *maker*. The views that
-   lead from the maker to the results run high, and so do all ops that may write to the memory. If the maker returns a view of a tensor
-   inside the op, as `linear` with more than two dims does, a view follows the conversion: after an in-place write, autograd treats a view
-   and a base differently. In graphs with gradients the rule applies in three more cases: the graph writes to the memory of a result or an
-   input; a result is the same tensor object as an operand, as with `contiguous`, and the operand has other readers or hooks; such a tensor
-   is made with gradients enabled and returned with gradients disabled.
+   input, or if a body graph writes to the memory. In graphs with gradients it applies in three more cases: the graph writes to the memory
+   of a result or an input; a result is the same tensor object as an operand, as with `contiguous`, and the operand has other readers or
+   hooks; such a tensor is made with gradients enabled and returned with gradients disabled. The idle conversion follows the op that makes
+   the memory, its *maker*. The views that lead from the maker to the results run high, and so do all ops that may write to the memory. If
+   the maker returns a view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because
+   autograd treats a view and a base differently after an in-place write.
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
    the result has hooks, the conversion precedes the hooks, so that the hooks are on the tensor that the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives

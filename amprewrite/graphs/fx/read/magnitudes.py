@@ -23,13 +23,13 @@ _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Return the largest finite magnitude of each fp32 parameter and buffer, by vertex; {} if the low format has fp32's range."""
+    """Return {name of vertex: largest finite magnitude} for all fp32 parameters and buffers; {} if the low format has fp32's range."""
     found = weights_among(captured, inputs)
     return dict(zip(found, largest(list(found.values())), strict=True))
 
 
 def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the fp32 parameters and buffers that the graph takes among its `inputs` or reads from its module, by vertex.
+    """Return {name of vertex: tensor} for the fp32 parameters and buffers that the graph takes in `inputs` or reads from its module.
 
     {} if the low format has fp32's range. Tensors of other classes (distributed, fake) are left out: their values are costly to
     read, or missing.
@@ -52,7 +52,7 @@ def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tenso
 
 
 def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
-    """Return the vertices of the weights whose values have an offset: a mean that is larger than their spread (`has_offset`).
+    """Return the names of the vertices of weights whose values have an offset: a mean that is larger than their spread (`has_offset`).
 
     The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
     all rows have in common counts, too. The host waits once for each device.
@@ -71,7 +71,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Return the signed root mean square of each parameter that may scale a value, by vertex. The sign is the sign of its mean.
+    """Return {name of vertex: signed root mean square} for each parameter that may scale a value. The sign is the sign of its mean.
 
     Such a parameter varies along one dim at most, as a factor for each channel does. It has a reader other than products, norms and sums
     of several operands. The host waits once for each device and statistic.

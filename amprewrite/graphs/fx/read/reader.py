@@ -286,7 +286,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Return a pin to high if the op's source spells out fp32; otherwise None. Mark a conversion to another tensor's dtype `relative`."""
+    """Return a pin to high if the model's code asks the op for fp32; otherwise None. Set `relative` if it names another tensor's dtype."""
     node = fact.node
     if fact.op in ABSOLUTE:
         return Colour.HIGH, Reason.EXPLICIT_DTYPE, "float()"

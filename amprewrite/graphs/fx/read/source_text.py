@@ -58,7 +58,7 @@ def source_of(stack_trace: str | None) -> str:
 
 @cache
 def file_label(file: str) -> str:
-    """Return a file as plans show it: its name without folders, or for a file of this package its path from the package on."""
+    """Return the name of a file as plans show it: without folders, or for a file of this package its path from the package on."""
     path = PurePath(file)
     package = _ABOVE / __name__.partition(".")[0]
     return path.relative_to(_ABOVE).as_posix() if path.is_relative_to(package) else path.name
@@ -86,7 +86,7 @@ def _call_with_own_dtype() -> tuple[str, int]:
 def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
     """True if the model's source runs an op without gradients, in a frame inside the frames of `around`.
 
-    `stack_trace` is the stack trace of the op, `around` that of the call around it. False if the source cannot be read.
+    `stack_trace` is the stack trace of the op, `around` the stack trace of the call that runs the op. False if the source cannot be read.
     """
     outside = len(_FRAME.findall(around or ""))
     frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]

@@ -56,7 +56,7 @@ def measure(captured: Captured) -> Measured:
 
 
 Task = tuple[tuple[str, str] | int, str, Callable[[], Callable[[], Any]]]
-"""One timing: (place of the result in `Measured.ops` or `Measured.casts`, key on disk, function that prepares and returns the call)."""
+"""One timing: (key of the result in `Measured.ops` or `Measured.casts`, key on disk, function that prepares the call and returns it)."""
 
 
 def _tasks(captured: Captured) -> Iterator[Task]:

@@ -5,8 +5,8 @@ later call returns the same fake tensor object as the first call. Its op does no
 sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on the node (`MEMORY` in its
 meta).
 
-Values that may change, or may differ between calls that are alike, are not reused: values known at capture, values computed under the
-model's own autocast, and all values of a graph with data-dependent sizes, or in which an in-place op may resize a tensor.
+Some values are not reused, because they may change, or may differ between calls that are alike: values known at capture, values computed
+under the model's own autocast, and all values of a graph that has data-dependent sizes, or an in-place op that may resize a tensor.
 """
 
 from __future__ import annotations

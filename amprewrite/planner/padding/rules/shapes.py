@@ -14,7 +14,7 @@ from amprewrite.planner.padding.rule import MIXED, Rule, View, aligned, zero_kee
 
 # -- the same elements in another shape ----------------------------------------------------------
 def _others(view: View, source: Any) -> set[str]:
-    """Return the names of the operands other than `source`, of which the op reads only dtype or sizes."""
+    """Return the names of all operands except `source`. The op reads only their dtype or sizes."""
     found = {ref.name for ref in (*view.call.args[1:], *view.call.kwargs.values()) if isinstance(ref, Ref)}
     return found - {getattr(source, "name", "")}
 
@@ -97,7 +97,7 @@ def permuted(view: View) -> Rule:
 
 
 def permutation(call: Call, rank: int) -> list[int] | None:
-    """Return, for every dim of the result, the dim of the operand; None if the arguments do not tell it."""
+    """Return, for every dim of the result of a permutation, the dim of its operand; None if the arguments do not tell it."""
     order = list(range(rank))
     if call.op == "t":
         return order[::-1] if rank <= 2 else [*order[:-2], order[-1], order[-2]]
