@@ -40,8 +40,8 @@ from amprewrite.tables.vocabulary import Colour
 GROWTH = 8.0
 """An op is reported as cancelling if its inherited error is more than GROWTH times the largest error of its operands.
 
-The errors of a sum of k rounded terms grow by about √k only, so they stay below this limit. An op whose own rounding error is more than
-GROWTH eps is reported as underflow.
+For comparison, a sum of k rounded terms has about √k times the error of a term. An op whose own rounding error is more than GROWTH eps
+is reported as underflow.
 """
 NOISE = 16.0
 """Relative errors below this many eps count as normal rounding and are not reported."""

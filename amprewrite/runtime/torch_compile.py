@@ -166,8 +166,8 @@ class CompiledSession(Session):
     def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
         """Rewrite another captured graph for this session, and return its region.
 
-        If Dynamo would put a hook on an input after the graph has written the input, raises SkipFrame, after a warning, so that the frame
-        runs as written. Raises CaptureError instead if Dynamo may not break the graph.
+        Warns and raises SkipFrame, so that the frame runs as written, if Dynamo would put a hook on an input after the graph writes it.
+        Raises CaptureError instead if Dynamo may not break the graph.
         """
         graphs = self.entries[""].graphs
         try:

@@ -47,7 +47,7 @@ class Emitted:
 
     run: CompiledFn
     copies: Mapping[int, frozenset[Copy | None]]
-    """The low copies (dtype, layout) that the graph reads of each input, and None if it also reads the input without a cast."""
+    """For each input, the low copies (dtype, layout) that the graph reads. None is among them if the graph also reads the input itself."""
     low_alone: frozenset[int]
     """Positions of the inputs that are cast to the low format and read in no other way."""
     refused: Refusals
@@ -66,8 +66,9 @@ def emit(
 ) -> Emitted:
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
-    `example_inputs` are the inputs of the captured graph and the inputs that passes added. Copies from `cache` replace the weight casts in
-    a block that keeps copies and, with `outside`, in all other calls. `low` is the format of these casts, None if there are none.
+    `example_inputs` are the inputs of the captured graph and the inputs that passes added. In a block that keeps
+    copies, copies from `cache` replace the weight casts; with `outside`, in all other calls, too. `low` is the format of these casts, None
+    if there are none.
 
     `training` says that the graph was captured with gradients; `blocks` then lists, by name, the weights that share an autograd node.
     """

@@ -77,7 +77,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule) -> None:
-    """Give casts of weights the requires_grad flag of their weight, if a product reads them whose kernel depends on that flag."""
+    """Give the cast of a weight the requires_grad flag of the weight, if a product whose kernel depends on this flag reads the cast."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, training=False)

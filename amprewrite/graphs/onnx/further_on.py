@@ -32,7 +32,7 @@ def has_pole(op: str, index: int) -> bool:
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """True if a value, directly or after ops that pass small values on, is a divisor, or the base of a power with a negative exponent."""
+    """True if a value is a divisor or the base of a power that may have a negative exponent, perhaps after ops that keep values small."""
     seen, waiting = set[ir.Node](), [value]
     while waiting:
         for use in waiting.pop().uses():
@@ -125,7 +125,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation that includes a sum, perhaps transposed, or a constant, which may be such a value, folded."""
+    """True if a value is a concatenation that includes a sum, perhaps transposed. True for constants, too: such a value may be folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

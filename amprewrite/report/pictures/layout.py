@@ -215,7 +215,7 @@ class Placed:
     open: set[int]
     """Ids of the open boxes."""
     gutters: dict[tuple[int, int], float] = field(default_factory=dict)
-    """x of the gap to the left of the column with a part or place, by (id of the box, id). Edges from the previous column go up there."""
+    """By (id of a box, id of a part or place): x of the gap to the left of its column, in which edges from the previous column go up."""
 
 
 def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:

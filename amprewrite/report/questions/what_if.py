@@ -142,7 +142,7 @@ class WhatIf:
         return Change(colour, nodes, moved, new[0] - old[0], new[1] - old[1], new[2] - old[2], seconds)
 
     def _counts(self, plan: RegionPlan) -> tuple[int, int, int]:
-        """Return the number of casts of activations, the number of casts of weights, and the bytes that both read and write."""
+        """Return the number of casts of activations, the number of casts of weights, and the bytes that all these casts read and write."""
         weights = sum(cast.weight for cast in plan.casts)
         size = FP32.bytes + FORMATS[self.basis.policy.low.name].bytes
         moved = sum(self.basis.graph[cast.value].numel for cast in plan.casts if cast.value in self.basis.graph.nodes)

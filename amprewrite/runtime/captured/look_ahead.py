@@ -10,8 +10,8 @@
 The values in the body graphs of loops and conditions are not observed. If the plan runs ops low in such a body, the rewritten graph also
 runs on copies, and its results are checked for NaN and infinities.
 
-If values are sharded over ranks, as under tensor parallelism, each rank observes its own shard, and all ranks decide by the ranges of all
-ranks, because the operands of a collective must have the same format on every rank.
+If values are sharded over ranks, as under tensor parallelism, each rank observes its own shard. Then the ranks merge their ranges, so that
+all decide alike: the operands of a collective must have the same format on every rank.
 
 An export has no first call: `rewrite_for` observes a run on the arguments of the export.
 

@@ -7,10 +7,12 @@ with the original model, both in fp32:
 2. After the call, run a clone of the plain model on these copies. If a floating result of the clone is not among the results of the
    captured graph, run the graph in fp32 on the inputs of the call, and find the first op whose result the plain model never computed.
 
-The check is skipped if its answer would be uncertain, or if a side effect would happen twice: if the call ran several graphs or code
-between graphs, if Dynamo replays writes to objects that existed before, if the graph writes other inputs than buffers, if an argument is
-neither a tensor nor plain data, if two runs of the plain model differ, if the first op that differs draws random numbers, and if several
-ranks train.
+The check is skipped if its answer would be uncertain, or if a side effect would happen twice:
+
+1. several ranks train, or an argument of the call is neither a tensor nor plain data;
+2. the call ran several graphs, or code between graphs; or the graph writes inputs other than buffers;
+3. Dynamo replays writes to objects that existed before;
+4. two runs of the plain model differ, or the first op that differs draws random numbers.
 """
 
 from __future__ import annotations

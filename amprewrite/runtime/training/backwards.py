@@ -38,14 +38,14 @@ from amprewrite.torch_internals.autograd import call_after_backward, current_bac
 _ROUNDS = 3
 """How often our callback queues itself again. DDP with a static graph queues a callback that queues another, and ours must run after it."""
 _MOST = 64
-"""At most so many backwards are remembered as under way. A backward that raises never ends, so the set is cleared at this size."""
+"""Largest number of backwards remembered as under way. A backward that raises never ends, so the set is cleared at this size."""
 _MOST_FLAGS = 16
-"""At most so many flags of backwards are kept apart. Above that they are combined into one."""
+"""Largest number of flags of backwards that are kept apart. Above this number they are combined into one flag."""
 _MOST_SETS = 2
 """Number of further sets of steps at which an overflow counts after a step has read it. Without this limit a loop would skip for ever if
 it discards gradients at a moment that is not checked: after the forward, before a loss that reads weights itself."""
 _SAMPLE = 16
-"""About so many gradients are remembered at a step if the host has not read whether the step overflowed. Otherwise all are."""
+"""About this many gradients are remembered at a step whose overflow flag the host has not read; otherwise all are remembered."""
 
 
 class BackwardEnd:
@@ -139,7 +139,7 @@ class Noted:
                 self._flags = [any_of(self._flags)]
 
     def began(self, params: Iterable[Tensor]) -> None:
-        """Drop the flags of gradients of `params` that the training loop has discarded. Called when a forward or a backward begins."""
+        """Drop the flags of gradients of `params` that the training loop has discarded. Call this when a forward or a backward begins."""
         if not self:
             return
         gradients = [p.grad for p in params if p.grad is not None]

@@ -170,7 +170,7 @@ class ForwardScale:
         """Watch for backwards that enter one of `results` of a graph, so that each may use the scale or 1.
 
         `weights` and `fed` are the weights and the other inputs of the graph that require gradients. Does nothing if all backwards use the
-        same scale and nobody counts them.
+        same scale and backwards are not counted.
         """
         if self.copied or self.heard:
             self.weights += weights
@@ -217,8 +217,9 @@ class ForwardScale:
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
     """Return (kept, taken), two bools on the gradients of `tensors` in the backward under way.
 
-    `kept`: the backward stores a gradient of one of them, or of a source of it, in `.grad`. `taken`: torch.autograd.grad returns a gradient
-    of one of them. The search ends at the first kept gradient: in most backwards of a loss, the gradient of the first tensor.
+    `kept`: the backward stores a gradient in `.grad`, of one of `tensors` or of a tensor from which it was computed. `taken`:
+    torch.autograd.grad returns a gradient of one of `tensors`. The search ends at the first kept gradient: in most backwards of a loss, the
+    gradient of the first tensor.
     """
     taken = False
     for each in tensors:
@@ -232,7 +233,7 @@ def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
 
 
 def _runs(node: Any) -> bool | None:
-    """True if the backward under way runs the autograd node. None for the node of a leaf whose gradient torch.autograd.grad returns."""
+    """True if the backward under way runs the autograd node; None if the node is of a leaf whose gradient torch.autograd.grad returns."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
     except RuntimeError:  # during a backward, torch raises this only for a leaf whose gradient torch.autograd.grad returns

@@ -74,9 +74,9 @@ class LossScale:
         self._recorded: Recorded | None = None
         self.overflow_at: str | None = None
         self.withheld = False
-        """True while forwards that train use 1 in place of the scale, because no optimizer is known that steps the model."""
+        """True while forwards that train use 1 in place of the scale, because no optimizer of the model is known."""
         self.ask: Callable[[], None] | None = None
-        """Callback that finds where the latest step overflowed. None if the host knows already whether it did."""
+        """Callback that finds where the latest step overflowed. None if the host already knows whether that step overflowed."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates do not change.
@@ -165,7 +165,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale of the next forward that trains: 1 while no optimizer is known that steps the model. Reading it causes a host sync."""
+        """The scale of the next forward that trains: 1 while no optimizer of the model is known. Reading it causes a host sync."""
         return 1.0 if self.withheld else self.number
 
     @property
@@ -176,7 +176,7 @@ class LossScale:
 
     @property
     def at_floor(self) -> bool:
-        """True if the scale has reached its lower bound. False for a static scale. Reading a dynamic one causes a host sync."""
+        """True if the scale has reached its lower bound. False for a static scale. Reading a dynamic scale causes a host sync."""
         return False
 
     def consecutive_skips(self) -> int:
@@ -218,7 +218,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state_dict()` of a static scale. PolicyError for the state of a dynamic scale, and for any other value."""
+        """Resume from the `state_dict()` of a static scale. Raises PolicyError for the state of a dynamic scale and for other values."""
         check_state(state)
         if state["growth_factor"] != 1.0 or state["backoff_factor"] != 1.0:
             raise PolicyError(
@@ -282,7 +282,7 @@ class NoLossScale(LossScale):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore the state of a loss scale, so that a run in fp16 can resume in bf16. PolicyError for any other state that is not empty."""
+        """Ignore the state of a loss scale, so that a run in fp16 can resume in bf16. Raises PolicyError for other states, unless empty."""
         if not isinstance(state, Mapping) or len(state):
             check_state(state)
 
@@ -291,7 +291,7 @@ class NoLossScale(LossScale):
 
 
 class StaticLossScale(LossScale):
-    """A constant scale. Steps whose gradients overflow are skipped. PolicyError unless `value` is positive and in fp32's range."""
+    """A constant scale. Steps whose gradients overflow are skipped. Raises PolicyError unless `value` is positive and in fp32's range."""
 
     def __init__(self, value: float) -> None:
         super().__init__(positive("StaticLossScale", "value", value))
@@ -303,7 +303,7 @@ class DynamicLossScale(LossScale):
     `init`: the scale at the start. `growth_factor`, `backoff_factor`: the scale is multiplied by these when it grows or shrinks.
     `floor`, `cap`: bounds of the scale. None means no bound: without a floor the scale may shrink for ever; without a cap it stays within
     fp32's range. With `cap=math.inf` it may become infinite.
-    `hysteresis`: the first `hysteresis - 1` overflows do not shrink the scale, later ones do. The count of overflows starts again when the
+    `hysteresis`: only overflows after the first `hysteresis - 1` shrink the scale. The count of overflows starts again when the
     scale grows; with `refill="good"`, after every clean step.
     `rest`: number of clean steps after an overflow that do not count towards growth.
     `raise_at_floor`: if true, an overflow that cannot shrink the scale because of `floor` ends training with a LossScaleError.
@@ -363,7 +363,7 @@ class DynamicLossScale(LossScale):
     def preset(cls, name: str) -> DynamicLossScale:
         """Return a scale with the schedule of another library: "torch", "tf", "keras", "keras3", "apex", "deepspeed" or "megatron".
 
-        "auto" is the schedule for fp16 models by default. PolicyError for any other name.
+        "auto" is the schedule for fp16 models by default. Raises PolicyError for any other name.
         """
         if not isinstance(name, str) or name not in PRESETS:
             raise PolicyError(f"there is no loss-scale preset {shown(name)}; use one of {', '.join(PRESETS)}")
@@ -480,7 +480,7 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, settings included. PolicyError for any other value."""
+        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, with its settings. Raises PolicyError for other values."""
         check_state(state)
         new = object.__new__(type(self))  # check the settings on a copy first, so that an invalid state does not change this object
         new.__dict__.update(self.__dict__)
@@ -519,7 +519,7 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
     """Return the loss scale that `spec` means for the low format `fmt`.
 
     `spec` is "auto" (dynamic for fp16, none for formats with fp32's range), "none", "dynamic", the name of a preset, a number for a
-    constant scale, or a LossScale, which is returned itself. PolicyError for anything else.
+    constant scale, or a LossScale, which is returned itself. Raises PolicyError for anything else.
     """
     if isinstance(spec, LossScale):
         return spec

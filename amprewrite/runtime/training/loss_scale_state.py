@@ -31,7 +31,7 @@ class LossScaleReport:
     scale: float
     """The scale of the next forward that trains."""
     steps: int
-    """Number of sets of optimizer steps, skipped ones included."""
+    """Number of sets of optimizer steps, including skipped sets."""
     skipped: int
     """Number of sets of steps that were skipped."""
     consecutive_skips: int
@@ -43,7 +43,7 @@ class LossScaleReport:
     overflow_at: str | None
     """The place in the model where the last overflow began; None if there was none or it was not found."""
     withheld: float | None = None
-    """The scale of the schedule while forwards use 1 in its place, because no optimizer is known that steps the model; None otherwise."""
+    """The scale of the schedule while forwards use 1 in its place, because no optimizer of the model is known; otherwise None."""
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -67,7 +67,7 @@ class LossScaleReport:
 
 
 def positive(where: str, name: str, value: float) -> float:
-    """Return `value` as a float. PolicyError unless it is a positive number and fp32 holds both it and its inverse.
+    """Return `value` as a float. Raises PolicyError unless it is a positive number, and fp32 can hold this number and its inverse.
 
     The message names the setting: `name` of the class or function `where`.
     """
@@ -122,7 +122,7 @@ def _whole(where: str, name: str, value: Any, least: int, most: int) -> None:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1/scale as fp32, computed in fp64 as GradScaler does if the device has fp64. Exact for powers of two."""
+    """Return 1/scale as fp32, computed in fp64, like in GradScaler, if the device has fp64. Exact for powers of two."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 

@@ -71,7 +71,7 @@ def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), besid
 
 
 def found_after_backward(params: Iterable[Tensor]) -> Tensor | None:
-    """Return a flag: above 0 if a gradient of `params` on this rank is not finite. None if there is no gradient to flag.
+    """Return a flag: above 0 if a gradient of `params` on this rank is not finite. Returns None if there is no gradient to flag.
 
     If several ranks train, dense gradients get no flag: their infinities are turned into NaN, in place.
     """
@@ -161,7 +161,7 @@ def _flag(value: float, device: torch.device) -> Tensor:
 
 
 def _one(device: torch.device) -> Tensor:
-    """Return a 0-dim 1.0 on `device`, shared by all callers, so read-only. While a CUDA graph is recorded, each call makes a new one."""
+    """Return a read-only 0-dim 1.0 on `device`, shared by all callers. While a CUDA graph is recorded, each call makes a new tensor."""
     return _flag(1.0, device) if recording(device) else _kept_one(device)
 
 

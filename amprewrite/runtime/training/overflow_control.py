@@ -64,8 +64,8 @@ class StepGate(StepRecord):
     def attach(self, optimizer: Optimizer, copies: bool = False, group: Any = None) -> None:
         """Guard `optimizer`: a step is skipped if gradients overflowed, and each step updates the loss scale.
 
-        `copies`: the optimizer steps copies of the parameters, kept elsewhere, and the loop copies gradients to them, as offloading does.
-        `group`: a process group whose ranks step other parts of the model. If one of them skips a step, all do.
+        `copies`: the optimizer steps copies of the parameters, kept elsewhere, and the loop copies gradients to them, as with offloading.
+        `group`: a process group whose ranks step other parts of the model. If one rank skips a step, all skip it.
 
         Raises PolicyError if the optimizer is attached already, owns an fp16 parameter of the model, or owns none and `copies` is false.
         """
@@ -151,13 +151,13 @@ class StepGate(StepRecord):
         self._backwards.watch(results)
 
     def forward_began(self) -> None:
-        """Drop the overflow flags of gradients that the training loop has discarded. Called when a training forward begins."""
+        """Drop the overflow flags of gradients that the training loop has discarded. Call this when a training forward begins."""
         self._known = None
         for note in self._notes:
             note.began(self._share(note))
 
     def _backward_began(self) -> None:
-        """Drop the overflow flags of gradients that were discarded. Called when a backward begins.
+        """Drop the overflow flags of gradients that were discarded. Call this when a backward begins.
 
         Only the model's own gradients show whether they were discarded: an optimizer may also step a head outside the model, whose
         gradients may be new.
@@ -187,7 +187,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters whose gradients the overflow flags of `note` are about; [] if it holds no flag."""
+        """Return the parameters to whose gradients the overflow flags of `note` refer; [] if `note` holds no flag."""
         optimizer = note.optimizer if note else None
         if optimizer is not None:
             return guard_of(optimizer).share(self)

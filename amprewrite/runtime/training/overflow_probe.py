@@ -59,7 +59,7 @@ class FirstNonFinite:
 
     @property
     def finite(self) -> dict[str, bool]:
-        """Whether `inputs`, `parameters`, `outputs` and `loss` were finite, as arguments of `StepGate.note`. Unknown ones are missing."""
+        """Whether `inputs`, `parameters`, `outputs` and `loss` were finite, as arguments of `StepGate.note`. Unknown facts are missing."""
         return _KNOWN[self.kind]
 
 
@@ -80,7 +80,7 @@ class OverflowProbe:
         self.backward: FirstNonFinite | None = None
 
     def disarm(self) -> None:
-        """Stop watching, and forget values found so far. Called after a clean step."""
+        """Stop watching, and forget values found so far. Call this after a clean step."""
         self.armed = False
         self.forward = self.backward = None
 
@@ -166,7 +166,7 @@ class LatestInputs:
         """Return the remembered inputs: parameters themselves, and copies of all other tensors.
 
         `parameters` and `buffers` are those of the model, by id. Returns None if an input no longer exists, if a parameter or buffer is no
-        longer in the model, or if FSDP1 shards one.
+        longer in the model, or if FSDP1 shards a parameter.
         """
         values: dict[int, Any] = {}
         for index, number in zip(self._own, self._ids, strict=True):

@@ -47,7 +47,7 @@ from amprewrite.torch_internals.kernels import unscale_and_check
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
     """Return `x` unchanged. Its gradient is multiplied by `scale`, a 0-dim fp32 tensor.
 
-    `x` must be in fp32, the dtype that it has outside of the region, because there the product cannot overflow.
+    `x` must be fp32, the dtype of values outside of the region, because in fp32 the product cannot overflow.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x

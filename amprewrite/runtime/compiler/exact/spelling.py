@@ -6,8 +6,8 @@
 3. A product or quotient in a low format with a number that the format does not represent exactly becomes a cast to fp32, the call in
    fp32, and a cast back. The kernel computes it so and rounds once, but inductor would round the number first.
 4. On a CPU, such a number in a sum or difference is replaced by its rounded value, because the kernel rounds the number first.
-5. Dropout on a CPU becomes one product with a mask whose ones are 1 / (1 - p) in the format of the input, forward and backward, as eager
-   code computes it. The traced graph has another call, which multiplies by the mask and by the number, and rounds twice.
+5. Dropout on a CPU becomes one product with a mask that holds 0 or 1 / (1 - p) in the format of the input, as in eager code. The traced
+   graph has another call, which multiplies by a mask and by 1 / (1 - p), and rounds twice. The same holds for the backward.
 
     before   mul(x_bf16, 0.1)                                    add(x_bf16, 0.1)
     after    convert(mul(convert(x_bf16, fp32), 0.1), bf16)      add(x_bf16, 0.10009765625)
@@ -112,9 +112,9 @@ def _is_fp32_on_cpu(node: torch.fx.Node) -> bool:
 
 
 def _has_inexact_number(node: torch.fx.Node) -> bool:
-    """True if a call of one or two operands, all tensors in one low format, has a number argument that the format cannot represent.
+    """True if a call in one low format has a number argument that this format cannot represent.
 
-    False if the call has keyword arguments or further arguments, such as the scale of a sum.
+    False if the call has keyword arguments or more than two arguments, such as the scale of a sum.
     """
     result = node.meta.get("val")
     operands = [source.meta.get("val") for source in node.all_input_nodes]

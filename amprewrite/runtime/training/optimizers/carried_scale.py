@@ -5,7 +5,7 @@
    optimizer is loaded, when it is guarded, and before each forward of a model that it trains.
 3. If an optimizer has several loss scales, the states belong to them in order: the order of the models that it trains.
 4. Several optimizers may step parts of one model and carry its scale. Their checkpoints bring the same state, and only the first is loaded.
-   The scale may have changed by the time when the second one arrives, and must not be reset.
+   The scale may have changed by the time when the second state arrives, and must not be reset.
 
 Only dynamic scales change, so only dynamic scales are loaded. A static scale has the value that the code gives.
 """

@@ -82,7 +82,7 @@ class Evaluated:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Restore the weights and the state of LBFGS to those before the step. For other optimizers do nothing."""
+        """Restore the weights and the state that LBFGS had before the step. For other optimizers do nothing."""
         for p, value, state in self.start or ():
             p.copy_(value)
             self.optimizer.state.pop(p, None)
@@ -160,7 +160,7 @@ class _Start:
 
 
 def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Iterator[Optimizer]:
-    """Yield an optimizer and all optimizers that it holds in its attributes, as a wrapper does."""
+    """Yield an optimizer and, if it is a wrapper, all optimizers in its attributes."""
     yield optimizer
     seen |= {id(optimizer)}
     for value in optimizer.__dict__.values():

@@ -20,7 +20,7 @@ from amprewrite.tables.errors import PolicyError
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _MOST_WRAPPERS = 5
-"""At most so many nested wrappers are opened in search of an optimizer."""
+"""Largest number of nested wrappers that are opened in search of an optimizer."""
 
 
 def existing_optimizers() -> list[Optimizer]:
@@ -29,7 +29,7 @@ def existing_optimizers() -> list[Optimizer]:
 
 
 def every_optimizer() -> list[Optimizer]:
-    """Return all optimizers of the process with an attribute `param_groups`, including wrappers that have the groups of another one."""
+    """Return all optimizers of the process with an attribute `param_groups`, including wrappers with another optimizer's groups."""
     classes = {Optimizer}
     ahead = [Optimizer]
     while ahead:
@@ -60,7 +60,7 @@ def differentiates(optimizer: Optimizer) -> bool:
 def optimizer_inside(optimizer: Any) -> Optimizer:
     """Return `optimizer` if it can be guarded, otherwise the torch optimizer that it wraps. Raises PolicyError if none can be guarded.
 
-    A wrapper may derive from torch.optim.Optimizer and still have no hooks, as accelerate's does.
+    A wrapper may derive from torch.optim.Optimizer and still have no hooks, such as accelerate's wrapper.
     """
     inner = optimizer
     for _ in range(_MOST_WRAPPERS):

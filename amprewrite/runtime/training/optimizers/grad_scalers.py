@@ -1,6 +1,6 @@
 """Detects a torch.amp.GradScaler that was left in the training loop, so that the loss is scaled twice.
 
-1. If the scaler lets a step run, it is found among the callers of `step`, or by the attribute `found_inf` that it sets on optimizers that
+1. If the scaler lets a step run, it is found among the callers of `step`, or by `found_inf`, an attribute that it sets on optimizers that
    skip steps by themselves.
 2. If the scaler finds an overflow, which is likely with two scales, it does not call `step`. But it adds each optimizer that it handles to
    a dict, which its `update` replaces by a new dict. So we keep the dict at the end of each backward, and look into it at the next.
@@ -33,7 +33,7 @@ class GradScalers:
         """For each scaler its dict of optimizers, as of the latest backward. Keys are ids of optimizers."""
 
     def backward_ended(self) -> None:
-        """Keep the dict of optimizers of each scaler. Called at the end of a backward."""
+        """Keep the dict of optimizers of each scaler. Call this at the end of a backward."""
         if self._scalers is None:
             found = (each for each in gc.get_objects() if issubclass(type(each), GradScaler))
             self._scalers = [weakref.ref(each) for each in found if each.is_enabled()]
@@ -51,7 +51,7 @@ class GradScalers:
 def refuse_grad_scaler(optimizer: Optimizer, caller: FrameType, kwargs: dict[str, Any]) -> None:
     """Raise LossScaleError if a GradScaler steps `optimizer`. `caller` is the frame of its `step`, `kwargs` the step's keyword arguments.
 
-    The scaler sets `found_inf` on an optimizer that skips steps by itself. For others the scaler is only found among the callers.
+    The scaler sets `found_inf` on an optimizer that skips steps by itself. For other optimizers the scaler is found among the callers only.
     """
     scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
     frame: FrameType | None = caller

@@ -132,7 +132,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: StepRecord) -> list[Tensor]:
-        """Return the parameters of this optimizer that are in the model of `gate`, or in the model of no gate."""
+        """Return the parameters of this optimizer that are in the model of `gate`, or in no gate's model."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else list(params_of(optimizer))
         others = {id(p) for other in self.gates() if other is not gate for p in other.parameters()}
@@ -303,7 +303,7 @@ def _running_step(optimizer: Optimizer) -> FrameType:
 
 
 def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
-    """True if another `step` of the same optimizer, such as a subclass's, called the `step` in frame `caller`, so the hooks have run."""
+    """True if another `step` of this optimizer, such as a subclass's, called the `step` in frame `caller`: the hooks have then run."""
     frame = caller.f_back
     for _ in range(_FRAMES):
         if frame is None:

@@ -1,7 +1,7 @@
 """Detects that a model is trained without a known torch optimizer, and makes the warning that its gradients are not scaled.
 
-A dynamic loss scale follows the steps of torch optimizers, which it sees by PyTorch's hooks. It does not see steps of optimizers of other
-libraries (fastai, Keras 3), of optimizers over copies of the weights, or by hand: then the scale stays 1. A model counts as trained after a
+A dynamic loss scale follows the steps of torch optimizers, which it sees by PyTorch's hooks. It does not see steps by optimizers of other
+libraries (fastai, Keras 3), by optimizers over copies of the weights, or by hand: then the scale stays 1. A model counts as trained after a
 few backwards that give weights gradients. In eval mode gradients are also computed without training (saliency, attacks), so there the
 weights must change as well.
 """
@@ -24,9 +24,9 @@ from amprewrite.tables.formats import NARROWEST
 BACKWARDS = 8
 """Number of backwards after which a model counts as trained. Fewer are common in code that only inspects gradients."""
 _DEPTH = 7
-"""At most so many references are followed from a weight to find its optimizer. fastai keeps weights in nested lists."""
+"""Largest number of references that are followed from a weight to its optimizer. fastai keeps weights in nested lists."""
 _WIDTH = 4000
-"""At most so many objects are searched at each distance from the weights."""
+"""Largest number of objects that are searched at each distance from the weights."""
 _PROBES, _NUMBERS = 8, 64
 """Number of weights, and of numbers in each, that are compared to see whether the weights changed."""
 _COPIES = "amp.attach(optimizer, copies=True)"
@@ -61,7 +61,7 @@ class UnscaledBackwards:
         return self._count >= BACKWARDS
 
     def _moved(self, weights: Sequence[Tensor]) -> bool:
-        """True if weights have changed since the call before. Compares numbers, because writes to `.data` change no version counter."""
+        """True if weights have changed since the previous call. Compares numbers, because writes to `.data` change no version counter."""
         with torch.no_grad():
             now = [weight.detach().flatten()[:_NUMBERS].clone() for weight in weights[:_PROBES]]
         before, self._numbers = self._numbers, now
@@ -106,7 +106,7 @@ def _name(value: Any) -> str:
 def _holder(weights: Sequence[Tensor]) -> Any:
     """Return the nearest object that refers to one of the weights, maybe through containers, and has a method in `_METHODS`.
 
-    None if there is no such object. Torch optimizers and modules do not count.
+    The result is None if there is no such object. Torch optimizers and modules do not count.
     """
     seen: set[int] = set()
     ahead: list[Any] = list(weights[:_PROBES])
