@@ -84,9 +84,9 @@ PLAN: tuple[Deciding, ...] = (
     PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, several casts of a value with many readers
     PlanConstants(),  # store constants of an ONNX file in the format in which they are read, so that they need no casts
     PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
-    PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands because this saves time
+    PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanClamps(),  # clamp constants of low ops to the range of the low format, because they would become infinities
-    PlanKernelNeeds(),  # on a CPU, where kernels need it to be exact: fp32 statistics for norms, separate pads for convolutions
+    PlanKernelNeeds(),  # give norms fp32 statistics and convolutions separate pads where low CPU kernels would be inexact without
     PlanGradientBlocks(),  # in training, group weights that share an autograd node, so that one launch casts all weights of a group
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
@@ -112,7 +112,7 @@ APPLY: tuple[Applying, ...] = (
     SpreadCopies(),  # give a value with many readers several low copies, so that fp32 adds up their gradients
     PadApart(),  # move the padding of some convolutions into a separate op, because their low backward leaves gradients unset
     InsertNormWeights(),  # give the norms that the plan names fp32 weights of one, so that their statistics are fp32 on a CPU, too
-    ScaleLoss(),  # with a loss scale, multiply gradients that enter the graph by the scale, and divide gradients that it returns
+    ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish, and unscale what it returns
     FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share its copies
     KeepViews(),  # return a result as a view if the fp32 graph returns a view, because autograd treats views differently
@@ -124,8 +124,8 @@ LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
     HoistWeightCasts(),  # with a weight cache, cast many weights in one launch instead of one launch each
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored, so that low copies need no cast
-    KeepQuantised(),  # keep fp8 copies of weights as long as the low copies from which they are made
-    SuitCompiler(),  # for a compiler: record each input's model path; low values, not their fp32 copies, are returned or saved for backward
+    KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that no call quantises weights
+    SuitCompiler(),  # for a compiler, record the source of each input, and let it save low values for backward instead of fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
 )

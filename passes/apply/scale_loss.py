@@ -115,7 +115,7 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Map each op whose result has hooks and is its operand itself to this operand: both are one tensor, with the same hooks."""
+    """Map each op that returns its operand unchanged, and whose result has hooks, to the operand: hooks on one are hooks on both."""
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]
@@ -258,9 +258,9 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """Yield each node with the place of an `unscale_gradient` that it may need, and the number of (writes, grad-mode calls) before it.
+    """Yield each node, the place for an `unscale_gradient` that it may need, and the number of (writes, grad-mode calls) before the node.
 
-    The place is the node before which to insert it: the yielded node, or the first node of the torch.func transform around that node.
+    The place is the node before which to insert the op: the yielded node, or the first node of the torch.func transform around it.
     """
     apart = transformed_nodes(graph)
     writes = switches = 0

@@ -44,7 +44,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
     """Return the padding of one graph. It is empty if no padding is asked for or needed, and gives reasons if padding is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # without casts the plan was edited, so that its pads must be decided anew
+    if problem.given is not None and problem.given.casts:  # a plan that lists its casts was not edited, so its pads still hold
         return problem.given.pads
     if not problem.calls:
         return PadPlan()

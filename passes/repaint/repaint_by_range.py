@@ -84,7 +84,7 @@ class Risks:
 
 
 def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
-    """Return the ops at risk, with the evidence. `values` are the ranges seen in sample runs, by node; {} if there are none."""
+    """Return the ops that must run in fp32, with the evidence. `values` maps nodes to ranges seen in sample runs; {} if there are none."""
     low, risks = problem.policy.low, Risks()
     for node in problem.graph:
         if not node.carries_fp32 or node.may_saturate:

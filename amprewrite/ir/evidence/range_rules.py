@@ -138,8 +138,8 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Apply the rules of `handed_on` to ops that bound their result, such as clamp.
 
-    Empty if a bound on `side` is near zero, since the result is then that bound. {side} if no bound stops the number: all bounds on `side`
-    are beyond the range, and no opposite bound is large on `side`. None in all other cases.
+    Return an empty set if a bound on `side` is near zero, since the op then returns this bound. Return {side} if no bound stops the number:
+    all bounds on `side` are beyond the range, and no opposite bound is large on `side`. Return None in all other cases.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS

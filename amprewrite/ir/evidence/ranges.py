@@ -130,7 +130,7 @@ class ValueRange:
 
     # -- risks in a format ---------------------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Return the probability that one element overflows `fmt`: the share that did, or an estimate from the tail if none did."""
+        """Return the probability that an element overflows `fmt`: the share of elements that do; if none does, an estimate from the tail."""
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
     def overflow_in_pass(self, fmt: Format) -> float:
@@ -138,8 +138,8 @@ class ValueRange:
         return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
 
     def underflow(self, fmt: Format) -> float:
-        """Return the probability that a nonzero element becomes zero in `fmt`: the share that did, or an estimate from the lower tail if
-        none did."""
+        """Return the probability that a nonzero element becomes zero in `fmt`: the share of elements that do, or an estimate from the lower
+        tail if none does."""
         mirrored = sorted((-e, n) for e, n in self.exponents)
         return _beyond(mirrored, self.nonzero, 2 - round(math.log2(fmt.smallest_subnormal)))
 

@@ -1,4 +1,4 @@
-"""The plan of a model: colours, casts and edits, with reasons. Frozen data that name their nodes; applying passes read only a plan."""
+"""The plan of a model: colours, casts and edits, with reasons. It is frozen data and refers to nodes by name. Applying passes read it."""
 
 from __future__ import annotations
 

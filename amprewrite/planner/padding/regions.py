@@ -235,7 +235,7 @@ class Regions:
         return found
 
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
-        """Choose which axes of a composed dim to pad: axes that are padded anyway or, if they do not suffice, the axis that grows least."""
+        """Choose which of several axes of a dim to pad: axes that are padded anyway or, if these do not suffice, the one growing least."""
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
         marked = tuple(leaf for leaf in leaves if leaf in units)
@@ -281,7 +281,7 @@ class Regions:
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: each size needs a cast of its own
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: each size costs another cast
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))

@@ -274,7 +274,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
         return Colour.HIGH, Reason.KEPT if fact.node in ties.kept else Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
-    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # its list makes a denied op high
+    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # a denied op is high without a pin
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value)

@@ -62,7 +62,7 @@ TRAITS: dict[Trait, str] = {
     Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
     Trait.MULTIPLIES_ALL: "chain_matmul linalg_multi_dot",
     Trait.IN_POLYNOMIALS: "add mul",
-    # effect of a rounding of an operand on the result
+    # how a rounding error of an operand changes the result
     Trait.ADDS_UP: "add sub rsub addcmul addcdiv lerp diff",
     Trait.TAKES_AWAY: "sub rsub diff",
     Trait.TAKES_MEAN_AWAY: "layer_norm group_norm batch_norm instance_norm var var_mean std std_mean",
