@@ -130,7 +130,7 @@ class ValueRange:
 
     # -- risks in a format ---------------------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Return the probability that an element overflows `fmt`: the share of elements that do; if none does, an estimate from the tail."""
+        """Return the probability that an element overflows `fmt`: the share of elements that do, or if none does, a tail estimate."""
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
     def overflow_in_pass(self, fmt: Format) -> float:
