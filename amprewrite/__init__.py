@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from amprewrite.accuracy.frontier import sensitivity
     from amprewrite.api.compile_backend import compile_backend, compiled
     from amprewrite.api.gather_low import LowGathers, gather_low
+    from amprewrite.api.onnx.door import rewrite_onnx
     from amprewrite.api.rewrite import plan, restore, rewrite
     from amprewrite.api.training_log import TrainingLog
     from amprewrite.ir.evidence.ranges import Calibration
@@ -69,6 +70,8 @@ def __getattr__(name: str) -> _Any:
         value = getattr(_import_module(_HOME[name]), name)
     elif not name.startswith("_") and _find_spec(f"{__name__}.{name}") is not None:
         value = _import_module(f"{__name__}.{name}")
+    elif name in _LEFT_OUT:
+        raise AttributeError(f"{__name__}.{name} is in a part that this copy of amprewrite leaves out: install amprewrite whole")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -77,15 +80,6 @@ def __getattr__(name: str) -> _Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
-
-
-def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
-    """Rewrite an fp32 ONNX model to mixed precision, return the result, and write the new model to the path `out` if given.
-
-    `model` is a path, a ModelProto or an onnx_ir model; it does not change. `amprewrite.api.onnx.convert.rewrite_onnx` documents `options`,
-    the result (an OnnxResult) and further errors. Raises EmitError if the onnx extra is not installed.
-    """
-    return _import_module("amprewrite.api.onnx.support").load_onnx_support().rewrite_onnx(model, out, **options)
 
 
 __version__ = _VERSION
@@ -97,4 +91,5 @@ __all__ = [
     "TrainingLog", "calibrate", "compile_backend", "compiled", "debug", "gather_low", "plan", "restore", "rewrite", "rewrite_onnx",
     "sensitivity", "verify",
 ]  # fmt: skip
-__all__[:] = [name for name in __all__ if name in _HOME or name in globals()]  # leave out names of optional parts that this copy lacks
+_LEFT_OUT = {name for name in __all__ if name not in _HOME}  # names of extras that were removed
+__all__[:] = [name for name in __all__ if name in _HOME]

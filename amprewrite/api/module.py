@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amprewrite.api.onnx.support import load_onnx_support
 from amprewrite.report.cast_plan import CastPlan, PendingPlan
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, session_of
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
 from amprewrite.runtime.weights.freezing import check_freezable, freeze_weights, warn_of_optimizers
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
+from amprewrite.tables.extras import load_extra
 
 if TYPE_CHECKING:
-    from amprewrite.api.onnx.convert import OnnxResult
+    from amprewrite.api.onnx.job import OnnxResult
 
 
 class Rewritten(RewrittenBase):
@@ -88,7 +88,7 @@ class Rewritten(RewrittenBase):
         `args` and `kwargs` are example inputs. `amprewrite.api.onnx.convert.export_onnx` documents `options`, the result and further
         errors. Raises EmitError if the onnx extra is not installed.
         """
-        return load_onnx_support().export_onnx(self, path, args, kwargs, **options)
+        return load_extra("ONNX", "export_onnx").export_onnx(self, path, args, kwargs, **options)  # type: ignore[no-any-return]
 
     # -- for inference only ---------------------------------------------------------
     def freeze(self, *args: Any, **kwargs: Any) -> None:

@@ -28,6 +28,7 @@ _ACCURACY = tuple(f"amprewrite/accuracy/{name}.py" for name in ("sensitivity", "
 _REPORTS = tuple(f"amprewrite/accuracy/{name}.py" for name in ("debug", "verify", "strict/run"))
 _BACKEND = ("amprewrite/api/compile_backend.py", "amprewrite/runtime/torch_compile.py")
 _DRAWINGS = tuple(f"amprewrite/report/{name}" for name in ("drawings.py", "html", "pictures"))
+_ONNX = ("amprewrite/api/onnx", "amprewrite/graphs/onnx", "amprewrite/tables/ops/onnx_names.py")
 _MEASURED = tuple(f"amprewrite/graphs/fx/run/{name}.py" for name in ("measure", "price_cache"))
 EXTRAS = {
     "exact rounding": Extra("amprewrite.runtime.compiler.exact.backend", ("amprewrite/runtime/compiler/exact",)),
@@ -38,6 +39,7 @@ EXTRAS = {
     "command line": Extra("amprewrite.api.cli.main", ("amprewrite/api/cli", "amprewrite/__main__.py")),
     "training log": Extra("amprewrite.api.training_log", ("amprewrite/api/training_log.py",), ("TrainingLog",)),
     "measured prices": Extra("amprewrite.graphs.fx.run.measure", _MEASURED),
+    "ONNX": Extra("amprewrite.api.onnx.door", _ONNX, ("rewrite_onnx",)),
     "integrations": Extra("amprewrite.integrations", ("amprewrite/integrations",)),
 }
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from test_house import MODULES, parsed
+from test_layout import imported
 
 import amprewrite
 from amprewrite.tables import extras
@@ -21,6 +26,13 @@ USE = """
 import torch, amprewrite
 assert amprewrite.__file__.startswith({copy!r})
 assert all(getattr(amprewrite, name) is not None for name in amprewrite.__all__)
+for name in {gone}:
+    try:
+        getattr(amprewrite, name)
+    except AttributeError as error:
+        assert "leaves out" in str(error), error
+    else:
+        raise AssertionError(name)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 4))
 x, target = torch.randn(8, 16), torch.randint(4, (8,))
@@ -53,8 +65,10 @@ def without(copy: Path, files: tuple[str, ...], registry: str, lines: str) -> No
     (copy / registry).write_text(shorter)
 
 
-def use(copy: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", USE.format(copy=str(copy))], cwd=copy, env={"PATH": ""}, capture_output=True, text=True)
+def use(copy: Path, *gone: str) -> str:
+    """What the library prints in the copy, which lacks the public names `gone`."""
+    code = USE.format(copy=str(copy), gone=gone)
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, env={"PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -64,7 +78,17 @@ def use(copy: Path) -> str:
 def test_the_rest_works_without_an_extra(name: str, tmp_path: Path) -> None:
     copied(tmp_path)
     without(tmp_path, EXTRAS[name].files, "amprewrite/tables/extras.py", f'^    "{name}": ')
-    assert "linear" in use(tmp_path)
+    assert "linear" in use(tmp_path, *EXTRAS[name].public)
+
+
+@pytest.mark.long
+def test_the_core_works_without_all_extras(tmp_path: Path) -> None:
+    copied(tmp_path)
+    for name, extra in EXTRAS.items():
+        without(tmp_path, extra.files, "amprewrite/tables/extras.py", f'^    "{name}": ')
+    for name, file in PASSES.items():
+        without(tmp_path, (f"passes/{file}",), "passes/__init__.py", name)
+    assert "linear" in use(tmp_path, *(name for extra in EXTRAS.values() for name in extra.public))
 
 
 @pytest.mark.long
@@ -73,6 +97,24 @@ def test_the_rest_works_without_a_pass_that_saves_time(name: str, tmp_path: Path
     copied(tmp_path)
     without(tmp_path, (f"passes/{PASSES[name]}",), "passes/__init__.py", name)
     assert "linear" in use(tmp_path)
+
+
+def running(tree: ast.AST) -> Iterator[ast.stmt]:
+    """The import statements of a file, except those for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield from running(node)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_the_rest_imports_an_extra_through_the_table_alone(name: str) -> None:
+    files = [ROOT / file for file in EXTRAS[name].files]
+    own = {module for module, path in MODULES.items() if any(path.is_relative_to(file) for file in files)}
+    assert own
+    imports = {module: {target for node in running(parsed(MODULES[module].read_text())) for target in imported(node)} for module in MODULES}
+    assert [f"{module} -> {target}" for module, targets in imports.items() if module not in own for target in targets & own] == []
 
 
 def test_the_files_of_every_extra_are_there() -> None:
@@ -84,6 +126,21 @@ def test_an_option_says_which_extra_it_misses(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(extras, "EXTRAS", {})
     with pytest.raises(PolicyError, match="tolerance= needs the part 'accuracy search', which this copy of amprewrite leaves out"):
         load_extra("accuracy search", "tolerance=")
+
+
+def test_a_door_says_which_extra_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    amp(x)
+    monkeypatch.setattr(extras, "EXTRAS", {})
+    doors: dict[str, Callable[[], object]] = {
+        "export_onnx needs the part 'ONNX'": lambda: amp.export_onnx("model.onnx", (x,)),
+        "to_html needs the part 'drawings'": lambda: amp.plan.to_html("plan.html"),
+        "backend='inductor-exact' needs the part 'exact rounding'": lambda: amprewrite.rewrite(model, backend="inductor-exact"),
+    }
+    for text, enter in doors.items():
+        with pytest.raises(PolicyError, match=text):
+            enter()
 
 
 def test_the_readme_names_every_extra() -> None:

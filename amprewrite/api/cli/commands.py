@@ -21,7 +21,6 @@ from amprewrite.accuracy.calibrate import calibrate as run_calibrate
 from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
 from amprewrite.api.cli.output import as_json, say, table, text, working
 from amprewrite.api.cli.pt2 import save_program
-from amprewrite.api.onnx.support import load_onnx_support
 from amprewrite.api.rewrite import plan as make_plan
 from amprewrite.api.rewrite import rewrite
 from amprewrite.ir.evidence.ranges import Calibration, as_text
@@ -42,8 +41,8 @@ from amprewrite.tables.vocabulary import Colour
 from amprewrite.torch_internals.trees import tree_map
 
 Options = argparse.Namespace
-reports = partial(load_extra, "error reports")
-"""Function that imports the module of `verify` and `debug`. Its argument names the command that needs the module, for messages."""
+reports, onnx = partial(load_extra, "error reports"), partial(load_extra, "ONNX")
+"""Functions that import the module of `verify` and `debug`, and of `rewrite_onnx`. The argument names the command, for messages."""
 
 
 # -- plan, explain, diff ---------------------------------------------------------------------
@@ -164,7 +163,7 @@ def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> d
         if isinstance(source, OnnxModel):
             with working("converting"):
                 asked = _onnx_options(options)
-                result = load_onnx_support().rewrite_onnx(source.path, out, **asked, keep_io=not options.low_io, max_rel_err=limit)
+                result = onnx("convert").rewrite_onnx(source.path, out, **asked, keep_io=not options.low_io, max_rel_err=limit)
         else:
             amp = _rewritten(source, options)
             with working("exporting"), torch.no_grad():
@@ -198,7 +197,7 @@ def verify(options: Options) -> int:
         raise UsageError("verify runs a model and a saved plan is none: name the model, and the plan as --plan")
     if isinstance(source, OnnxModel):
         with working("running both"):
-            result = load_onnx_support().rewrite_onnx(source.path, None, **_onnx_options(options))
+            result = onnx("verify").rewrite_onnx(source.path, None, **_onnx_options(options))
         error, told = result.report.strict_error, str(result.report)
         data: dict[str, Any] = {"error": error, "runtime_error": result.report.runtime_error, "low": result.plan.low}
     else:
@@ -322,7 +321,7 @@ def _plan_of(source: Source, options: Options) -> CastPlan:
         return source
     if isinstance(source, OnnxModel):
         with working("reading"):
-            result = load_onnx_support().rewrite_onnx(source.path, None, **_onnx_options(options), verify=False)
+            result = onnx(options.command).rewrite_onnx(source.path, None, **_onnx_options(options), verify=False)
         found: CastPlan = result.plan
         return found
     source = _on_device(source, options)

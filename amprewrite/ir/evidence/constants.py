@@ -19,11 +19,10 @@ from amprewrite.ir.evidence.range_rules import HEADROOM, bias_drowns, drowned, h
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
 from amprewrite.tables.formats import Format
-from amprewrite.tables.ops.onnx_names import FLOW
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
-BORDERS = {op_type.lower() for op_type in FLOW}
+BORDERS = {"if", "loop", "scan"}
 """Names of the ops through which values enter and leave the body of a loop or condition."""
 INVERSE, USES_SMALL, TAKES_EPSILON = ops_with(Trait.INVERSE), ops_with(Trait.MAGNIFIES_SMALL), ops_with(Trait.TAKES_EPSILON)
 
