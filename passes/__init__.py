@@ -86,7 +86,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanClamps(),  # clamp constants of low ops to the range of the low format, because they would become infinities
-    PlanKernelNeeds(),  # give norms fp32 statistics and convolutions separate pads where low CPU kernels would be inexact without
+    PlanKernelNeeds(),  # give norms fp32 statistics and convolutions separate pads where low CPU kernels would be inexact otherwise
     PlanGradientBlocks(),  # in training, group weights that share an autograd node, so that one launch casts all weights of a group
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
@@ -124,7 +124,7 @@ LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
     HoistWeightCasts(),  # with a weight cache, cast many weights in one launch instead of one launch each
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored, so that low copies need no cast
-    KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that no call quantises weights
+    KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that calls meanwhile quantise no weight
     SuitCompiler(),  # for a compiler, record the source of each input, and let it save low values for backward instead of fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input

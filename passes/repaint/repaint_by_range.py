@@ -113,7 +113,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # a checkpoint's body decides colours of BODY
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: a subgraph decided this colour
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 

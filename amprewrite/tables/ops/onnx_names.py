@@ -46,7 +46,7 @@ VOCABULARY: dict[str, str] = {
     # ops that read floats and return other types
     "ArgMax": "argmax", "ArgMin": "argmin", "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge", "IsInf": "isinf",
     "IsNaN": "isnan", "Less": "lt", "LessOrEqual": "le", "NonZero": "nonzero", "Shape": "size", "Size": "numel",
-    # ops on the denylist, which stay fp32
+    # ops on the denylist, which stay fp32, and a random draw
     "AffineGrid": "affine_grid", "Bernoulli": "bernoulli", "BlackmanWindow": "blackman_window",
     "DequantizeLinear": "dequantize", "DFT": "_fft_c2c", "GridSample": "grid_sample", "HammingWindow": "hamming_window",
     "HannWindow": "hann_window", "QuantizeLinear": "quantize_per_tensor", "Range": "arange", "STFT": "stft",

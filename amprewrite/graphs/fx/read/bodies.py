@@ -107,7 +107,7 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
             if not targets <= scaled or not _hands_on_factor(node, scaled, zeros):
                 return False
             scaled.add(node)
-        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # item() may depend on the factor; sizes do not
+        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # a number from item() may depend on the factor
             return False
     return False
 
@@ -121,7 +121,7 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
     if Trait.LINEAR_IN_ALL in row.traits:
         summands = [*node.args, *(given for name, given in node.kwargs.items() if name != "alpha")]
         if any(not tensors(example_value(each)) if isinstance(each, torch.fx.Node) else each for each in summands):
-            return False  # the op adds a number that may differ from zero
+            return False  # the op adds a number that may differ from zero, so that it is not linear
     if row.traits & {Trait.LINEAR_IN_ALL, Trait.JOINS}:
         return all(leaf in scaled or leaf in zeros for leaf in floats)
     if sum(leaf in scaled for leaf in floats) != 1:

@@ -21,7 +21,7 @@ TRAITS: dict[Trait, str] = {
     Trait.HIDES_WRITES: "_get_data_attr",
     Trait.CHOOSES: "relu amax amin aminmax max min median nanmedian sgn",
     Trait.RUNNING_STATISTICS: "batch_norm instance_norm",
-    # masks and scores
+    # attention masks and scores
     Trait.MAKES_MASK: f"{_SAME_NUMBERS} arange full ones zeros eye full_like ones_like zeros_like scalar_tensor bool int long size flatten "
     "t repeat cat stack flip gather index_select where masked_fill tril triu cumsum diff add sub mul neg floor_divide remainder abs clamp "
     "minimum maximum eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not",
