@@ -185,7 +185,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 
 
 def op_dtypes(plan: ModelPlan) -> list[tuple[str, int, int, int, int]]:
-    """Return rows of (op, calls low, calls high, FLOPs low, FLOPs high), by most FLOPs, then most calls."""
+    """Return rows of (op, calls low, calls high, FLOPs low, FLOPs high), sorted by most FLOPs, then by most calls."""
     table: dict[str, list[int]] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:

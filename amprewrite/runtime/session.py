@@ -101,7 +101,7 @@ class Session(GraphRewriter):
     def step(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of `entry` as a step of `generate()`.
 
-        If capture finds that the plan reads a low KV cache in fp32, the caches become fp32, and the call begins again: none of it has run.
+        If capture finds that the plan reads a low KV cache in fp32, the caches become fp32, and the call begins again: no code of it ran.
         """
         state = self.state
         if state.low_caches is not None:

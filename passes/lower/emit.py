@@ -66,9 +66,8 @@ def emit(
 ) -> Emitted:
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
-    `example_inputs` are the inputs of the captured graph and the inputs that passes added. In a block that keeps
-    copies, copies from `cache` replace the weight casts; with `outside`, in all other calls, too. `low` is the format of these casts, None
-    if there are none.
+    `example_inputs` are the inputs of the captured graph and of passes. In a block that keeps copies, copies from `cache` replace weight
+    casts; with `outside`, in all other calls, too. `low` is the format of these casts, None if there are none.
 
     `training` says that the graph was captured with gradients; `blocks` then lists, by name, the weights that share an autograd node.
     """

@@ -200,7 +200,7 @@ class Recording:
 
 
 class _Rounded(torch.autograd.Function):
-    """Returns `rounded` for `value`, and rounds the gradient in backward. Calls `seen` with the gradient after and before rounding."""
+    """Autograd node that returns `rounded` for `value`. Its backward rounds the gradient, and calls `seen` with (rounded, unrounded)."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Readers(MaskRules[ir.Value]):
         return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
     def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
-        """True if all readers of a node's results use numbers on `sides` of zero, beyond the range, only to block positions."""
+        """True if all readers of a node's results use numbers beyond the range, on `sides` of zero, only to block positions."""
         made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
         return all(self.only_block(each, sides) for each in made if is_float(each))
 

@@ -47,7 +47,7 @@ def declared(model: ir.Model) -> set[str]:
 
 
 def mark_guesses(model: ir.Model, told: set[str]) -> None:
-    """Mark as guesses the types and shapes that a converter inferred: all except those of the values in `told`, which are declared."""
+    """Mark the types and shapes of all values as guesses, except for the values in `told`, whose types and shapes the model declares."""
     for value in _values(model):
         if _is_known(value) and value.name not in told:
             value.meta[KEY] = True

@@ -24,7 +24,7 @@ from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.vocabulary import Colour
 
 SECONDS = 5.0
-"""Default time limit in seconds for trying changes of nodes. The other nodes get a general condition on the page."""
+"""Default time limit in seconds for trying changes of nodes. Nodes that are not tried in time get a general condition."""
 
 
 def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:

@@ -101,7 +101,7 @@ class Graphs:
 
     @property
     def compiled(self) -> Callable[..., Any]:
-        """The function to call now. There are two compiled functions: one is used while the process has global module hooks, one otherwise.
+        """The function to call now. There are two compiled functions, one for calls while the process has global module hooks.
 
         Guards on global module hooks would cause a new capture for every `with FlopCounterMode():`.
         """

@@ -58,7 +58,7 @@ class GraphRewriter(CallRecord):
     entries: dict[str, Entry] = field(default_factory=dict)
     gathered: GatheredLow = field(default_factory=GatheredLow)
     children: tuple[nn.Module | None, ...] | None = None
-    """Children of the root at the latest search for new modules. None asks for a search after this call, because it captured a graph."""
+    """Children of the root at the latest search for new modules. None asks for a search after the running call, which captured a graph."""
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
@@ -220,7 +220,7 @@ class GraphRewriter(CallRecord):
         return self.options.casts_at_once(entry.compiles, training, device, kept) and not self._sharded()
 
     def _sharded(self) -> bool:
-        """True if FSDP2 shards a module; then add a note. FSDP2 writes weights for every forward, which version counters do not show."""
+        """True if FSDP2 shards a module. Then add a note: version counters do not show that FSDP2 writes weights for every forward."""
         if found := any(map(is_sharded, self.root.modules())):
             self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found

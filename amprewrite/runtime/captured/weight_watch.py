@@ -1,8 +1,8 @@
 """Check whether decisions that were made for the weights at capture still hold for the present weights.
 
 An op that reads a weight stays fp32 in an fp16 plan if the weight does not fit fp16: if its largest value exceeds 65504, or if all of its
-values are below fp16's smallest number. (A bias may be so small, because it is only added to a product.) Training can move a weight
-into or out of this range. So the weights are checked again
+values are below fp16's smallest number. (The second case does not count for a bias, which is only added to a product.) Training can
+move a weight into or out of this range. So the weights are checked again
 
 1. after a step that was skipped for an overflow, and before training is stopped with an error;
 2. when the model switches between training and evaluation mode, and when a state dict is loaded;

@@ -374,7 +374,7 @@ def why_switched_off() -> str:
 
 _FRAMES = "frames"
 _APART = Counter({_FRAMES: 0})
-"""Numbers to subtract from Dynamo's counts (frames given up, each reason), for its failures in backwards of compiled graphs."""
+"""Failures of Dynamo in backwards of compiled graphs, by kind (frames given up, each reason), to subtract from Dynamo's counts."""
 
 
 def frames_given_up() -> int:

@@ -21,7 +21,7 @@ _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignor
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager in which Dynamo uses `handlers` to read calls of the functions that are its keys."""
+    """Context manager in which Dynamo reads calls of each function that is a key of `handlers` by the handler that is its value."""
     table = torch_functions.TorchInGraphFunctionVariable._get_handlers()
     with compile_lock:
         folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}

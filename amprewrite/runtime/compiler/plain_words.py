@@ -15,7 +15,7 @@ _SWITCHES = (
     ("pytorch_lightning", "Lightning switches it on: give precision='32-true'"),
     ("accelerate", "accelerate switches it on: give mixed_precision='no'"),
 )
-"""Packages that switch autocast on for their users, with the remedy. A package that calls another one in the list comes before it."""
+"""Packages that switch autocast on for their users, with the remedy. A package that calls another listed package comes first."""
 _ANY_SWITCH = (
     "If you wrote none, one of these did: bf16= or fp16= in the arguments of transformers' Trainer or of TRL, where bf16=True is the "
     "default (give False), mixed_precision= of accelerate (give 'no'), precision= of Lightning (give '32-true')"
@@ -120,7 +120,7 @@ COMPILE = "pass backend='inductor' to amprewrite.rewrite instead of wrapping it 
 DISABLE_REASON = "a rewritten model compiles its own graphs"
 """Reason in messages why an outer torch.compile breaks its graph at a rewritten model."""
 DOOR_REASON = f"{DISABLE_REASON}: {COMPILE}, and {_EXPORT} instead of torch.export"
-"""DISABLE_REASON, with advice."""
+"""DISABLE_REASON with advice on how to compile or export the model."""
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
 """Reason in messages why a call inside a torch.func transform runs in fp32."""
 FORWARD_MODE = (

@@ -13,9 +13,9 @@ from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 
 
 class _Aside(threading.local):
-    """Per thread: the suspended dispatch modes of the user. Dynamo cannot run under dispatch modes.
+    """The user's dispatch modes that are suspended in this thread, because Dynamo cannot run under dispatch modes.
 
-    Every region restores them while it runs. Code that runs as written between regions runs without them.
+    Every region (rewritten graph) restores them while it runs. Code that runs as written between regions runs without them.
     """
 
     def __init__(self) -> None:

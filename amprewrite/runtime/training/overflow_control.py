@@ -14,7 +14,7 @@ A gate finds an optimizer
 warning says that gradients are not scaled (optimizers/unscaled.py).
 
 The hook for all optimizers does nothing to optimizers of other models. Without it, an optimizer that was copied, unpickled or made by a
-trainer would apply infinities to the weights without a message. It is removed with the last gate.
+trainer would apply infinities to the weights without a message. The hook is removed with the last gate.
 
 Training does not skip steps for ever: after `max_consecutive_skips` skips in a row an error names the likely cause (step_record.py).
 """
@@ -257,4 +257,4 @@ class StepGate(StepRecord):
 
 
 _BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)
-"""Functions called before each optimizer step, by which a gate can guard the optimizer. Hooks that it adds run before the same step."""
+"""Functions called before each optimizer step, by which a gate can guard the optimizer. Hooks that a gate adds run before the same step."""

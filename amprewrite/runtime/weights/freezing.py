@@ -59,7 +59,7 @@ def check_freezable(model: nn.Module) -> None:
 
 
 def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
-    """Replace the parameters of `model` by the copies that its graphs read, in place, given the `reads` of each graph.
+    """Replace, in place, the parameters of `model` by the copies that its graphs read. `reads` has the reads of each graph.
 
     Returns the names of the parameters that stay fp32 and took gradients before.
     """

@@ -92,7 +92,7 @@ def empty_padded(like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
 
 
 def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return (source, target), views of one shape: copying the source to the target writes `w` to `copy`, padded as in `layout`."""
+    """Return views (source, target) of `w` and `copy`: copying source to target writes `w` into `copy`, padded as in `layout`."""
     return (_opened(w, layout, 0)[0], logical_part(copy, layout)) if layout else (w, copy)
 
 

@@ -138,7 +138,7 @@ def amax_of(matrix: Tensor) -> Tensor:
 
 
 def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> Tensor:
-    """Return the 0-dim fp32 scale of a dense `matrix` for `dtype`. The options are those of `cast_rows`."""
+    """Return the 0-dim fp32 scale of a dense `matrix` for `dtype`. The options mean the same as for `cast_rows`."""
     amax = amax_of(matrix)
     scale = torch.empty_like(amax)
     scale_kernel[(1,)](amax, scale, smallest, power_of_two, torch.finfo(dtype).max)

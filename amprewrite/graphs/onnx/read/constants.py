@@ -22,7 +22,7 @@ from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 BOUNDS = ops_with(Trait.BOUNDS)
-"""Ops whose constants are bounds. A bound beyond the low format's range becomes ±max; any other constant does only if it is a mask."""
+"""Ops whose constants are bounds. A bound beyond the low format's range becomes ±max; any other constant does so only if it is a mask."""
 
 
 class ConstantFacts:

@@ -4,7 +4,7 @@
 2. Values that enter or leave a body have vertices of their own. The vertices of a loop's state share a precision_group, hence one colour.
 3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
-5. Facts of the file pin colours: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample
+5. Facts of the file force colours: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample
    runs are evidence, which passes judge.
 
 This file has special code for bodies (`Scan`, `Loop`), for ops that set the type of their result (`Cast`, in the vocabulary `to`,
@@ -73,7 +73,7 @@ class OnnxReading:
     """The reads in the model, keyed by (reader, vertex that is read)."""
     constants: list[ConstantRead] = field(default_factory=list)
     kept: dict[str, Loss] = field(default_factory=dict)
-    """Constants that stay fp32 in their readers, whatever passes decide, with the harm of a low copy."""
+    """Constants that stay fp32 in their readers, whatever passes decide, each with the harm that a low copy would do."""
     masks: set[str] = field(default_factory=set)
     """Constants and fills that only block scores. A low copy holds less than half of the format's lowest number in blocked positions."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def read_onnx(
 ) -> OnnxReading:
     """Return the op graph of `model`, with its values, nodes and reads.
 
-    `samples` are the results of sample runs, `asked_ops` the ops whose list an override names. `keep_io` keeps inputs and outputs fp32.
+    `samples` are the results of sample runs, `asked_ops` the ops that an override puts on a list. `keep_io` keeps inputs and outputs fp32.
     """
     reader = _Reader(model, Kinds(low, lists, samples, asked_ops), keep_io)
     reader.read_top()

@@ -39,7 +39,7 @@ class Facts:
     """True if every overflowing value is so large that it can only be a mask."""
     flushed: int
     worst: float
-    """Largest relative L2 error of a slice along the first or last axis, and of the whole."""
+    """Largest relative L2 error of the whole constant or of a slice along its first or last axis."""
     least: float
     most: float
     largest: float
@@ -88,7 +88,7 @@ def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
 
 
 def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
-    """Return the largest relative L2 error of a slice along the first or last axis, or of the whole."""
+    """Return the largest relative L2 error of the whole constant or of a slice along its first or last axis."""
     square_error, square = error.astype(np.float64) ** 2, values.astype(np.float64) ** 2
     axes = [None] if values.ndim < 2 else [None, tuple(range(1, values.ndim)), tuple(range(values.ndim - 1))]
     worst = 0.0

@@ -127,7 +127,7 @@ class Runnable:
 
     def __init__(self, model: ir.Model, limit: TimeLimit = "auto") -> None:
         self.seconds = seconds_for(weight_bytes(model), limit)
-        """Seconds that one run may take."""
+        """Seconds that one run may take; None if there is no limit."""
         self.stack = contextlib.ExitStack()
         self.folder: Path | None = None
         if not is_large(model):

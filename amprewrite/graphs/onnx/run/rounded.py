@@ -52,7 +52,7 @@ def strict_outputs(
 
 
 def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return (an all-fp32 model that rounds as the low model would, new names of its low inputs by old name). `proto` is not changed."""
+    """Return (an all-fp32 model that rounds like the low model, {old name: new name} of its low inputs). `proto` is not changed."""
     strict = onnx.ModelProto()
     strict.CopyFrom(proto)
     rounding: list[onnx.NodeProto] = []

@@ -92,7 +92,7 @@ def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
 
 
 def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
-    """Store a constant low: under its own name if nothing reads it high, otherwise as a second constant."""
+    """Store a constant low: under its own name if nothing reads it in fp32, otherwise as a second constant."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)
@@ -119,7 +119,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _FreshNames) -> ir.Node:
-    """Insert one Cast right after the maker of a value, and let the users of `cast` read it. A copy that is an output has its name."""
+    """Insert one Cast right after the maker of a value, and let the users of `cast` read it. Names of outputs do not change."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
     nodes: list[ir.Node] = []

@@ -155,7 +155,7 @@ def _old_data(model: Path) -> list[Path]:
 
 
 def _remove(old: list[Path], model: Path, kept: str) -> None:
-    """Remove data files that no file of the folder names any more."""
+    """Remove data files to which no file in the folder refers any more."""
     gone = [path for path in old if path.name != kept]
     if not gone:
         return

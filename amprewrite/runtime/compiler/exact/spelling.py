@@ -39,7 +39,7 @@ _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return inductor's decompositions of the calls in DECOMPOSED that it has, and our own for slices and dropout."""
+    """Return inductor's decompositions of the calls in DECOMPOSED, where it has any, and our own for slices and dropout."""
     table = select_decomp_table()
     own: dict[Any, Callable[..., Any]] = {
         aten.slice_backward.default: _slice_backward,

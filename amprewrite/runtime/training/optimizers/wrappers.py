@@ -1,8 +1,8 @@
 """Tells wrappers of optimizers whether a step was skipped, so that they do not advance the learning-rate schedule after it.
 
 accelerate's AcceleratedOptimizer stores whether a GradScaler skipped the step in `_is_overflow`, and its schedulers and transformers'
-Trainer read this attribute. Its `step` calls the `step` of the torch optimizer, so the wrapper is found among the callers. Only this
-attribute is set.
+Trainer read this attribute. The wrapper's `step` calls the `step` of the torch optimizer, so the wrapper is found among the callers.
+Only this attribute is set.
 """
 
 from __future__ import annotations
