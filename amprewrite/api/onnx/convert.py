@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from amprewrite.api.onnx.job import Job, OnnxReport, OnnxResult, Order, Rejected
+from amprewrite.api.onnx.job import Job, OnnxReport, OnnxResult, Order, Rejected, fp8_products
 from amprewrite.api.onnx.plans import REGION
 from amprewrite.graphs.onnx.check import invalid
 from amprewrite.graphs.onnx.read.load import Source, load, name_of
@@ -35,6 +36,8 @@ def rewrite_onnx(
     dtype: Any = None,
     lists: str | OpLists = "default",
     overrides: Mapping[str, str] | None = None,
+    products: Any = None,
+    device: str | None = None,
     plan: CastPlan | None = None,
     calibration: Any = None,
     keep_io: bool = True,
@@ -52,6 +55,9 @@ def rewrite_onnx(
         dtype: "fp16" or "bf16". None means the format of `plan` if given, otherwise "fp16".
         lists: as for `rewrite`.
         overrides: as for `rewrite`. Op names may be ONNX names ("Softmax"). Module paths are as torch's exporter recorded them.
+        products: as for `rewrite`: which matrix products with a constant matrix read fp8 copies of their operands, in fp16 and bf16 files.
+            Needs `calibration`, which gives the scales, and opset 21, to which the file is raised.
+        device: name of the device by whose prices a preset of `products` decides, such as "h100". "fp8-all" needs none.
         plan: a plan of this model to follow instead of deciding, edited or not.
         calibration: a sample, or an iterable of samples, which are read one at a time. A sample is a mapping of input names to arrays, or
             the path of an .npz file. Runs on the samples give the ranges of values, which decide what fits the low format. The first
@@ -76,12 +82,15 @@ def rewrite_onnx(
     low = parse_format(dtype if dtype is not None else plan.low if plan is not None else DEFAULT_ONNX)
     if low is FP32:
         raise PolicyError("dtype='fp32' leaves nothing to rewrite; use 'fp16' or 'bf16'")
-    policy = Policy(low, lists, parse_overrides(_onnx_names(overrides or {}), low))
+    policy = Policy(low, lists, parse_overrides(_onnx_names(overrides or {}), low), device=device or "")
+    policy = replace(policy, products=fp8_products(products, policy, calibrated=calibration is not None))
     if any(override.word == WIDE for override in policy.overrides):
         raise PolicyError("overrides= asks for wide products, and no op of ONNX multiplies bf16 and returns fp32; use 'fp32' instead")
     order, keep_io = _order(out, plan_path, external_data, verify, max_rel_err, time_limit), flag("keep_io", keep_io)
-    if plan is not None and overrides:
-        raise PolicyError("plan= and overrides= both choose formats; put the overrides into the plan with plan.edit")
+    if device is not None and products is None:
+        raise PolicyError("device= gives prices to products= alone, which is not given: a file is for no device in particular")
+    if plan is not None and (overrides or products):
+        raise PolicyError("plan= chooses formats, as overrides= and products= do; put the overrides into the plan with plan.edit")
     if calibration is not None:
         runtime()
     with _blamed(model):
@@ -99,6 +108,7 @@ def export_onnx(
     *,
     opset: int | None = None,
     dynamic_shapes: Any = None,
+    products: Any = None,
     keep_io: bool = True,
     external_data: bool | str = "auto",
     plan: CastPlan | None = None,
@@ -119,9 +129,9 @@ def export_onnx(
         kwargs: example inputs by keyword.
         opset: the opset version for torch.onnx.export; None takes its default.
         dynamic_shapes: passed to torch.onnx.export.
+        products: as for `rewrite_onnx`, also for a model rewritten in fp16; None takes the option `products` of the model.
         plan: a plan to follow instead of deciding, edited or not: of an earlier export, or of the PyTorch graph.
-        calibration: as for `rewrite_onnx`. If the model has `products=`, it also gives the scales of fp8 copies. Without it, products
-            read bf16.
+        calibration: as for `rewrite_onnx`. It also gives the scales of fp8 copies. Without it, products of the model read bf16.
 
     The other arguments are the same as for `rewrite_onnx`.
 
@@ -136,7 +146,7 @@ def export_onnx(
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     order, keep_io = _order(path, plan_path, external_data, verify, max_rel_err, time_limit), flag("keep_io", keep_io)
-    model, feed, policy, notes = exported(amp, args, kwargs, opset, dynamic_shapes, calibrated=calibration is not None)
+    model, feed, policy, notes = exported(amp, args, kwargs, opset, dynamic_shapes, products, calibrated=calibration is not None)
     job = Job(model, policy, keep_io, notes, exported=True)
     if plan is not None and plan.low != policy.low.name:
         raise PlanError(f"the plan is for low = {plan.low}, this model's is {policy.low.name}; rewrite it with dtype={plan.low!r}")

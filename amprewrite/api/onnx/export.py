@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from amprewrite.api.onnx.job import fp8_products
 from amprewrite.api.onnx.plans import base_name, region_ops
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.compare import relative_error
@@ -46,11 +47,13 @@ AGREES = 1e-2
 
 
 def exported(
-    amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any, calibrated: bool
+    amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any,
+    products: Any, calibrated: bool,
 ) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
     """Return the exported fp32 model, the example inputs by name, the policy for the file, and notes.
 
-    `calibrated` is True if the caller gave samples, which fp8 products need for their scales. Raises PolicyError for invalid arguments,
+    `products` replaces the option of the model if it is not None. `calibrated` is True if the caller gave samples, which fp8 products need
+    for their scales. Raises PolicyError for invalid arguments,
     CaptureError if torch.onnx.export fails or its file does not compute the same as the model.
     """
     if not isinstance(amp, RewrittenBase):
@@ -68,6 +71,11 @@ def exported(
         notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
     if policy.low is FP32:
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
+    if products is not None:
+        checked = fp8_products(products, policy, calibrated)
+        if checked is not None:
+            checked.check_modules([path for path, _ in plain.named_modules()])
+        policy = replace(policy, products=checked)
     if policy.products is not None and not calibrated:
         notes += (f"an ONNX file has fp8 products if calibration= gives their scales; without it they read {policy.low.name}",)
         policy = replace(policy, products=None)

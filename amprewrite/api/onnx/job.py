@@ -36,20 +36,22 @@ from amprewrite.graphs.onnx.run.raised import check_raised
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
-from amprewrite.graphs.onnx.write.quantise import insert_quantised
+from amprewrite.graphs.onnx.write.quantise import OPSET, insert_quantised
 from amprewrite.graphs.onnx.write.save import Written, written
 from amprewrite.ir.evidence.constants import Loss
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, fingerprint
 from amprewrite.ir.follow_plan import may_quantise
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.policies.product_policy import ProductPolicy, parse_products
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, shown
 from amprewrite.tables.boundary.files import resolved
+from amprewrite.tables.devices import NAMED, named_device
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
-from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.recipes import TENSOR
 from amprewrite.tables.vocabulary import Colour
@@ -186,13 +188,15 @@ class Job:
 
     def prepare(self) -> None:
         """Prepare the model for the passes. Raises PolicyError if an override matches nothing in the model."""
-        ready = make_ready(self.model, self.low, self.lists)
+        ready = make_ready(self.model, self.low, self.lists, 0 if self.exported or not may_quantise(self.policy, self.given) else OPSET)
         self.model, self.before_raising = ready.model, ready.before
         self.notes += ready.notes
         if not self.exported:
             nodes = [node for graph in self.model.graphs() for node in graph]
-            self.policy.check_modules({module for node in nodes if (module := provenance(node)[0])})
-            self.policy.check_nodes(node.name or op_of(node) for node in nodes)
+            modules, names = {module for node in nodes if (module := provenance(node)[0])}, [node.name or op_of(node) for node in nodes]
+            for rules in (self.policy, self.policy.products) if self.policy.products is not None else (self.policy,):
+                rules.check_modules(modules)
+                rules.check_nodes(names)
 
     # -- 1 and 2. decide ------------------------------------------------------------------------
     def run(self, feeds: Iterable[Feed] | None, order: Order) -> OnnxResult:
@@ -209,7 +213,7 @@ class Job:
         region = decide_region(reading, self.policy, self.lists, samples, self.given)
         apply_plan(self.model, reading, region, self.low)
         if region.quantised:
-            insert_quantised(self.model, reading, region, largest(reading, samples))
+            insert_quantised(self.model, reading, region, largest(reading, samples), self.low)
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
         report = OnnxReport(
             samples=samples.seen, weights_before=self.before, weights_after=constant_bytes(self.model), losses=losses(reading, region)
@@ -364,6 +368,28 @@ class Job:
         """Write and check the model without changes, for a policy whose low format is fp32."""
         report = OnnxReport(weights_before=self.before, weights_after=self.before)
         return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
+
+
+def fp8_products(products: Any, policy: Policy, calibrated: bool) -> ProductPolicy | None:
+    """Return the parsed option `products` of a file in the low format of `policy`; None if it is not given.
+
+    `calibrated` is True if the caller gave samples. Raises PolicyError without samples, and for a preset that decides by prices if
+    `policy.device` is no device with fp8 units.
+    """
+    # fused=True, because the runtime of a file fuses casts, as a compiler of a graph does
+    checked = parse_products(products, fused=True, low=policy.low)
+    if checked is None:
+        return None
+    if policy.low is FP32:
+        raise PolicyError("products= needs a low format, fp16 or bf16: fp8 copies are made of low values")
+    if not calibrated:
+        raise PolicyError("products= needs calibration=: an fp8 copy has a constant scale in a file, which comes from samples")
+    if checked.preset.priced and not (policy.device and named_device(policy.device).fp8):
+        fast = ", ".join(name for name, row in NAMED.items() if row.fp8)
+        raise PolicyError(
+            f"products={checked.name!r} decides by the prices of a device with fp8 units: name it with device= ({fast}), or take 'fp8-all'"
+        )
+    return checked
 
 
 def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples: Samples, given: ModelPlan | None = None) -> RegionPlan:

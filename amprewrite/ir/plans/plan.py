@@ -292,12 +292,13 @@ class ModelPlan:
     def edit(self, colours: dict[str, str]) -> Self:
         """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
-        "wide" rounds the operands of matrix products to bf16 and keeps their results in fp32. In a plan with fp8 products, "fp8" and "bf16"
-        set the format in which products read their operands; a name such as "linear_3.grad_weight" then stands for a single GEMM. Casts and
-        copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module that carry no fp32 value
-        do not change. Raises PlanError for an unknown name or colour, and for a name without a node that could change.
+        "wide" rounds the operands of matrix products to bf16 and keeps their results in fp32. In a plan with fp8 products, "fp8" and the
+        name of the low format set the format in which products read their operands; a name such as "linear_3.grad_weight" then stands for
+        a single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module
+        that carry no fp32 value do not change. Raises PlanError for an unknown name or colour, and for a name without a node that could
+        change.
         """
-        formats = {name: word for name, word in colours.items() if word in (FP8, BASE.name)}
+        formats = {name: word for name, word in colours.items() if word in (FP8, self.low)}
         if formats:
             rest = {name: word for name, word in colours.items() if name not in formats}
             return self._edit_products(formats).edit(rest) if rest else self._edit_products(formats)
@@ -306,7 +307,7 @@ class ModelPlan:
         for name, word in colours.items():
             if word not in ("low", "high", WIDE):
                 raise PlanError(
-                    f"{shown(name)}: {shown(word)} is neither 'low' nor 'high', and for products {WIDE!r}, {FP8!r} or {BASE.name!r}"
+                    f"{shown(name)}: {shown(word)} is neither 'low' nor 'high', and for products {WIDE!r}, {FP8!r} or {self.low!r}"
                 )
             found = [node for node in self.find(name) if node.colour is not Colour.PLAIN and node.role == "op"]
             if word == WIDE:
@@ -340,7 +341,7 @@ class ModelPlan:
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
     def _edit_products(self, formats: dict[str, str]) -> Self:
-        """Return a copy in which products of nodes or modules, or single GEMMs, read "fp8" or "bf16", as `formats` says by name."""
+        """Return a copy in which products of nodes or modules, or single GEMMs, read "fp8" or the low format, as `formats` says by name."""
         regions = {region.name: region for region in self.regions}
         for name, word in formats.items():
             stem, _, last = name.rpartition(".")
@@ -350,7 +351,7 @@ class ModelPlan:
             if not found:
                 raise PlanError(f"{shown(name)} holds no product that fp8 was weighed for; rewrite(..., products='fp8') weighs it")
             for region, node in found:
-                edited = regions[region.name].quantised.edited(node, gemm, word == FP8)
+                edited = regions[region.name].quantised.edited(node, gemm, FP8 if word == FP8 else self.low)
                 regions[region.name] = replace(regions[region.name], quantised=edited, candidates=(), basis=None)
         return replace(self, regions=tuple(regions.values()))
 

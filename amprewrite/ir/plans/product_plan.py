@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Self
 
 from amprewrite.tables.errors import PlanError
-from amprewrite.tables.recipes import BASE, RECIPES
+from amprewrite.tables.recipes import FP8, RECIPES
 
 
 class ProductReason(Enum):
@@ -138,20 +138,20 @@ class QuantisedProducts:
         """Return the decision about the product called `node`; None if fp8 was not considered for it."""
         return next((each for each in self.products if each.node == node), None)
 
-    def edited(self, node: str, gemm: str, fp8: bool) -> Self:
-        """Return a copy in which a GEMM of the product `node` runs in fp8, or in bf16 if `fp8` is False. "" as `gemm` selects all GEMMs.
+    def edited(self, node: str, gemm: str, word: str) -> Self:
+        """Return a copy in which a GEMM of the product `node` runs in `word`: "fp8" or the low format. "" as `gemm` selects all GEMMs.
 
-        GEMMs that the recipe keeps in bf16 then stay in bf16. The result lists no fp8 copies; they are decided anew when the plan is
-        applied. Raises PlanError if the recipe keeps the named GEMM in bf16, or if the graph has no such GEMM.
+        GEMMs that the recipe keeps in the low format then stay in it. The result lists no fp8 copies; they are decided anew when the plan
+        is applied. Raises PlanError if the recipe keeps the GEMM low, or if the graph has no such GEMM.
         """
-        recipe, found = RECIPES[self.recipe], self.of(node)
+        recipe, found, fp8 = RECIPES[self.recipe], self.of(node), word == FP8
         assert found is not None
         wrong = [each.gemm for each in found.gemms if gemm == each.gemm and fp8 and gemm not in recipe.gemms]
         if wrong or (gemm and all(each.gemm != gemm for each in found.gemms)):
             why = f"the recipe of this plan ({recipe.name}) leaves it in bf16" if wrong else "its graph has no such GEMM"
             raise PlanError(f"{node}.{gemm} cannot be edited: {why}")
         changed = tuple(
-            GemmPlan(each.gemm, recipe.pair(each.gemm) if fp8 else BASE.name, ProductReason.IN_PLAN)
+            GemmPlan(each.gemm, recipe.pair(each.gemm) if fp8 else word, ProductReason.IN_PLAN)
             if gemm in ("", each.gemm) and (each.gemm in recipe.gemms or not fp8)
             else each
             for each in found.gemms

@@ -9,9 +9,9 @@ from typing import Any
 
 from amprewrite.tables.boundary.arguments import names_module, refuse_unmatched, shown
 from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import Format
 from amprewrite.tables.recipes import BASE, FP8, GEMMS, PRESETS, Preset
 
-WORDS = {FP8: True, BASE.name: False}
 EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_weight': 'bf16'}"
 
 
@@ -70,10 +70,11 @@ class ProductPolicy:
         refuse_unmatched("products", "node", {each.key: each.pattern for each in self.rules if each.scope == "node"}, names)
 
 
-def parse_products(products: Any, fused: bool = False) -> ProductPolicy | None:
+def parse_products(products: Any, fused: bool = False, low: Format = BASE) -> ProductPolicy | None:
     """Parse the option `products=`: the name of a preset, or a mapping of rules whose key "preset" names the preset ("fp8" by default).
 
-    `fused` is True if a compiler runs the graphs. Returns None for None: no product runs in fp8. Raises PolicyError for anything else.
+    `fused` is True if a compiler runs the graphs. Rules say "fp8" or the name of `low`, the format of products outside of fp8. Returns None
+    for None: no product runs in fp8. Raises PolicyError for anything else.
     """
     if products is None or isinstance(products, ProductPolicy):
         return products
@@ -82,15 +83,15 @@ def parse_products(products: Any, fused: bool = False) -> ProductPolicy | None:
     if not isinstance(name, str) or name not in PRESETS:
         where = f"products={shown(name)}" if asked is not products else f"products['preset'] = {shown(name)}"
         raise PolicyError(f"{where} is no preset; use one of {', '.join(PRESETS)}, or rules such as {EXAMPLE}")
-    return ProductPolicy(name, tuple(_rule(key, word) for key, word in asked.items() if key != "preset"), fused)
+    return ProductPolicy(name, tuple(_rule(key, word, low) for key, word in asked.items() if key != "preset"), fused)
 
 
-def _rule(key: Any, word: Any) -> ProductRule:
+def _rule(key: Any, word: Any, low: Format) -> ProductRule:
     scope, colon, pattern = str(key).partition(":")
     if not isinstance(key, str) or not colon or scope not in ("module", "node") or not pattern:
         raise PolicyError(f"products[{shown(key)}]: keys are 'preset', 'module:PATTERN' and 'node:PATTERN', as in {EXAMPLE}")
-    if not isinstance(word, str) or word not in WORDS:
-        raise PolicyError(f"products[{shown(key)}] = {shown(word)} is not understood; use one of {', '.join(WORDS)}")
+    if not isinstance(word, str) or word not in (FP8, low.name):
+        raise PolicyError(f"products[{shown(key)}] = {shown(word)} is not understood; use {FP8} or {low.name}")
     stem, _, gemm = pattern.rpartition(".")
     stem, gemm = (stem, gemm) if gemm in GEMMS and stem else (pattern, "")
-    return ProductRule(key, scope, stem, gemm, WORDS[word])
+    return ProductRule(key, scope, stem, gemm, word == FP8)

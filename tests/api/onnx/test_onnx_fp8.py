@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import amprewrite
 from amprewrite.api.onnx import job
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.graphs.onnx.write.quantise import scale_for
 from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import parse_format
 
 E4M3 = onnx.TensorProto.FLOAT8E4M3FN
 
@@ -148,3 +150,87 @@ def test_without_samples_the_file_reads_bf16_or_an_error_says_what_to_do(tmp_pat
     monkeypatch.setattr(job, "largest", lambda reading, samples: {})
     with pytest.raises(PolicyError, match=r"no sample shows the range of .*: pass calibration="):
         exported(block, x, tmp_path / "block.onnx")
+
+
+# -- files of other sources, and fp16 --------------------------------------------------------------
+LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def written_fp32(block: Block, x: Tensor, path: Path, opset: int = 18) -> Path:
+    made = torch.onnx.export(block, (x,), dynamo=True, verbose=False, opset_version=opset)
+    assert made is not None
+    made.save(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("width", "tokens"), [(64, 16), (1024, 128)])
+@torch.no_grad()
+def test_a_file_from_elsewhere_takes_fp8_products(width: int, tokens: int, dtype: str, tmp_path: Path) -> None:
+    block, x = Block(width).eval(), torch.randn(2, tokens, width)
+    source = written_fp32(block, x, tmp_path / "fp32.onnx")
+    result = amprewrite.rewrite_onnx(
+        source, tmp_path / "fp8.onnx", dtype=dtype, products="fp8-all", calibration=[{"x": x.numpy()}], max_rel_err=0.05
+    )
+    model = onnx.load(tmp_path / "fp8.onnx")
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("QuantizeLinear") == 2 and kinds.count("DequantizeLinear") == 5 and model.opset_import[0].version == 21
+    assert "opset raised from 18 to 21" in str(result.report)
+    (got,) = strict_outputs(result.ir_model, [{"x": x.numpy()}])[0]
+    found, low = list(scales(model).values()), LOW[dtype]
+
+    def product(value: Tensor, linear: nn.Linear, by: Tensor, of: Tensor) -> Tensor:
+        x8, w8 = (
+            ((v.float() / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s).to(low).float()
+            for v, s in ((value, by), (linear.weight.to(low), of))
+        )
+        made = (x8 @ w8.t()).to(low)
+        return made if linear.bias is None else made + linear.bias.to(low)
+
+    h = block.norm(x).to(low)
+    act = torch.relu(product(h, block.up, *found[0]) + product(h, block.gate, *found[1]))
+    assert distance(torch.from_numpy(got), x + product(act, block.down, *found[2]).float()) < 1e-3
+    if dtype == "fp16":  # ONNX Runtime's CPU provider has these kernels for fp16, not for bf16
+        assert result.report.runtime_error == pytest.approx(result.report.strict_error, rel=0.05)
+
+
+@torch.no_grad()
+def test_a_model_in_fp16_is_exported_with_fp8_products(tmp_path: Path) -> None:
+    block, x = Block(64).eval(), torch.randn(2, 16, 64)
+    amp = amprewrite.rewrite(block, dtype="fp16").eval()
+    result = amp.export_onnx(
+        tmp_path / "block.onnx", (x,), products={"preset": "fp8-all", "module:down": "fp16"}, calibration=[{"x": x.numpy()}]
+    )
+    assert [node.op_type for node in onnx.load(tmp_path / "block.onnx").graph.node].count("QuantizeLinear") == 1
+    assert result.report.runtime_error == pytest.approx(result.report.strict_error, rel=0.05)
+    edited = result.plan.edit({"up": "fp16", "down": "fp8"})
+    followed = amp.export_onnx(tmp_path / "block.onnx", (x,), plan=edited, opset=21, calibration=[{"x": x.numpy()}])
+    assert {each.node for each in followed.plan.regions[0].quantised.chosen} != {
+        each.node for each in result.plan.regions[0].quantised.chosen
+    }
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("amax", [0.0, 1e-9, 3e-6, 0.01, 1.0, 447.9, 6.0e4, 65472.0, 65504.0])
+def test_a_scale_neither_saturates_nor_overflows(amax: float, dtype: str) -> None:
+    low = parse_format(dtype)
+    scale = float(scale_for(amax, low))
+    top = np.float32(scale) * np.float32(448)
+    assert np.isfinite(torch.tensor(top).to(LOW[dtype]).item()) and scale > 0
+    assert top >= amax or amax > low.max * (1 - 2**-7)
+    assert top <= max(amax * (1 + 2**-7), 448 * low.smallest_subnormal * 2, 448 * 1e-12)
+
+
+def test_prices_need_a_device_and_scales_need_samples(tmp_path: Path) -> None:
+    block, x = Block(64).eval(), torch.randn(2, 16, 64)
+    source, feed = written_fp32(block, x, tmp_path / "fp32.onnx"), [{"x": x.numpy()}]
+    with pytest.raises(PolicyError, match=r"decides by the prices of a device with fp8 units: name it with device= \(.*h100"):
+        amprewrite.rewrite_onnx(source, products="fp8", calibration=feed)
+    with pytest.raises(PolicyError, match="products= needs calibration="):
+        amprewrite.rewrite_onnx(source, products="fp8-all")
+    with pytest.raises(PolicyError, match="device= gives prices to products= alone"):
+        amprewrite.rewrite_onnx(source, device="h100")
+    with pytest.raises(PolicyError, match="matches no module"):
+        amprewrite.rewrite_onnx(source, products={"preset": "fp8-all", "module:dwon": "fp16"}, calibration=feed)
+    small = amprewrite.rewrite_onnx(source, products="fp8", device="h100", calibration=feed)
+    assert not list(small.plan.regions[0].quantised.chosen)  # products of 64 columns do not pay on any device

@@ -198,8 +198,11 @@ class Ready:
     """The model before each change of its opset, to compare results; empty if the opset did not change."""
 
 
-def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
-    """Prepare a model for the passes. Raises CaptureError if its opset is too old and cannot be raised."""
+def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> Ready:
+    """Prepare a model for the passes, at opset `least` or later if possible.
+
+    Raises CaptureError if its opset is too old and cannot be raised.
+    """
     notes: list[str] = model.meta.pop(NOTES, [])
     opset = name_opset(model)
     sort_nodes(model)
@@ -217,7 +220,7 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
         mark_guesses(model, told)
         notes += [f"opset raised from {opset} to {OLDEST}: ops of older ones broadcast by attribute", *infer_types(model)]
         before.append(model)
-    model, more = raise_for_format(model, low, lists)
+    model, more = raise_for_format(model, low, lists, least)
     mark_guesses(model, told)
     notes += more
     if not any(format_of(v) == "fp32" for g in model.graphs() for n in g for v in n.outputs):

@@ -129,12 +129,15 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 
 # -- the low format ---------------------------------------------------------------------------
-def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
-    """Return (model, notes). The model has the lowest opset at which all listed ops take the low format, or its old one if that fails."""
+def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str]]:
+    """Return (model, notes). The model has the lowest opset, not below `least`, at which all listed ops take the low format.
+
+    If that fails, the model has its old opset.
+    """
     opset = model.opset_imports[""]
     nodes = [node for graph in model.graphs() for node in graph if not node.domain]
     wanted = {node.op_type for node in nodes if _wants_low(node, lists)}
-    needed = max((opset_taking(op_type, opset, low) for op_type in wanted), default=opset)
+    needed = max(opset, least, *(opset_taking(op_type, opset, low) for op_type in wanted))
     if needed == opset:
         return model, []
     kept = f"opset {opset} could not be raised to {needed} for {low.name}"
@@ -156,7 +159,8 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.M
     refused = refusal(raised)
     if refused and not refusal(model):  # the installed ONNX Runtime has no kernels for some ops of the newer opset
         return model, [f"{kept}: ONNX Runtime does not load it then ({refused})"]
-    return raised, [f"opset raised from {opset} to {needed}, at which more of its ops take {low.name}"]
+    why = "which fp8 products need" if needed == least else f"at which more of its ops take {low.name}"
+    return raised, [f"opset raised from {opset} to {needed}, {why}"]
 
 
 def _raise_ir_version(model: ir.Model, opset: int) -> None:

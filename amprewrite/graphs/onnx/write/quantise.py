@@ -3,8 +3,9 @@
     before   y = MatMul(x, w)
     after    q = QuantizeLinear(x, scale); d = DequantizeLinear(q, scale); y = MatMul(d, DequantizeLinear(w8, scale of w))
 
-A scale is a constant: the largest magnitude of x in sample runs, or of w, divided by the largest number of e4m3. Larger values saturate. A
-weight is stored in e4m3. Backends such as TensorRT turn the pattern into an fp8 product; other runtimes compute the same numbers.
+A scale is a constant in the low format: the largest magnitude of x in sample runs, or of w, divided by the largest number of e4m3. Larger
+values saturate. A weight is stored in e4m3. Backends such as TensorRT turn the pattern into an fp8 product; other runtimes compute the same
+numbers.
 
 This file writes `QuantizeLinear` and `DequantizeLinear`.
 """
@@ -22,8 +23,8 @@ from amprewrite.graphs.onnx.ops import constant_tensor
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.errors import PolicyError
-from amprewrite.tables.formats import E4M3
-from amprewrite.tables.recipes import BASE, SMALLEST, W
+from amprewrite.tables.formats import E4M3, Format
+from amprewrite.tables.recipes import SMALLEST, W
 
 OPSET = 21
 """First opset in which QuantizeLinear and DequantizeLinear support bf16 and e4m3 in the form that compilers read."""
@@ -31,8 +32,8 @@ NUMBER = np.dtype(getattr(ml_dtypes, E4M3.library_name))
 STORED = ir.DataType[E4M3.onnx]
 
 
-def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, largest: Mapping[str, float]) -> None:
-    """Edit `model` in place so that the products of the plan read quantised operands.
+def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, largest: Mapping[str, float], low: Format) -> None:
+    """Edit `model` in place so that the products of the plan read quantised operands. Products compute in `low`.
 
     `largest` has the largest magnitude of each value in samples. Raises PolicyError if a magnitude is missing or the opset is too old.
     """
@@ -49,7 +50,7 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
                 f"no sample shows the range of {copy.value}, which {copy.readers[0]} reads in fp8: pass calibration= with batches on which "
                 "the model runs, or leave products= out"
             )
-        made = _stored(model, value) if copy.role == W else _quantised(model, value, largest[copy.value])
+        made = _stored(model, value, low) if copy.role == W else _quantised(model, value, largest[copy.value], low)
         for node in nodes:
             node.replace_input_with(place, made)
     for name, held in list(model.graph.initializers.items()):
@@ -57,41 +58,49 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
             del model.graph.initializers[name]
 
 
-def scale_for(amax: float) -> np.ndarray:
-    """Return the scale of values up to `amax`: the number to divide by, in bf16, rounded up so that `amax` does not saturate."""
-    exact = np.float32(max(amax, SMALLEST) / E4M3.max)
-    up = (exact.reshape(1).view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
-    return up.view(np.float32)[0].astype(getattr(ml_dtypes, BASE.library_name))
+def scale_for(amax: float, low: Format) -> np.ndarray:
+    """Return the scale of values up to `amax`: the number to divide by, in `low`, rounded up so that `amax` does not saturate.
+
+    The scale is not so large that the largest number of e4m3, multiplied by it, is beyond the range of `low`.
+    """
+    number = np.dtype(getattr(ml_dtypes, low.library_name, low.library_name))
+
+    def rounded(exact: float, up: bool) -> np.ndarray:
+        near = np.asarray(exact, number)
+        misses = float(near) < exact if up else float(near) > exact
+        return np.nextafter(near, np.asarray(np.inf if up else 0, number)) if misses else near
+
+    return min(rounded(max(amax, SMALLEST) / E4M3.max, up=True), rounded(low.max / E4M3.max, up=False))
 
 
-def _stored(model: ir.Model, weight: ir.Value) -> ir.Value:
+def _stored(model: ir.Model, weight: ir.Value, low: Format) -> ir.Value:
     """Store a weight in e4m3, and return its dequantised value."""
     tensor = constant_tensor(weight)
     assert tensor is not None
     numbers = np.asarray(tensor.numpy(), np.float32)
-    scale = scale_for(float(np.abs(numbers).max(initial=0)))
+    scale = scale_for(float(np.abs(numbers).max(initial=0)), low)
     scaled = np.clip(numbers / scale.astype(np.float32), -E4M3.max, E4M3.max).astype(NUMBER)
     stored = _constant(model, f"{weight.name}_{E4M3.name}", scaled)
-    return _read_back(model, stored, weight, _constant(model, f"{weight.name}_scale", scale))
+    return _read_back(model, stored, weight, _constant(model, f"{weight.name}_scale", scale), low)
 
 
-def _quantised(model: ir.Model, value: ir.Value, amax: float) -> ir.Value:
+def _quantised(model: ir.Model, value: ir.Value, amax: float, low: Format) -> ir.Value:
     """Quantise a value to e4m3 right after its maker, and return its dequantised value."""
-    scale = _constant(model, f"{value.name}_scale", scale_for(amax))
+    scale = _constant(model, f"{value.name}_scale", scale_for(amax, low))
     node = ir.node("QuantizeLinear", [value, scale, _zero(model)], name=f"quantise_{value.name}")
-    low = node.outputs[0]
-    low.name = f"{value.name}_{E4M3.name}"
-    describe_copy(low, value, ir.TensorType(STORED))
+    made = node.outputs[0]
+    made.name = f"{value.name}_{E4M3.name}"
+    describe_copy(made, value, ir.TensorType(STORED))
     _place(model, node, value.producer())
-    return _read_back(model, low, value, scale)
+    return _read_back(model, made, value, scale, low)
 
 
-def _read_back(model: ir.Model, low: ir.Value, like: ir.Value, scale: ir.Value) -> ir.Value:
-    """Insert the DequantizeLinear of `low`, and return its result."""
-    node = ir.node("DequantizeLinear", [low, scale, _zero(model)], name=f"dequantise_{like.name}")
-    node.outputs[0].name = f"{low.name}_read"
-    describe_copy(node.outputs[0], like, ir.TensorType(ir.DataType[BASE.onnx]))
-    _place(model, node, low.producer())
+def _read_back(model: ir.Model, made: ir.Value, like: ir.Value, scale: ir.Value, low: Format) -> ir.Value:
+    """Insert the DequantizeLinear of the e4m3 value `made`, and return its result, which has the format `low`."""
+    node = ir.node("DequantizeLinear", [made, scale, _zero(model)], name=f"dequantise_{like.name}")
+    node.outputs[0].name = f"{made.name}_read"
+    describe_copy(node.outputs[0], like, ir.TensorType(ir.DataType[low.onnx]))
+    _place(model, node, made.producer())
     return node.outputs[0]
 
 
@@ -119,5 +128,3 @@ def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
     model.graph.register_initializer(value)
     return value
 
-
-__all__ = ["OPSET", "insert_quantised", "scale_for"]
