@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -18,6 +18,7 @@ from amprewrite.runtime.parts import fsdp_groups
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 
+T = TypeVar("T")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _MOST_WRAPPERS = 5
 """Largest number of nested wrappers that are opened in search of an optimizer."""
@@ -30,15 +31,19 @@ def existing_optimizers() -> list[Optimizer]:
 
 def every_optimizer() -> list[Optimizer]:
     """Return all optimizers of the process with an attribute `param_groups`, including wrappers with another optimizer's groups."""
-    classes = {Optimizer}
-    ahead = [Optimizer]
+    return [optimizer for optimizer in instances_of(Optimizer) if "param_groups" in optimizer.__dict__]
+
+
+def instances_of(base: type[T]) -> Iterator[T]:
+    """Yield all objects of the process whose class is `base` or derives from it."""
+    classes: set[type] = {base}
+    ahead: list[type] = [base]
     while ahead:
         new = [cls for cls in type.__subclasses__(ahead.pop()) if cls not in classes]
         classes.update(new)
         ahead += new
     objects = gc.get_objects()
-    found: Iterator[Optimizer] = itertools.compress(objects, map(classes.__contains__, map(type, objects)))
-    return [optimizer for optimizer in found if "param_groups" in optimizer.__dict__]
+    return itertools.compress(objects, map(classes.__contains__, map(type, objects)))
 
 
 def can_be_guarded(optimizer: Optimizer) -> bool:

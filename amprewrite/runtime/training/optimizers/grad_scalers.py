@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
 from types import FrameType
@@ -18,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.runtime.training.loss_scale import LossScaleError
+from amprewrite.runtime.training.optimizers.find_optimizers import instances_of
 
 _FRAMES = 12
 """Number of frames up the stack to search for the caller of `step`."""
@@ -35,8 +35,7 @@ class GradScalers:
     def backward_ended(self) -> None:
         """Keep the dict of optimizers of each scaler. Call this at the end of a backward."""
         if self._scalers is None:
-            found = (each for each in gc.get_objects() if issubclass(type(each), GradScaler))
-            self._scalers = [weakref.ref(each) for each in found if each.is_enabled()]
+            self._scalers = [weakref.ref(each) for each in instances_of(GradScaler) if each.is_enabled()]
         if self._scalers:
             living = (scaler for ref in self._scalers if (scaler := ref()) is not None)
             self._handled = [scaler._per_optimizer_states for scaler in living]
