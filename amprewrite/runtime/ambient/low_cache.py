@@ -197,5 +197,5 @@ def reads_high(plan: RegionPlan) -> bool:
 
 
 def _is_conversion(node: NodePlan) -> bool:
-    """True if a node is a conversion of a low cache. Its source line is in this file."""
+    """True if a node is a conversion of a low cache: its source line is in this file."""
     return node.source.startswith(f"{_SOURCE}:")

@@ -20,7 +20,10 @@ from amprewrite.tables.errors import AmpRewriteWarning, CaptureError
 
 
 class State(threading.local):
-    """The state of the calls of one rewritten model in this thread. An entry is a module that is called from outside of graphs."""
+    """The state of the calls of one rewritten model in this thread.
+
+    An entry is a module that is called from outside of the model's graphs. A region is a rewritten graph.
+    """
 
     def __init__(self) -> None:
         self.depth = 0

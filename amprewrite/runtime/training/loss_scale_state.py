@@ -24,7 +24,10 @@ _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interva
 
 @dataclass(frozen=True)
 class LossScaleReport:
-    """The scale, the counts of steps and of skipped steps, and the last overflow. `str()` gives it in one or two lines."""
+    """The scale, the counts of steps and of skipped steps, and the last overflow. `str()` gives them in one or two lines.
+
+    A set of steps holds one step of each optimizer that steps between two forwards.
+    """
 
     kind: str
     """"none", "static" or "dynamic"."""

@@ -46,7 +46,8 @@ class _OnnxSteps(SmallSteps[str]):
         self.graph, self.nodes = reading.graph, reading.nodes
         self.order = self.graph.rank
         self.names = {value: name for name, value in reading.values.items()}
-        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # a kind, because FLOPs may be unknown
+        # the kind counts as well, because FLOPs are 0 for unknown shapes
+        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}
         self.exact = set[str]()
         for node in self.graph:
             if self._is_exact(node):

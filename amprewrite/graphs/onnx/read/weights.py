@@ -51,7 +51,7 @@ class Facts:
 
 
 def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.ndarray:
-    """Round a constant to nearest even in the low format. Numbers beyond the range become ±max, or ±max * BLOCKED with `masks_scores`."""
+    """Round a constant to nearest even in `fmt`. Finite numbers beyond the range become ±max, or ±max * BLOCKED with `masks_scores`."""
     with np.errstate(over="ignore", under="ignore"):
         low = values.astype(NUMPY[fmt.name])
     over = ~np.isfinite(low.astype(np.float32)) & np.isfinite(values)
