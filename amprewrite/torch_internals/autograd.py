@@ -8,6 +8,8 @@ from torch.autograd import forward_ad
 
 current_backward = torch._C._current_graph_task_id
 """Return the number of the backward that runs in this thread; -1 outside a backward."""
+call_after_backward: Callable[[Callable[[], Any]], None] = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+"""Call the given function once, at the end of the backward that runs now. Call this function only inside a backward."""
 set_grad_enabled = torch._C._set_grad_enabled
 """Switch grad mode on or off. Graphs that Dynamo captures contain calls of this function."""
 
@@ -15,11 +17,6 @@ set_grad_enabled = torch._C._set_grad_enabled
 def saved_tensors_are_hooked() -> bool:
     """True if hooks set by `torch.autograd.graph.saved_tensors_hooks` are active in this thread."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def call_after_backward(callback: Callable[[], Any]) -> None:
-    """Call `callback` once, at the end of the backward that runs now. Call this function only inside a backward."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def in_forward_mode() -> bool:

@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "scale-without-optimizer", "a dynamic loss scale is used though no optimizer brings it down", ("programs",), ("'fp16'", "('grad',)"),
-        (("amprewrite/runtime/training/forward_scale.py", "        if look():\n", "        if True:\n"),),
+        (("amprewrite/runtime/training/forward_scale.py", "        if known or look():\n", "        if True:\n"),),
     ),
     Mutant(
         "two-results-two-scales", "a gradient enters by an fp32 result with another scale than it is divided by", ("programs",), ("'loss_scale', 8",),
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "closure-unguarded", "the first step of a closure loop is not guarded", ("states",), ('closure', "'fp16'"),
-        (("amprewrite/runtime/training/forward_scale.py", "        if look():\n", "        if True:\n"),
+        (("amprewrite/runtime/training/forward_scale.py", "        if known or look():\n", "        if True:\n"),
          ("amprewrite/runtime/training/overflow_control.py", "            guard_of(optimizer).resume()\n        learns", "            guard_of(optimizer).resume()\n        _BEFORE_STEPS.add(self._adopt)\n        learns"),
          ("amprewrite/runtime/training/overflow_control.py", "        if self.adopt and self.loss_scale.enabled:\n            _BEFORE_STEPS.add(self._adopt)\n", "")),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.low_gather import GatheredLow
 from amprewrite.runtime.weights.weight_reads import WeightReads
 
+_IS_LEAF = operator.attrgetter("is_leaf")
 Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Refusals]
 """An emitted graph: the function that runs, the edited graph (None if it scales no gradients), how the graph reads weights, and the ops
 that refused low operands."""
@@ -81,9 +83,9 @@ class Region:
         (run, reads), scaled, given = self._past.of_forward((self.run, self.reads)), self.latest, inputs
         self.gathered.check_reads(reads, self.place)
         if scaled is not None:
-            forward = self.training.forward_scale(self.device)
             learning, fed = scaled.taking_gradients(inputs)
-            if fed or not all(weight.is_leaf for weight in learning):
+            forward = self.training.forward_scale(self.device, len(learning) > 0)
+            if fed or not all(map(_IS_LEAF, learning)):
                 forward.copy_scale()
             inputs = (*inputs, *forward.on(self.device))
             scaled.keep(inputs)

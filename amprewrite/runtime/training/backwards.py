@@ -11,7 +11,7 @@ How the begin and the end of a backward are noticed:
 
 1. A hook on the results of a graph runs when a gradient enters. The first such hook in a backward queues a callback with autograd.
 2. Autograd runs queued callbacks when all gradients are computed. DDP and FSDP queue callbacks too, which may queue further callbacks.
-   So our callback queues itself again a few times, in order to act last.
+   So under torch.distributed our callback queues itself again a few times, in order to act last.
 
 A backward is identified by autograd's number for it. Backwards in other threads and backwards inside a backward have their own numbers.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_aft
 from amprewrite.torch_internals.autograd import call_after_backward, current_backward
 
 _ROUNDS = 3
-"""How often our callback queues itself again. DDP with a static graph queues a callback that queues another, and ours must run after it."""
+"""How often our callback queues itself again if torch.distributed is initialised.
+
+DDP with a static graph queues a callback that queues another, and ours must run after it.
+"""
 _MOST = 64
 """Largest number of backwards remembered as under way. A backward that raises never ends, so the set is cleared at this size."""
 _MOST_FLAGS = 16
@@ -59,10 +63,12 @@ class BackwardEnd:
         self._under_way: set[int] = set()
 
     def watch(self, results: Iterable[Any]) -> None:
-        """Watch for backwards that enter one of `results`. Values without a `grad_fn` are ignored."""
+        """Watch for backwards that enter one of `results`. Values without a `grad_fn` are ignored, and values that are watched already."""
         for result in results:
             if isinstance(result, Tensor) and result.grad_fn is not None:  # no leaf: a hook on a leaf would outlive this forward
-                hook_result(result, self._entered)
+                hooks = result._backward_hooks
+                if not hooks or self._entered not in hooks.values():
+                    hook_result(result, self._entered)
 
     @uncaptured
     def _entered(self, gradient: Tensor) -> None:
@@ -73,12 +79,13 @@ class BackwardEnd:
             self._under_way.clear()
         self._under_way.add(number)
         self.began()
-        self._queue(number, _ROUNDS)
+        apart = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._queue(number, _ROUNDS if apart else 0)
 
     @uncaptured
     def _queue(self, number: int, rounds: int) -> None:
         callback = functools.partial(self._queue, number, rounds - 1) if rounds else functools.partial(self._end, number)
-        call_after_backward(callback)  # type: ignore[attr-defined]
+        call_after_backward(callback)
 
     @uncaptured
     def _end(self, number: int) -> None:
@@ -94,7 +101,8 @@ class Noted:
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
-        self._owner = None if optimizer is None else weakref.ref(optimizer)
+        self.owner: Callable[[], Optimizer | None] = NoneType if optimizer is None else weakref.ref(optimizer)
+        """Returns the optimizer of these gradients; None if no known optimizer owns them, or if it no longer exists."""
         self._flags: list[Tensor] = []
         """Flags of backwards that no step has read yet."""
         self._heard: Tensor | None = None
@@ -110,17 +118,11 @@ class Noted:
         self._recorded = False
         """True if a CUDA graph has recorded a write to `_place`."""
 
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer of these gradients; None if no known optimizer owns them, or if it no longer exists."""
-        return None if self._owner is None else self._owner()
-
     def __bool__(self) -> bool:
         return self._recorded or self._heard is not None or bool(self._flags)
 
-    def ended(self, params: Iterable[Tensor]) -> None:
+    def ended(self, params: Sequence[Tensor]) -> None:
         """Check the gradients of `params` after a backward, and keep the flag."""
-        params = list(params)
         flag = found_after_backward(params)
         self._ended = True
         if self._heard is not None:
@@ -171,7 +173,7 @@ class Noted:
         self._sets = self._sets + ended if known else 0
         self._ended = False
         # The flag must not count at the next step without a known optimizer (new gradients may reuse the memory), nor after a recording.
-        untold = self._owner is None or self._recorded or recording(flag.device)
+        untold = self.owner is NoneType or self._recorded or recording(flag.device)
         if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there = None, {}
             return

@@ -72,7 +72,7 @@ class ScaleUse:
         """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`. Both are the same tensor if the forward uses 1.
 
         `learns`: a parameter requires gradients. `evaluates`: the model is in eval mode. `known`: an optimizer is known. `look()` searches
-        for an optimizer if none is known, and returns True if one is known then.
+        for an optimizer, and returns True if one is known then.
         """
         grad = torch.is_grad_enabled()
         if self.scale.kind != "dynamic":
@@ -84,7 +84,7 @@ class ScaleUse:
             if evaluates and not self._learns_in_eval:
                 self.scale.withheld = not known
                 return self._one(device)
-        if look():
+        if known or look():
             self._withheld = self._withheld and not self._stepped
             return self.scale.snapshot(device)
         if grad:
@@ -196,7 +196,7 @@ class ForwardScale:
             further = torch.is_grad_enabled()  # True under create_graph=True: the gradients will be differentiated
             self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
         # `_backward` is assigned last: until then each thread of this backward sets the scale itself, so that none reads it too early.
-        call_after_backward(backward)  # type: ignore[attr-defined]
+        call_after_backward(backward)
         self._backward = weakref.ref(backward)
 
     def in_backward(self) -> bool:

@@ -84,7 +84,8 @@ class LossScale:
         Closes the set of steps under way. Raises LossScaleError if a CUDA graph is being recorded before the model has trained on `device`.
         """
         device = torch.device(device)
-        self._watch_recording(device)
+        if self._recorded is None and recording(device):
+            self._keep_addresses(device)
         self.apply_pending()
         pair = self._replicas.get(device)
         if pair is None:
@@ -97,10 +98,8 @@ class LossScale:
                 self._replicas[device] = pair
         return pair
 
-    def _watch_recording(self, device: torch.device) -> None:
-        """When a CUDA graph records this scale for the first time, fix the addresses of the state from then on."""
-        if self._recorded is not None or not recording(device):
-            return
+    def _keep_addresses(self, device: torch.device) -> None:
+        """Fix the addresses of the state from now on, because a CUDA graph records this scale for the first time."""
         if self._scale.device.type != device.type or not self._tables:
             raise LossScaleError(
                 "a CUDA graph is being recorded before this model has trained on its device; take three steps or more on a side "
@@ -114,7 +113,8 @@ class LossScale:
 
         The scale changes when the set of steps is closed: at the next `snapshot`, when the scale is read, or when `source` steps again.
         """
-        self._watch_recording(found_inf.device)
+        if self._recorded is None and recording(found_inf.device):
+            self._keep_addresses(found_inf.device)
         if source in self._sources:
             self.apply_pending()
         self._sources.add(source)

@@ -131,6 +131,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
     """Return the values of 0-dim tensors if all are plain tensors on a CPU, where reading them does not wait; None otherwise."""
-    if not all(type(number) is Tensor and number.is_cpu for number in numbers):
-        return None
-    return tuple(number.tolist() for number in numbers)  # type: ignore[misc]
+    for number in numbers:
+        if type(number) is not Tensor or not number.is_cpu:
+            return None
+    return tuple(map(Tensor.tolist, numbers))

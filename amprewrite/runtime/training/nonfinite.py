@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,12 @@ Group = tuple[Any, torch.device | None]
 """(process group, device on which its collectives run). The group None means all ranks; the device None means any device."""
 
 
-def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of all groups of `optimizer`."""
-    return (p for group in optimizer.param_groups for p in group["params"])
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of `optimizer`."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
+def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
     """Return a flag: above 0 if a gradient of `params` holds inf or NaN on any rank that shares it, or a flag in `noted` is above 0.
 
     Returns None if there is nothing to check: no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient.
@@ -47,41 +47,36 @@ def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), besid
     collective calls. Dense gradients need no agreement: DDP averages them, so an infinity of one rank is on all ranks.
     """
     groups: dict[int, Group] = {id(group): (group, None) for group in beside}
-    gradients: list[Tensor] = []
-    p = None
-    for p in params:
-        groups |= sharing(p)
-        if p.grad is None:
-            continue
-        if p.grad.dtype in NARROW_DTYPES:
-            raise PolicyError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; "
-                "keep the parameters in fp32 (model.float()): they are the master weights"
-            )
-        gradients.append(p.grad)
-    if p is None or not (gradients or groups):
+    for shared in sharing(params).values():
+        groups |= shared
+    gradients = [p.grad for p in params if p.grad is not None]
+    if narrow := [gradient for gradient in gradients if gradient.dtype in NARROW_DTYPES]:
+        raise PolicyError(
+            f"the gradient of a parameter of shape {tuple(narrow[0].shape)} is fp16, in which small updates are lost; "
+            "keep the parameters in fp32 (model.float()): they are the master weights"
+        )
+    if not params or not (gradients or groups):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        found = any_of(_flags(gradients, start=_fresh(noted)) or [_flag(0.0, p.device)])
+        found = any_of(_flags(gradients, start=_fresh(noted)) or [_flag(0.0, params[-1].device)])
         for group, on in groups.values():
-            shared = found if on is None else found.to(on)
-            torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
-            found = shared.to(found.device)
+            sent = found if on is None else found.to(on)
+            torch.distributed.all_reduce(sent, op=torch.distributed.ReduceOp.MAX, group=group)
+            found = sent.to(found.device)
     return found
 
 
-def found_after_backward(params: Iterable[Tensor]) -> Tensor | None:
+def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
     """Return a flag: above 0 if a gradient of `params` on this rank is not finite. Returns None if there is no gradient to flag.
 
     If several ranks train, dense gradients get no flag: their infinities are turned into NaN, in place.
     """
-    apart = several_ranks()
     dense: list[Tensor] = []
-    kept: list[Tensor] = []
-    for p in params:
-        gradient = p.grad
-        if gradient is not None:
-            (dense if apart and not sharing(p) else kept).append(gradient)
+    kept = [p.grad for p in params if p.grad is not None]
+    if several_ranks():
+        shared = sharing(params)
+        dense = [p.grad for p in params if p.grad is not None and id(p) not in shared]
+        kept = [p.grad for p in params if p.grad is not None and id(p) in shared]
     with torch.inference_mode(False), torch.no_grad():
         if dense:
             infinities_to_nan(dense)
@@ -175,13 +170,14 @@ def several_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
-def sharing(p: Tensor) -> dict[int, Group]:
-    """Return the process groups over which `p` is sharded, by id; {} if `p` is not sharded.
+def sharing(params: Iterable[Tensor]) -> dict[int, dict[int, Group]]:
+    """Return, for the id of each of `params` that is sharded, the process groups over which it is sharded, by their ids."""
+    special = [p for p in params if type(p) is not torch.nn.Parameter or "_fsdp_flattened" in p.__dict__]
+    return {id(p): groups for p in special if (groups := _groups_of(p))}
 
-    For a DTensor (FSDP2, tensor parallel) these are the groups of its mesh, for a parameter of FSDP1 all ranks.
-    """
-    if type(p) is torch.nn.Parameter and "_fsdp_flattened" not in p.__dict__:
-        return {}
+
+def _groups_of(p: Tensor) -> dict[int, Group]:
+    """Return the groups of one parameter: for a DTensor (FSDP2, tensor parallel) those of its mesh, for FSDP1 the group of all ranks."""
     if getattr(p, "_fsdp_flattened", False):
         return {0: (None, None)}
     mesh = getattr(p, "device_mesh", None)

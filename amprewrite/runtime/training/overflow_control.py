@@ -102,12 +102,16 @@ class StepGate(StepRecord):
         """True if steps of `optimizer` are skipped when gradients of this model overflowed."""
         return optimizer in self._guarded and self.loss_scale.enabled
 
-    def snapshot(self, device: torch.device | str, evaluates: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`. `evaluates`: all modules are in eval mode."""
-        for optimizer in self._guarded:
+    def snapshot(self, device: torch.device | str, evaluates: bool = False, learns: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`.
+
+        `evaluates`: all modules are in eval mode. `learns`: a parameter requires gradients; if False, the parameters are searched for one.
+        """
+        guarded = list(self._guarded)
+        for optimizer in guarded:
             guard_of(optimizer).resume()
-        learns = any(p.requires_grad for p in self.parameters())
-        return self._use.pair(torch.device(device), learns, evaluates, len(self._guarded) > 0, self._knows_optimizer)
+        learns = learns or any(p.requires_grad for p in self.parameters())
+        return self.use.pair(torch.device(device), learns, evaluates, len(guarded) > 0, self._knows_optimizer)
 
     @property
     def listens(self) -> bool:
@@ -119,7 +123,7 @@ class StepGate(StepRecord):
 
         After a few such backwards, search for an optimizer once more. If there is none, call `on_unscaled`, once.
         """
-        if self.listens and self._alone.enough(number, weights, self._use.evaluates):
+        if self.listens and self._alone.enough(number, weights, self.use.evaluates):
             for optimizer in existing_optimizers():
                 self._adopt(optimizer)
             if not self._guarded and self.on_unscaled is not None:
@@ -146,7 +150,7 @@ class StepGate(StepRecord):
         """
         if learning and self._guarded and not self._stray:
             if self._known is None:
-                self._known = {id(p) for optimizer in self._guarded for p in params_of(optimizer)}
+                self._known = {id(p) for optimizer in self._guarded for group in optimizer.param_groups for p in group["params"]}
             self._stray = not self._known.issuperset(learning)
         self._backwards.watch(results)
 
@@ -154,7 +158,8 @@ class StepGate(StepRecord):
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a training forward begins."""
         self._known = None
         for note in self._notes:
-            note.began(self._share(note))
+            if note:
+                note.began(self._share(note))
 
     def _backward_began(self) -> None:
         """Drop the overflow flags of gradients that were discarded. Call this when a backward begins.
@@ -175,7 +180,7 @@ class StepGate(StepRecord):
             self._scalers.backward_ended()
         known: set[int] = set()
         for note in self._notes:
-            optimizer = note.optimizer
+            optimizer = note.owner()
             if optimizer is not None:
                 share = guard_of(optimizer).share(self)
                 known.update(map(id, share))
@@ -187,11 +192,9 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters to whose gradients the overflow flags of `note` refer; [] if `note` holds no flag."""
-        optimizer = note.optimizer if note else None
-        if optimizer is not None:
-            return guard_of(optimizer).share(self)
-        return [*self.parameters(), *self._copied()] if note else []
+        """Return the parameters to whose gradients the overflow flags of `note` refer."""
+        optimizer = note.owner()
+        return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 
     def _copied(self) -> list[Tensor]:
         """Return the copies of parameters that are stepped by the optimizers attached with `copies=True`."""
@@ -224,7 +227,7 @@ class StepGate(StepRecord):
             self.forward_began()
             found = Noted(optimizer)
             found.inherit(self._notes)  # the new optimizer may own gradients that other notes have flagged
-            self._notes = [note for note in self._notes if note is self._rest or note.optimizer is not None] + [found]
+            self._notes = [note for note in self._notes if note is self._rest or note.owner() is not None] + [found]
         self._guarded.add(optimizer)
         self._unguarded, self.loss_scale.withheld = 0, False
 

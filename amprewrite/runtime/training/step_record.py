@@ -86,17 +86,16 @@ class StepRecord:
     """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
     _overflowed: bool = field(default=False, init=False)
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
-    _use: ScaleUse = field(init=False)
+    use: ScaleUse = field(init=False)
+    """Decides which forwards use the loss scale. `use.unscaled`: the gradients of a step now are of a forward that used 1 in its place."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the overflow flags that backwards left for gradients of `optimizer`."""
-        own = (note for note in self._notes if note.optimizer is optimizer and optimizer not in self._copies)
-        return next(own, self._rest)
-
-    @property
-    def ran_unscaled(self) -> bool:
-        """True if an optimizer step now would use gradients of a forward that used 1 in place of the dynamic scale."""
-        return self._use.unscaled
+        if optimizer not in self._copies:
+            for note in self._notes:
+                if note.owner() is optimizer:
+                    return note
+        return self._rest
 
     def note(self, **finite: bool | Tensor) -> None:
         """Note whether the latest `inputs`, `parameters`, `outputs` and `loss` were finite, for the error message if training gets stuck.
@@ -114,7 +113,7 @@ class StepRecord:
         `overflow` is None if the host has not read the flag of the step. Then the host reads the counters after `max_consecutive_skips`
         steps, or sooner if steps were skipped when it last read them.
         """
-        self._use.step()
+        self.use.step()
         if overflow is None:
             self.loss_scale.ask = self._locate
         else:
@@ -125,7 +124,7 @@ class StepRecord:
         self._until_look -= 1
         if self._until_look > 0 and not (overflow and self.loss_scale.stuck()):
             return
-        if recording(next(params_of(optimizer)).device):
+        if recording(params_of(optimizer)[0].device):
             return
         skips = self.loss_scale.consecutive_skips()
         if overflow is None:
@@ -177,7 +176,7 @@ class StepRecord:
     def _forget_steps(self) -> None:
         """Begin a new record without optimizers."""
         self._until_look = self.max_consecutive_skips
-        self._use = ScaleUse(self.loss_scale)
+        self.use = ScaleUse(self.loss_scale)
         self._rest = Noted()
         """Flags for gradients of parameters that no known optimizer owns."""
         self._notes = [self._rest]

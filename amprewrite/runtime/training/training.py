@@ -50,22 +50,23 @@ class Training:
         if torch.is_grad_enabled() and self.loss_scale.enabled:
             self.gate.forward_began()
 
-    def forward_scale(self, device: torch.device) -> ForwardScale:
+    def forward_scale(self, device: torch.device, learns: bool = False) -> ForwardScale:
         """Return the loss scale of this forward. All graphs of the forward share it; the first request creates it, on `device`.
 
+        `learns`: some parameter requires gradients; if False, the parameters are searched for one.
         A recomputation inside a backward, as of an activation checkpoint, gets the scale of the forward that this backward entered last.
         """
         thread = self._thread
         if thread.scale is None:
-            thread.scale = self._new_scale(device)
+            thread.scale = self._new_scale(device, learns)
         return thread.scale
 
-    def _new_scale(self, device: torch.device) -> ForwardScale:
+    def _new_scale(self, device: torch.device, learns: bool) -> ForwardScale:
         entered = None if self._entered is None else self._entered()
         if entered is not None and entered.in_backward() and asking_node() is not None:
             return entered  # a recomputation: it saves tensors for the backward of `entered`, so it needs the same scale
-        evaluates, static = not any(module.training for module in self.root.modules()), self.loss_scale.kind == "static"
-        pair = self.gate.snapshot(device, evaluates)
+        evaluates = not (self.root.training or any(module.training for module in self.root.modules()))
+        pair, static = self.gate.snapshot(device, evaluates, learns), self.loss_scale.kind == "static"
         return ForwardScale(pair, self.in_parts(), static, self._backward_entered, self.gate.listens)
 
     def _backward_entered(self, forward: ForwardScale, number: int, learns: bool) -> None:

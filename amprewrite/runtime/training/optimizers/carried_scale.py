@@ -45,6 +45,10 @@ class Arrived:
     def __init__(self) -> None:
         self._states: dict[int, Any] = {}
 
+    def waits(self, optimizer: Optimizer) -> bool:
+        """True if a state waits for its scale, here or in the optimizer's first group."""
+        return len(self._states) > 0 or (len(optimizer.param_groups) > 0 and KEY in optimizer.param_groups[0])
+
     def resume(self, optimizer: Optimizer, scales: Sequence[LossScale]) -> None:
         """Take the states of a checkpoint out of the optimizer's first group, if there are any, and load them into `scales`, in order.
 

@@ -19,9 +19,6 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.runtime.training.loss_scale import LossScaleError
 from amprewrite.runtime.training.optimizers.find_optimizers import instances_of
 
-_FRAMES = 12
-"""Number of frames up the stack to search for the caller of `step`."""
-
 
 class GradScalers:
     """The enabled GradScalers of the process, and the optimizers that they have handled since the latest backward of one model."""
@@ -43,22 +40,20 @@ class GradScalers:
     def refuse(self, optimizers: Iterable[Optimizer]) -> None:
         """Raise LossScaleError if a scaler has handled one of `optimizers` since the latest backward."""
         handled, self._handled = self._handled, []
-        if any(id(optimizer) in each for each in handled for optimizer in optimizers):
+        if handled and any(id(optimizer) in each for each in handled for optimizer in optimizers):
             raise LossScaleError(_TWICE)
 
 
-def refuse_grad_scaler(optimizer: Optimizer, caller: FrameType, kwargs: dict[str, Any]) -> None:
-    """Raise LossScaleError if a GradScaler steps `optimizer`. `caller` is the frame of its `step`, `kwargs` the step's keyword arguments.
+def refuse_grad_scaler(optimizer: Optimizer, frames: list[FrameType], kwargs: dict[str, Any]) -> None:
+    """Raise LossScaleError if a GradScaler steps `optimizer`.
+
+    `frames` are those of its `step` and of the callers, `kwargs` the step's keyword arguments.
 
     The scaler sets `found_inf` on an optimizer that skips steps by itself. For other optimizers the scaler is found among the callers only.
     """
     scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
-    frame: FrameType | None = caller
-    for _ in range(_FRAMES):
-        if scaler or frame is None:
-            break
-        scaler = frame.f_code is GradScaler.step.__code__ and frame.f_locals["self"].is_enabled()
-        frame = frame.f_back
+    for frame in frames:
+        scaler = scaler or (frame.f_code is GradScaler.step.__code__ and frame.f_locals["self"].is_enabled())
     if scaler:
         raise LossScaleError(_TWICE)
 

@@ -21,11 +21,9 @@ The optimizer's state_dict includes the loss scales (carried_scale.py).
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -35,16 +33,14 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.graphs.fx.weights.step_listeners import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
+from amprewrite.runtime.training.optimizers.callers import frames_of_step, is_inner_step
 from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
 from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure
 from amprewrite.runtime.training.optimizers.grad_scalers import refuse_grad_scaler
-from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_above
+from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_among
 from amprewrite.runtime.training.step_record import StepRecord
 
 _SAVES = "_optimizer_state_dict_post_hooks"
-_FRAMES = 12
-"""Number of frames up the stack to search for the caller of `step`."""
-
 
 def guard_of(optimizer: Optimizer) -> Guard:
     """Return the guard of `optimizer`. The first call makes the guard and sets hooks, which stay until the last gate is removed."""
@@ -96,7 +92,7 @@ class Guard:
     def resume(self) -> None:
         """Load the loss scales from the latest checkpoint of the optimizer, if it has any that are not loaded yet."""
         optimizer = self._optimizer()
-        if optimizer is not None:
+        if optimizer is not None and self._arrived.waits(optimizer):
             self._arrived.resume(optimizer, self._scales())
 
     @property
@@ -134,16 +130,16 @@ class Guard:
     def share(self, gate: StepRecord) -> list[Tensor]:
         """Return the parameters of this optimizer that are in the model of `gate`, or in no gate's model."""
         optimizer = self._optimizer()
-        params = [] if optimizer is None else list(params_of(optimizer))
-        others = {id(p) for other in self.gates() if other is not gate for p in other.parameters()}
-        if not others:
+        params = [] if optimizer is None else params_of(optimizer)
+        if len(self._refs) == 1:  # the gate of `gate`: no other model shares the optimizer
             return params
+        others = {id(p) for other in self.gates() if other is not gate for p in other.parameters()}
         own = {id(p) for p in gate.parameters()}
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer) -> Tensor | None:
         """Return a flag: above 0 if gradients hold inf or NaN, or held it after a backward that still counts; None without gradients."""
-        params = list(params_of(optimizer))
+        params = params_of(optimizer)
         noted = [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)]
         return find_nonfinite(params, noted, self._beside)
 
@@ -158,16 +154,16 @@ class Guard:
         Returns new (args, kwargs) for the step, if it must be skipped or get another closure; None otherwise.
         """
         gates = self.gates()
-        caller = _running_step(optimizer)
-        if not gates or _is_inner_step(caller, optimizer):
+        frames = frames_of_step(optimizer)
+        if not gates or is_inner_step(frames, optimizer):
             return None
         self._clear(optimizer)
-        refuse_grad_scaler(optimizer, caller, kwargs)
+        refuse_grad_scaler(optimizer, frames, kwargs)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):
             return self._before_closure(optimizer, args, kwargs, closure)
         found = self.look(optimizer)
-        wrappers = list(wrappers_above(caller, optimizer))
+        wrappers = wrappers_among(frames, optimizer)
         if found is None:
             self._went(False, wrappers)
             return None
@@ -193,14 +189,16 @@ class Guard:
     @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Clean up after a step. If the step had a closure whose gradients overflowed, undo the step."""
-        caller = _running_step(optimizer)
-        if _is_inner_step(caller, optimizer):
+        if self._found is None and self._closure is None:
+            return
+        frames = frames_of_step(optimizer)
+        if is_inner_step(frames, optimizer):
             return
         closure = self._closure
         self._clear(optimizer)
         if closure is None:
             return
-        self._went(closure.overflow, list(wrappers_above(caller, optimizer)))
+        self._went(closure.overflow, wrappers_among(frames, optimizer))
         if closure.found is None:
             return
         if closure.overflow:
@@ -215,13 +213,14 @@ class Guard:
             self._told.add(wrapper)
 
     def _tell(self, gates: list[StepRecord], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
-        params = list(params_of(optimizer))
+        params = params_of(optimizer)
         for gate in gates:
             gate.noted(optimizer).heard(found, overflow, params)
-        unused = {id(gate.loss_scale) for gate in gates if gate.ran_unscaled}
-        for scale in {id(gate.loss_scale): gate.loss_scale for gate in gates}.values():
-            if id(scale) not in unused:
-                scale.observe(found, source=id(optimizer))
+        unused = {id(gate.loss_scale) for gate in gates if gate.use.unscaled}
+        for gate in gates:
+            if id(gate.loss_scale) not in unused:
+                gate.loss_scale.observe(found, source=id(optimizer))
+                unused.add(id(gate.loss_scale))  # models may share a loss scale, which hears of each step once
         for gate in gates:
             gate.stepped(optimizer, overflow)
 
@@ -289,26 +288,3 @@ def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[StepRecord]) -> None:
     living = guard()
     if living is not None:
         living.drop(ref)
-
-
-def _running_step(optimizer: Optimizer) -> FrameType:
-    """Return the frame of torch.optim's wrapper around the `step` whose hook is being called."""
-    frame = hook = sys._getframe(1)
-    code = getattr(type(optimizer).step, "__code__", None)
-    for _ in range(_FRAMES):
-        if frame.f_code is code or frame.f_back is None:
-            return frame
-        frame = frame.f_back
-    return hook
-
-
-def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
-    """True if another `step` of this optimizer, such as a subclass's, called the `step` in frame `caller`: the hooks have then run."""
-    frame = caller.f_back
-    for _ in range(_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code is caller.f_code and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False

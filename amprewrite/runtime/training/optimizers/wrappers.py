@@ -7,27 +7,19 @@ Only this attribute is set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
 _ANSWER = "_is_overflow"
-_FRAMES = 12
 _MOST_WRAPPERS = 5
 
 
-def wrappers_above(frame: FrameType | None, optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the wrappers of `optimizer` whose `step` is running in `frame` or in one of its callers, the innermost first."""
-    for _ in range(_FRAMES):
-        if frame is None:
-            return
-        if frame.f_code.co_name == "step":
-            found = frame.f_locals.get("self")
-            if found is not None and found is not optimizer and hasattr(found, _ANSWER) and _wraps(found, optimizer):
-                yield found
-        frame = frame.f_back
+def wrappers_among(frames: list[FrameType], optimizer: Optimizer) -> list[Any]:
+    """Return the wrappers of `optimizer` whose `step` is running in one of `frames`, the innermost first."""
+    callers = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "step"]
+    return [each for each in callers if each is not optimizer and hasattr(each, _ANSWER) and _wraps(each, optimizer)]
 
 
 def _wraps(found: Any, optimizer: Optimizer) -> bool:

@@ -1,0 +1,34 @@
+"""The stack of a running optimizer step: who calls the step shows whether a GradScaler, a wrapper or a subclass makes it."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from torch.optim.optimizer import Optimizer
+
+_MOST = 12
+"""Number of frames that are searched for the step, and then for its callers."""
+
+
+def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
+    """Return the frame of torch.optim's wrapper around the `step` whose hook calls this function, and then the frames of its callers."""
+    frame = hook = sys._getframe(1)
+    code = getattr(type(optimizer).step, "__code__", None)
+    for _ in range(_MOST):
+        if frame.f_code is code or frame.f_back is None:
+            break
+        frame = frame.f_back
+    else:
+        frame = hook
+    found = [frame]
+    while frame.f_back is not None and len(found) <= _MOST:
+        frame = frame.f_back
+        found.append(frame)
+    return found
+
+
+def is_inner_step(frames: list[FrameType], optimizer: Optimizer) -> bool:
+    """True if another `step` of the same optimizer, such as a subclass's, called the step of `frames`, so the hooks have run."""
+    step, *callers = frames
+    return optimizer in [frame.f_locals.get("self") for frame in callers if frame.f_code is step.f_code]
