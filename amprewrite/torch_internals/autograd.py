@@ -1,5 +1,6 @@
 """State of autograd in this thread: the running backward, hooks on saved tensors, grad mode, forward mode."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,3 +23,9 @@ def saved_tensors_are_hooked() -> bool:
 def in_forward_mode() -> bool:
     """True inside a level of `torch.autograd.forward_ad`, where ops compute tangents."""
     return forward_ad._current_level >= 0
+
+
+def leave_forward_mode() -> None:
+    """Leave the level of forward mode that a graph has entered. Graphs enter it unseen by `in_forward_mode`, and levels do not nest."""
+    with contextlib.suppress(RuntimeError):  # raised if no level is open, which no function of torch tells
+        torch._C._exit_dual_level(level=0)

@@ -259,11 +259,41 @@ class Draws(Generic[T]):
 
 
 def start_clean() -> None:
-    """Forget what earlier cases left: captured code, and torch.func transforms that an error interrupted."""
+    """Forget the captured code of earlier cases, and leave the regions and the torch.func transforms that an error kept open."""
     torch._dynamo.reset()
     torch.set_grad_enabled(True)
     while torch._C._functorch.peek_interpreter_stack() is not None:
         torch._C._functorch.pop_dynamic_layer_stack()
+    for _ in range(_regions_of_autocast()):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    for device in ("cpu", "cuda"):
+        torch.set_autocast_enabled(device, False)
+
+
+def _regions_of_autocast() -> int:
+    nested: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nested
+
+
+def thread_modes() -> dict[str, Any]:
+    """The modes of this thread by name. In an autocast region that an error left open, autocast keeps its copies of weights for ever."""
+    return {
+        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": (_regions_of_autocast(), torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "torch.func": torch._C._functorch.get_dynamic_layer_stack_depth(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+    }
+
+
+def left_on(before: dict[str, Any]) -> Problem | None:
+    """The first mode of this thread that is another than `before`: the case has left it on."""
+    for name, value in thread_modes().items():
+        if value != before[name]:
+            return Problem("leaves on", name, f"{name}: {before[name]} before the case, {value} after it")
+    return None
 
 
 def memory_of(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:

@@ -28,8 +28,10 @@ from tests.fuzz.oracle import (
     Scattered,
     compare,
     failure,
+    left_on,
     memory_of,
     start_clean,
+    thread_modes,
     untold,
 )
 from tests.fuzz.programs import Program, batch, initialised, load_unfit
@@ -105,12 +107,12 @@ def _checked(program: Program) -> Problem | None:
         found = compare(want, got, autocast, rounded, exact, program.dtype, bounds, draws)
         return found if found is not None and found.kind != "rounding" else _overflow_untold(want, got, autocast, program) or found
 
-    got = None
+    got, modes = None, thread_modes()
     try:
         amp, got = rewritten(program)
-        problem = judged(got)
+        problem = left_on(modes) or judged(got)
     except Exception as error:
-        problem = failure(error)
+        problem = left_on(modes) or failure(error)
     if problem is not None:
         return _ours(program, problem, got, judged)
     refused = [each for each in got.warnings if "PassError" in each or "report" in each]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import amprewrite
 from amprewrite.runtime.training.loss_scale import LossScaleError
 from tests.fuzz.nets import NETS, WIDTH
-from tests.fuzz.oracle import FLOOR, LOW, Draws, Moved, Problem, failure, start_clean
+from tests.fuzz.oracle import FLOOR, LOW, Draws, Moved, Problem, failure, left_on, start_clean, thread_modes
 
 OPTIMIZERS = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor",
@@ -600,6 +600,7 @@ def generate(seed: int) -> Sequence:
 def check(case: Sequence) -> Problem | None:
     """Run the sequence; the first thing that is wrong."""
     start_clean()
+    modes = thread_modes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trial = Trial(case.net, case.seed, case.tiny, dict(case.options))
@@ -612,6 +613,8 @@ def check(case: Sequence) -> Problem | None:
                 return None
             except Exception as error:
                 return replace(failure(error), at=index)
+            if (left := left_on(modes)) is not None:
+                return replace(left, at=index)
     return None
 
 

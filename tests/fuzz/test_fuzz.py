@@ -19,12 +19,12 @@ from torch._higher_order_ops import map as hop_map
 from torch._higher_order_ops import scan
 
 import amprewrite
-from tests.fuzz import vocabulary
+from tests.fuzz import states, vocabulary
 from tests.fuzz.findings import foreign
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.mutants import MUTANTS, Mutant, prove
 from tests.fuzz.open_findings import OPEN
-from tests.fuzz.oracle import HeavyOps, Moved, Problem, Record, Rounded, Scattered, compare, start_clean, untold
+from tests.fuzz.oracle import HeavyOps, Moved, Problem, Record, Rounded, Scattered, compare, start_clean, thread_modes, untold
 from tests.fuzz.program_case import run
 from tests.fuzz.programs import generate, initialised, smaller
 from tests.fuzz.proofs import PROOFS
@@ -244,6 +244,22 @@ def test_a_weight_that_is_another_is_a_finding_however_it_is_rounded() -> None:
             trial.call("grad", 4)
         with pytest.raises(WrongError):
             trial.backward(4, False, False)
+
+
+@pytest.mark.parametrize("seed", [4040202, 4040211])
+def test_a_region_that_an_earlier_case_left_open_is_no_finding_of_the_next(seed: int) -> None:
+    """Inside it autocast goes on with its copies of weights, so runs under autocast are no yardstick any more."""
+    modes = thread_modes()
+    torch.autocast_increment_nesting()
+    assert check(states.generate(seed)) is None
+    assert thread_modes() == modes
+
+
+def test_a_mode_that_a_case_leaves_on_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "mode", lambda trial, name: torch.autocast_increment_nesting())
+    found = check(Sequence(0, "Plain", False, (("dtype", "bf16"),), (("call", ("no_grad", 4)), ("mode", ("eval",)))))
+    assert found is not None and (found.kind, found.where, found.at) == ("leaves on", "autocast", 1)
+    start_clean()
 
 
 def test_parts_of_composite_ops_are_moved_in_inference_mode_too() -> None:

@@ -6,13 +6,14 @@
    by a trial run must not be counted.
 3. Selective checkpoints (`unselected`). Such a checkpoint keeps the results of ops in order, and takes them in this order when it
    recomputes. Copies of weights must not be among these results, because the recomputation makes no copy that exists already.
-4. Errors (`closed_if_raised`). A trial run that raises an error must close the transforms and modes that its graph opened. Otherwise the
-   code after the trial run would run inside them.
+4. Errors (`closed_if_raised`). A graph that raises an error leaves open the regions that it has entered, such as `torch.no_grad()`. Eager
+   code leaves them. Otherwise the code after the error would run inside them: the caller's, or the code after a trial run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -24,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from amprewrite.torch_internals.autograd import saved_tensors_are_hooked, set_grad_enabled
+from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.torch_internals.autograd import in_forward_mode, leave_forward_mode, saved_tensors_are_hooked, set_grad_enabled
 from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_transform, disable_dispatch_modes, dispatch_modes
 from amprewrite.torch_internals.dynamo import skip_code
 
@@ -43,6 +45,13 @@ _CLOSES = {
 """The function that closes a torch.func transform, by the kind of the transform."""
 _AUTOCASTS = ("cpu", "cuda")
 """Devices for which a graph may enable or disable autocast."""
+_ATTENTION_KERNELS = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+"""For each kind of attention kernel that `sdpa_kernel` chooses from: the functions that tell and that set whether it may be used."""
 
 
 def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
@@ -74,18 +83,30 @@ def unhooked() -> contextlib.AbstractContextManager[Any]:
     return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
 
 
+def enters_regions(graph: torch.fx.Graph) -> bool:
+    """True if `graph` sets a mode of the thread, as a region of torch.autocast does: it calls a function on no values, without a result."""
+    calls = (node for node in graph.nodes if node.op == "call_function" and not node.all_input_nodes)
+    return any(example_value(node) is None for node in calls)
+
+
 @contextlib.contextmanager
 def closed_if_raised() -> Iterator[None]:
-    """On an error, close the torch.func transforms and autocasts that a graph left open, restore the grad mode, and reraise."""
+    """On an error, leave the torch.func transforms and regions that a graph left open, restore the modes of the thread, and reraise."""
     transforms = _functorch.get_dynamic_layer_stack_depth()
+    forward_mode = in_forward_mode()
     hooks_barred = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-    grad = torch.is_grad_enabled()
+    inference, grad, caches = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     autocasts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in _AUTOCASTS]
+    kernels = [(enable, enabled()) for enabled, enable in _ATTENTION_KERNELS]
     nested = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if torch.is_inference_mode_enabled() and not inference:
+            traceback.clear_frames(error.__traceback__)  # a region of inference mode ends when the object that stands for it is freed
+        if not forward_mode:
+            leave_forward_mode()
         while _functorch.get_dynamic_layer_stack_depth() > transforms:  # torch 2.11's function closes two transforms at once
             _CLOSES[current_transform().key()]()
         if not hooks_barred:
@@ -94,11 +115,14 @@ def closed_if_raised() -> Iterator[None]:
         for device, dtype, enabled in autocasts:
             torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_cache_enabled(caches)
         while torch.autocast_increment_nesting() > nested:
             torch.autocast_decrement_nesting()
             if not torch.autocast_decrement_nesting():
                 torch.clear_autocast_cache()
         torch.autocast_decrement_nesting()
+        for enable, on in kernels:
+            enable(on)
         raise
 
 

@@ -16,6 +16,7 @@ from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
 from amprewrite.graphs.fx.run.first_run import Refusals
+from amprewrite.graphs.fx.uncaptured import enters_regions
 from amprewrite.graphs.fx.weights.frozen_weight import stand_in_for_frozen
 from amprewrite.graphs.fx.weights.linked_copies import block_size
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
@@ -109,7 +110,9 @@ class GraphRewriter(CallRecord):
         stand_in_for_frozen(module.graph)
         with self.lock:
             graphs.note_break(module)
-            return self._rewritten(graphs, module, example_inputs)
+            region = self._rewritten(graphs, module, example_inputs)
+            region.enters_regions = enters_regions(module.graph)
+            return region
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
         """Return a captured graph with its problem, the data by which the planner will decide. Nothing is decided yet."""

@@ -11,7 +11,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.run.first_run import Refusals
-from amprewrite.graphs.fx.uncaptured import pushed
+from amprewrite.graphs.fx.uncaptured import closed_if_raised, pushed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.past import Past
@@ -43,6 +43,8 @@ class Region:
 
     whole = False
     """True if the graph is all of its entry's forward."""
+    enters_regions = False
+    """True if the graph enters regions such as `torch.no_grad()`, which an error in the graph must leave."""
 
     def __init__(
         self, place: str, training: Training, gathered: GatheredLow, plan: RegionPlan, run: CompiledFn,
@@ -70,6 +72,12 @@ class Region:
 
         In fp16, each of the first calls first observes an fp32 run. `forward` is the number of this forward of the model.
         """
+        if not self.enters_regions:
+            return self._looking_ahead(inputs, forward)
+        with closed_if_raised():
+            return self._looking_ahead(inputs, forward)
+
+    def _looking_ahead(self, inputs: tuple[Any, ...], forward: int) -> Any:
         first = self.look_ahead
         if first is None:
             return self._call(inputs)
