@@ -8,9 +8,10 @@ of the fused op reads and writes the low format and computes in fp32 inside. The
 3. layer norm:        (x − mean) / √(mean((x − mean)²) + ε), times weight, plus bias    layer_norm
 4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm (fp32 on a CPU)
 
-A pattern is fused only if no node outside it reads its intermediate values, and the lists allow its op to run low. If gradients are
-recorded, no later node may write to its operands or its result, because the kernel may save them for backward. Conversions to fp32 inside
-a pattern are left out, because the kernel makes them. The pass edits a copy of the captured graph.
+A pattern is fused only if no node outside it reads its intermediate values, and the lists allow its op to run low. Patterns in the model's
+own autocast regions and in torch.func transforms stay written out. If gradients are recorded, no later node may write to the operands or
+the result of a pattern, because the kernel may save them for backward. Conversions to fp32 inside a pattern are left out, because the
+kernel makes them. The pass edits a copy of the captured graph.
 
 It knows the ops of such patterns by name: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`, `amax`, `max`,
 `getitem`, `detach`.
@@ -32,10 +33,10 @@ from amprewrite.graphs.fx.node_facts import (
     CONVERSIONS,
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
-    FUNCTORCH,
     comparable,
     example_value,
     memory_of,
+    transformed_nodes,
     written,
 )
 from amprewrite.ir.pass_base import Pass
@@ -69,9 +70,7 @@ class FusePatterns(Pass[Reading, EditedGraph]):
 
 def fuse_patterns(edited: EditedGraph, lists: OpLists) -> None:
     """Replace each pattern by one call, in a copy of the graph."""
-    nodes = edited.module.graph.nodes
-    names = {op_name(node.target) for node in nodes if node.op in ("call_function", "call_method")}
-    if lists.rule != "cost" or any(name.endswith(FUNCTORCH) for name in names):
+    if lists.rule != "cost":
         return
     units = list(find_patterns(edited.module.graph, lists))
     if not units:
@@ -92,7 +91,7 @@ def fuse_patterns(edited: EditedGraph, lists: OpLists) -> None:
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
     """Yield the patterns of a graph, none within another. The search starts at the end, to find a norm together with its bias."""
-    taken = _in_autocast(graph)
+    taken = _in_autocast(graph) | transformed_nodes(graph)
     last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
         if node in taken or not _is_fp32(node):

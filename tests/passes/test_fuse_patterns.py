@@ -136,8 +136,20 @@ def norm_behind_a_region(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> t
     return rms_like_llama(x, w, b)
 
 
-@pytest.mark.parametrize(("body", "gathered"), [(norm_in_a_region, False), (norm_behind_a_region, True)])
-def test_only_what_stands_in_an_autocast_region_stays_written_out(body: Body, gathered: bool) -> None:
+def norm_in_a_transform(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: rms_like_llama(row, w, b))(x)
+
+
+def norm_behind_a_transform(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """As in transformers 4.57, which makes masks of packed sequences under vmap."""
+    return rms_like_llama(x + torch.vmap(torch.cos)(x.new_ones(3, 24)), w, b)
+
+
+@pytest.mark.parametrize(
+    ("body", "gathered"),
+    [(norm_in_a_region, False), (norm_behind_a_region, True), (norm_in_a_transform, False), (norm_behind_a_transform, True)],
+)
+def test_only_what_stands_in_a_region_or_a_transform_stays_written_out(body: Body, gathered: bool) -> None:
     model, x = Between(body), torch.randn(3, 24)
     assert ("rms_norm" in ops(model, x)) is gathered
     assert (amprewrite.rewrite(model, dtype="bf16")(x) - model(x)).norm() <= 2e-2 * model(x).norm()
