@@ -40,3 +40,26 @@ def test_a_model_in_a_file_named_as_ours_does_not_keep_the_cache_in_fp32(tmp_pat
     (region,) = amp.plan.regions
     assert [node.source for node in region.nodes if node.op == "logsumexp"] == ["low_cache.py:5"]
     assert not low_cache.reads_high(region)
+
+
+class Layer(nn.Module):
+    """Calls itself as layers of transformers do, by a `__call__` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        return super().__call__(*args)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(self.norm(x))
+
+
+def test_a_module_in_a_class_with_its_own_call_has_its_path_in_the_model() -> None:
+    """Its override was ignored in silence, as the plan named it by a path through a closure."""
+    model = nn.Sequential(Layer(), nn.Sequential(Layer()))
+    plan = amprewrite.plan(model, (torch.randn(2, 8),), dtype="bf16", overrides={"module:1.0.up": "high"})
+    paths = {"0", "0.norm", "0.up", "1.0", "1.0.norm", "1.0.up"}
+    assert {node.module for node in plan.nodes if node.role == "op"} == paths
+    assert {node.module: node.colour.value for node in plan.nodes if node.op == "linear"} == {"0.up": "low", "1.0.up": "high"}

@@ -16,6 +16,12 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 _PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
 
+_CALL = re.compile(r"\._compiled_call_impl\.__closure__\[\d+\]\.cell_contents")
+"""Dynamo's path from a module back to itself, through the cell of `part_call` that holds the module.
+
+Dynamo takes this path where a class overrides `__call__`, as layers of transformers do: their `super().__call__` is traced as code.
+"""
+
 
 def module_path(node: torch.fx.Node, entry: str) -> str:
     """Return the path, from the root of the rewritten model, of the module that called `node`. `entry` is the captured module's path."""
@@ -44,7 +50,7 @@ def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Modu
 
 def clean_path(text: str) -> str:
     """Return a module path without Dynamo's roots: "L['self']._modules['net']._modules['0']" and "L['self'].net.0" become "net.0"."""
-    text = re.sub(r"^(?:L|G)\['[^']*'\]", "", text)
+    text = re.sub(r"^(?:L|G)\['[^']*'\]", "", _CALL.sub("", text))
     if not text.startswith((".", "[")):
         return text
     return ".".join(next(filter(None, match)) for match in _PATH.findall(text) if next(filter(None, match)) not in _PRIVATE)
