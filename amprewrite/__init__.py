@@ -17,9 +17,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").i
     __path__.append(str(_root))
 
 if _TYPE_CHECKING:
-    from amprewrite.accuracy.calibrate import calibrate
-    from amprewrite.accuracy.debug import debug, verify
-    from amprewrite.accuracy.frontier import sensitivity
+    from amprewrite.accuracy.door import calibrate, debug, sensitivity, verify
     from amprewrite.api.compile_backend import compile_backend, compiled
     from amprewrite.api.gather_low import LowGathers, gather_low
     from amprewrite.api.onnx.door import rewrite_onnx
@@ -46,7 +44,6 @@ if _TYPE_CHECKING:
     from amprewrite.tables.ops.op_lists import OpLists
 
 _HOMES = {
-    "amprewrite.accuracy.calibrate": ("calibrate",),
     "amprewrite.tables.errors": (
         "AccuracyError", "AmpRewriteError", "AmpRewriteWarning", "CalibrationError", "CaptureError", "EmitError", "MissingPackageError",
         "OpListError", "PassError", "PlanError", "PolicyError", "StaleWeightsError",

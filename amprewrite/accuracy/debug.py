@@ -27,10 +27,10 @@ from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import Loss, Outcome, StrictRun
-from amprewrite.accuracy.verify import percentage, table_of, verify
+from amprewrite.accuracy.verify import percentage, table_of
 from amprewrite.ir.policies.policy import Override
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.report.counts import amount, op_dtypes
+from amprewrite.report.listing import op_table
 from amprewrite.runtime.model.rewritten import RewrittenBase, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
@@ -178,20 +178,6 @@ def debug(
     found = run.rounded()
     findings = (*_findings(found.rows, run.low), *_gradient_findings(found))
     return DebugReport(run.low, run.plan, found.rows, found.gradient_rows, found.gradients, found.error, findings, found.notes, run, amp)
-
-
-def op_table(plan: CastPlan) -> str:
-    """Return a text table of a plan: for each op, its calls and FLOPs in the low format and in fp32."""
-    rows = [
-        (op, *(str(calls or "-") for calls in (low, high)), *(amount(flops) if flops else "-" for flops in (low_flops, high_flops)))
-        for op, low, high, low_flops, high_flops in op_dtypes(plan)
-    ]
-    titles = ("op", plan.low, "fp32", f"FLOPs {plan.low}", "FLOPs fp32")
-    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
-    return "\n".join(
-        f"{row[0]:{widths[0]}}" + "".join(f"  {text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))
-        for row in (titles, *rows)
-    )
 
 
 # -- faults --------------------------------------------------------------------------------
@@ -370,4 +356,4 @@ def _override(key: str, word: str) -> Override:
     return Override(key, scope, pattern, "high" if word == "fp32" else word)  # type: ignore[arg-type]
 
 
-__all__ = ["debug", "op_table", "verify"]
+__all__ = ["debug"]

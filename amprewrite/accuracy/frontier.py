@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import nn
 
 from amprewrite.accuracy.error_cut import Chain
-from amprewrite.accuracy.sensitivity import measure_edges, sensitivity
+from amprewrite.accuracy.sensitivity import measure_edges
 from amprewrite.accuracy.strict.metric import Judged, Metric, parse_metric
 from amprewrite.accuracy.strict.score import RoundedRunner, planned, reference, run_fp32, strict_error
 from amprewrite.accuracy.trial import Trial
@@ -304,4 +304,4 @@ def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[
     return errors
 
 
-__all__ = ["TriedPlan", "check_target", "search", "sensitivity"]
+__all__ = ["TriedPlan", "search"]

@@ -165,16 +165,20 @@ def rewrite(
     check_patterns(options, module)
     refuse_ambient_autocast()
     refuse_frozen(module, "rewriting it")
-    target = tolerance, accuracy, metric
-    calls = None if example_inputs is None and example_kwargs is None else (tuple(example_inputs or ()), example_kwargs or {})
+    example = None if example_inputs is None and example_kwargs is None else (tuple(example_inputs or ()), example_kwargs or {})
     with half_put_back(module):
         note = to_fp32(module) if upcast else ""
         plain = plain_of(module) if is_rewritten(module) else module
-        options = replace(options, **measured_options(plain, options, calibration, target, example_inputs, example_kwargs))
+        if isinstance(calibration, Calibration):
+            calibration.check(plain)
+            options, calibration = replace(options, calibration=calibration), None
+        measured = {"calibration": calibration, "tolerance": tolerance, "accuracy": accuracy, "metric": metric}
+        if asked := next((word for word, value in measured.items() if value is not None), ""):
+            options = load_extra("accuracy", f"{asked}=").search_options(plain, options, example, **measured)
         if not inplace:
-            return _ready(wrap(plain, options, Rewritten), optimizer, calls, note)  # type: ignore[no-any-return]
+            return _ready(wrap(plain, options, Rewritten), optimizer, example, note)  # type: ignore[no-any-return]
         with put_back_on_error(module):
-            return _ready(wrap_in_place(module, options, Rewritten), optimizer, calls, note)  # type: ignore[no-any-return]
+            return _ready(wrap_in_place(module, options, Rewritten), optimizer, example, note)  # type: ignore[no-any-return]
 
 
 def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, note: str) -> Any:
@@ -208,46 +212,6 @@ def restore(model: M) -> M:
         raise PolicyError(f"restore takes a rewritten nn.Module, not {type(model).__name__}")
     unwrap_in_place(model)
     return model
-
-
-def measured_options(
-    module: nn.Module,
-    options: Options,
-    calibration: Calibration | Iterable[Any] | None,
-    target: tuple[float | None, str | None, Any],
-    args: tuple[Any, ...] | None,
-    kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return the options `calibration` and `keep_high`, measured by running the model on sample batches; {} if none is asked for.
-
-    `target` is (tolerance, accuracy, metric). `args` and `kwargs` are the example inputs, which serve as a batch without `calibration`.
-    """
-    if calibration is None and all(each is None for each in target):
-        return {}
-    from amprewrite.accuracy.calibrate import calibrate
-    from amprewrite.accuracy.strict.metric import parse_metric
-    from amprewrite.accuracy.trial import CallArguments, tee
-
-    found: dict[str, Any] = {}
-    batches: list[Any] = [] if args is None and kwargs is None else [CallArguments(tuple(args or ()), dict(kwargs or {}))]
-    if isinstance(calibration, Calibration):
-        found["calibration"] = calibration
-    elif calibration is not None:
-        batches = []
-        found["calibration"] = calibrate(module, tee(calibration, batches), progress=False)
-    if calibration is not None:
-        found["calibration"].check(module)
-    tolerance, accuracy, metric = target
-    parsed = parse_metric(metric)
-    if metric is not None and tolerance is None and accuracy is None:
-        raise PolicyError("metric= defines the error for tolerance= and accuracy=, and neither is given: pass one of them, or leave it out")
-    if tolerance is not None or accuracy is not None:
-        frontier = load_extra("accuracy search", "tolerance=" if accuracy is None else "accuracy=")
-        frontier.check_target(tolerance, accuracy, parsed)
-        if options.given is not None:
-            raise PolicyError("plan= decides every op and leaves nothing for tolerance= or accuracy= to choose")
-        found["keep_high"] = frontier.search(module, batches, replace(options, **found), tolerance, accuracy, metric=metric).keep_high
-    return found
 
 
 def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> CastPlan:

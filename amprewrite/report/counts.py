@@ -1,4 +1,4 @@
-"""Counts that the views of a plan share: bytes of a result, rows by module, casts by kind, ops by dtype."""
+"""Counts that the views of a plan share: bytes of a result, rows by module, casts by kind."""
 
 from __future__ import annotations
 
@@ -182,19 +182,6 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
         first, last = alike[0], alike[-1]
         rows.append(replace(first, name=f"{first.name}..{last.name}", times=len(alike)))
     return rows
-
-
-def op_dtypes(plan: ModelPlan) -> list[tuple[str, int, int, int, int]]:
-    """Return rows of (op, calls low, calls high, FLOPs low, FLOPs high), sorted by most FLOPs, then by most calls."""
-    table: dict[str, list[int]] = {}
-    for node in plan.nodes:
-        if node.role == "op" and node.colour is not Colour.PLAIN:
-            row = table.setdefault(node.op, [0, 0, 0, 0])
-            high = node.colour is Colour.HIGH
-            row[high] += 1
-            row[2 + high] += node.flops
-    rows = [(op, row[0], row[1], row[2], row[3]) for op, row in table.items()]
-    return sorted(rows, key=lambda row: (-row[3] - row[4], -row[1] - row[2], row[0]))
 
 
 def amount(number: float, unit: str = "") -> str:

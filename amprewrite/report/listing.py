@@ -1,4 +1,4 @@
-"""List a plan as text: its graph as code with one annotated op per line, or a table with one module per row."""
+"""List a plan as text: its graph as code with one annotated op per line, or a table with one module or one op per row."""
 
 from __future__ import annotations
 
@@ -134,3 +134,19 @@ def _cells(row: ModuleRow) -> tuple[str, ...]:
 
 def _row(name: str, values: tuple[str, ...], left: int, widths: list[int]) -> str:
     return f"{name:{left}}" + "".join(f"  {value:>{width}}" for value, width in zip(values, widths, strict=True))
+
+
+def op_table(plan: ModelPlan) -> str:
+    """Return a text table of the ops, by most FLOPs, then most calls: for each op, its calls and FLOPs in the low format and in fp32."""
+    found: dict[str, list[int]] = {}
+    for node in plan.nodes:
+        if node.role == "op" and node.colour is not Colour.PLAIN:
+            counts, high = found.setdefault(node.op, [0, 0, 0, 0]), node.colour is Colour.HIGH
+            counts[high] += 1
+            counts[2 + high] += node.flops
+    ordered = sorted(found.items(), key=lambda row: (-sum(row[1][2:]), -sum(row[1][:2]), row[0]))
+    rows = [(op, *(str(calls or "-") for calls in row[:2]), *(amount(flops) if flops else "-" for flops in row[2:])) for op, row in ordered]
+    rows.insert(0, ("op", plan.low, "fp32", f"FLOPs {plan.low}", "FLOPs fp32"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[f"  {text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True)] for row in rows]
+    return "\n".join(f"{row[0]:{widths[0]}}" + "".join(line) for row, line in zip(rows, cells, strict=True))

@@ -24,8 +24,6 @@ class Extra:
     """The names in `amprewrite.__all__` that `home` defines."""
 
 
-_ACCURACY = tuple(f"amprewrite/accuracy/{name}.py" for name in ("sensitivity", "frontier", "error_cut"))
-_REPORTS = tuple(f"amprewrite/accuracy/{name}.py" for name in ("debug", "verify", "strict/run"))
 _BACKEND = ("amprewrite/api/compile_backend.py", "amprewrite/runtime/torch_compile.py")
 _DRAWINGS = tuple(f"amprewrite/report/{name}" for name in ("drawings.py", "html", "pictures"))
 _ONNX = ("amprewrite/api/onnx", "amprewrite/graphs/onnx", "amprewrite/tables/ops/onnx_names.py")
@@ -33,8 +31,7 @@ _MEASURED = tuple(f"amprewrite/graphs/fx/run/{name}.py" for name in ("measure", 
 EXTRAS = {
     "exact rounding": Extra("amprewrite.runtime.compiler.exact.backend", ("amprewrite/runtime/compiler/exact",)),
     "compile backend": Extra("amprewrite.api.compile_backend", _BACKEND, ("compile_backend", "compiled")),
-    "accuracy search": Extra("amprewrite.accuracy.frontier", _ACCURACY, ("sensitivity",)),
-    "error reports": Extra("amprewrite.accuracy.debug", _REPORTS, ("debug", "verify")),
+    "accuracy": Extra("amprewrite.accuracy.door", ("amprewrite/accuracy",), ("calibrate", "debug", "sensitivity", "verify")),
     "drawings": Extra("amprewrite.report.drawings", _DRAWINGS),
     "command line": Extra("amprewrite.api.cli.main", ("amprewrite/api/cli", "amprewrite/__main__.py")),
     "training log": Extra("amprewrite.api.training_log", ("amprewrite/api/training_log.py",), ("TrainingLog",)),

@@ -124,8 +124,8 @@ def test_the_files_of_every_extra_are_there() -> None:
 
 def test_an_option_says_which_extra_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "EXTRAS", {})
-    with pytest.raises(PolicyError, match="tolerance= needs the part 'accuracy search', which this copy of amprewrite leaves out"):
-        load_extra("accuracy search", "tolerance=")
+    with pytest.raises(PolicyError, match="tolerance= needs the part 'accuracy', which this copy of amprewrite leaves out"):
+        load_extra("accuracy", "tolerance=")
 
 
 def test_a_door_says_which_extra_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +135,7 @@ def test_a_door_says_which_extra_it_misses(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(extras, "EXTRAS", {})
     doors: dict[str, Callable[[], object]] = {
         "export_onnx needs the part 'ONNX'": lambda: amp.export_onnx("model.onnx", (x,)),
+        "tolerance= needs the part 'accuracy'": lambda: amprewrite.rewrite(model, tolerance=1e-2, example_inputs=(x,)),
         "to_html needs the part 'drawings'": lambda: amp.plan.to_html("plan.html"),
         "backend='inductor-exact' needs the part 'exact rounding'": lambda: amprewrite.rewrite(model, backend="inductor-exact"),
     }

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from amprewrite.accuracy.calibrate import calibrate as run_calibrate
 from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
 from amprewrite.api.cli.output import as_json, say, table, text, working
 from amprewrite.api.cli.pt2 import save_program
@@ -26,7 +25,7 @@ from amprewrite.api.rewrite import rewrite
 from amprewrite.ir.evidence.ranges import Calibration, as_text
 from amprewrite.passes import stages
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.report.listing import code_lines, fold_table, laid_out
+from amprewrite.report.listing import code_lines, fold_table, laid_out, op_table
 from amprewrite.report.questions.decided_by import decided_after, progress_rows
 from amprewrite.report.questions.explain import region_of
 from amprewrite.report.questions.what_if import WhatIf
@@ -41,8 +40,8 @@ from amprewrite.tables.vocabulary import Colour
 from amprewrite.torch_internals.trees import tree_map
 
 Options = argparse.Namespace
-reports, onnx = partial(load_extra, "error reports"), partial(load_extra, "ONNX")
-"""Functions that import the module of `verify` and `debug`, and of `rewrite_onnx`. The argument names the command, for messages."""
+accuracy, onnx = partial(load_extra, "accuracy"), partial(load_extra, "ONNX")
+"""Functions that import an extra. The argument names the command that needs it, for messages."""
 
 
 # -- plan, explain, diff ---------------------------------------------------------------------
@@ -51,7 +50,7 @@ def plan(options: Options) -> int:
     if options.html and options.errors:
         source = torch_model(load(options.model, options.trust), "plan --errors")
         with working("measuring errors"), _mode(options):
-            report = reports("plan --errors").debug(_rewritten(source, options), source.args, source.kwargs)
+            report = accuracy("plan --errors").debug(_rewritten(source, options), source.args, source.kwargs)
     written = [
         (options.html, lambda path: found.to_html(path, _title(options.model), report)),
         (options.svg, lambda path: found.to_svg(path, options.depth)),
@@ -76,7 +75,7 @@ def plan(options: Options) -> int:
         text(str(found))
         return 0
     if options.ops:
-        text(reports("plan --ops").op_table(found))
+        text(op_table(found))
         return 0
     text(found.summary())
     print()
@@ -183,7 +182,7 @@ def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> d
 def _exported(amp: Any, source: TorchModel, out: Path, limit: float | None) -> dict[str, Any]:
     """Export to a .pt2 file and return a report. Nothing is written if the error exceeds `limit`."""
     program = amp.export_program(source.args, source.kwargs)
-    error: float = reports("convert").verify(amp, source.args, source.kwargs).output_error
+    error: float = accuracy("convert").verify(amp, source.args, source.kwargs).output_error
     lines = [f"relative L2 error under strict rounding: {error:.3g}"]
     if limit is None or error <= limit:
         save_program(program, out)
@@ -203,7 +202,7 @@ def verify(options: Options) -> int:
     else:
         amp = _rewritten(source, options)
         with working("running both"), _mode(options):
-            report = reports("verify").verify(amp, source.args, source.kwargs)
+            report = accuracy("verify").verify(amp, source.args, source.kwargs)
         error, told = report.output_error, str(report)
         rows = [asdict(row) | {"colour": row.colour.value} for row in report.worst(options.top)]
         captured = {"capture_error": report.capture_error, "parted": report.parted}
@@ -223,7 +222,7 @@ def debug(options: Options) -> int:
     source = torch_model(load(options.model, options.trust), "debug")
     amp = _rewritten(source, options)
     with working("running low beside fp32"), _mode(options):
-        report = reports("debug").debug(amp, source.args, source.kwargs, backward=options.train)
+        report = accuracy("debug").debug(amp, source.args, source.kwargs, backward=options.train)
     overrides = None
     if options.suggest:
         with working("bisecting"), _mode(options):
@@ -258,7 +257,7 @@ def calibrate(options: Options) -> int:
 
     if options.run_on and options.batches:
         batches = (tree_map(lambda leaf: leaf.to(options.run_on) if isinstance(leaf, torch.Tensor) else leaf, b) for b in batches)
-    found = run_calibrate(_set(source.model, options), batches, forward=None if options.batches else on_inputs)
+    found = accuracy("calibrate").calibrate(_set(source.model, options), batches, forward=None if options.batches else on_inputs)
     if options.output:
         write_text(options.output, found.to_json())
     if options.json:

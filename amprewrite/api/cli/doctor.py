@@ -179,7 +179,7 @@ def _checks(device: str, low: Format, planned_for: str | None) -> Iterator[Check
         result = amp(x)
         error = _relative([result.detach()], [exact.detach()])
         yield Check(device, low.name, "results", error < room and result.dtype is FP32.dtype, f"relative error {error:.1e}")
-        report = load_extra("error reports", "doctor").verify(amp, (x,))
+        report = load_extra("accuracy", "doctor").verify(amp, (x,))
         found = f"relative error {report.capture_error} in fp32, from {report.parted} on"
         yield Check(device, low.name, "capture", same := report.capture_error == 0, "changes nothing in fp32" if same else found)
         result.mean().backward()

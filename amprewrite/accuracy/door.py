@@ -1,0 +1,52 @@
+"""The functions of this package that other packages call, and `search_options`, which measures the options of `rewrite` that need data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from amprewrite.accuracy.calibrate import calibrate
+from amprewrite.accuracy.debug import debug
+from amprewrite.accuracy.frontier import search
+from amprewrite.accuracy.sensitivity import sensitivity
+from amprewrite.accuracy.strict.metric import parse_metric
+from amprewrite.accuracy.trial import CallArguments, tee
+from amprewrite.accuracy.verify import verify
+from amprewrite.runtime.options import Options
+from amprewrite.tables.errors import PolicyError
+
+
+def search_options(
+    module: nn.Module,
+    options: Options,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
+    calibration: Any,
+    tolerance: float | None,
+    accuracy: str | None,
+    metric: Any,
+) -> Options:
+    """Return `options` with a calibration and with the ops that must stay high, found by running the model on batches.
+
+    `example` holds the example inputs of one call, which serve as a batch without `calibration`. `rewrite` documents the other arguments
+    and the errors.
+    """
+    batches = [] if example is None else [CallArguments(*example)]
+    if calibration is not None:
+        batches = []
+        options = replace(options, calibration=calibrate(module, tee(calibration, batches), progress=False))
+    parse_metric(metric)
+    if tolerance is None and accuracy is None:
+        if metric is not None:
+            raise PolicyError(
+                "metric= defines the error for tolerance= and accuracy=, and neither is given: pass one of them, or leave it out"
+            )
+        return options
+    if options.given is not None:
+        raise PolicyError("plan= decides every op and leaves nothing for tolerance= or accuracy= to choose")
+    return replace(options, keep_high=search(module, batches, options, tolerance, accuracy, metric=metric).keep_high)
+
+
+__all__ = ["calibrate", "debug", "search_options", "sensitivity", "verify"]
