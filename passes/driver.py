@@ -352,13 +352,13 @@ def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
 
 
 def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
-    """Return the vertices of the outer graph that stand for the results of the body that `node` runs."""
+    """Return the op-graph nodes, in the graph around it, of the results of the body (subgraph) that `node` runs."""
     names = captured.names
     return [captured.problem.graph[names[user]] for user in node.users if user in names]
 
 
 def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> dict[str, str]:
-    """Map, for each fp32 result of the body that `node` runs, its vertex in the outer graph to the vertex in the body that computes it."""
+    """Return {node of the outer op graph: node of the body's op graph} for each fp32 result of the body (subgraph) that `node` runs."""
     names = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
     places: dict[str, Any] = {name: captured.nodes[name].args[1] for name in names}
     return {name: part.results[place] for name, place in places.items() if place in part.results}

@@ -290,14 +290,14 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
 
 
 class _Trials:
-    """Trial runs with some nodes kept high. The result for each set of nodes is remembered, so that each set runs only once."""
+    """Trial runs with some nodes kept in fp32. The result for each set of nodes is remembered, so that each set runs only once."""
 
     def __init__(self, run: StrictRun, target: float, most: int) -> None:
         self.run, self.target, self.left = run, target, most
         self.known: dict[frozenset[str], bool] = {}
 
     def holds(self, kept: Iterable[str]) -> bool:
-        """True if the output error is within the target while the nodes `kept` run high. False for an untried set if no runs are left."""
+        """True if the output error is within the target while the nodes `kept` run in fp32. Also False if no trial runs are left."""
         asked = frozenset(kept)
         if asked not in self.known:
             if not self.left:

@@ -12,8 +12,8 @@ Zabih 2004). So a minimum cut finds, for every price λ, the plan with the least
    minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for
    linear errors; the argument holds for monotone submodular errors.)
 4. In a first series of cuts, ops that Tensor Cores speed up (matmuls, convolutions) stay low while λ grows. In a second series, they
-   become high as well: these cuts minimise their FLOPs in fp32 + λ·error², which does not depend on the device. Matmuls that reduce
-   the error only together become high together.
+   become fp32 as well: these cuts minimise their FLOPs in fp32 + λ·error², which does not depend on the device. Matmuls that reduce
+   the error only together become fp32 together.
 5. Equal layers change colour at the same λ, so two consecutive cuts may differ by many nodes. Plans between the two are added to the
    chain: they keep only the first nodes of the difference high, in graph order. No λ gives these plans, since they are off the
    convex hull.
@@ -49,7 +49,7 @@ SLICES, LEAST_SLICE = 16, 4
 HALVINGS = 3
 """Depth of the bisection between two values of λ whose cuts differ by several matmuls."""
 Kept = frozenset[tuple[str, str]]
-"""Nodes to keep high, each as (fingerprint of its graph, name)."""
+"""Nodes to keep in fp32, each as (fingerprint of its graph, name)."""
 
 
 def movable(node: OpNode) -> bool:
@@ -58,7 +58,7 @@ def movable(node: OpNode) -> bool:
 
 
 class GraphErrors:
-    """One graph with the squared errors of its edges. `kept` finds the best plan for a given price of error."""
+    """One graph with the squared output error of rounding each value for each reader. `kept` finds the best plan for a price of error."""
 
     def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
         self.graph, self.edges, self.metric = problem.graph, edges, metric
@@ -79,7 +79,7 @@ class GraphErrors:
         self.flops = {name: self.graph[name].flops + 1 for name in self.heavy}
 
     def kept(self, price: float, heavies: bool) -> set[str]:
-        """Return the open ops that run high in the cheapest plan, if a unit of squared error costs `price`.
+        """Return the open ops that run in fp32 in the cheapest plan, if a unit of squared error costs `price`.
 
         Open ops are the ops whose format the plan may choose. With `heavies`, the plan chooses only for open ops on the allowlist, and all
         other open ops are high. Without `heavies`, open ops on the allowlist are low, and the plan chooses for the other open ops.
@@ -182,12 +182,13 @@ def _hands_on(node: OpNode) -> bool:
 
 
 class Chain:
-    """Nested sets of nodes to keep high. The first is empty, the last holds every node that the planner runs low."""
+    """Plans that keep more and more nodes in fp32, as nested sets of nodes: from the empty set to all nodes that the planner runs low."""
 
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
-        """Find the chain by cuts of all graphs in `edges`. `own` returns the names of the nodes of a graph that the planner runs low.
+        """Find the sets by minimum cuts of all graphs in `edges`. `own` returns the names of a graph's nodes that the planner runs low.
 
-        `metric` turns squared errors into the errors that `keep_high` gives as reasons.
+        `edges` has, for each graph, the squared error of each (value, reader) pair. `metric` turns squared errors into the errors that
+        `keep_high` gives as reasons.
         """
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
         self.graphs = [GraphErrors(captured.problem, found, metric) for captured, found in edges]
@@ -202,14 +203,14 @@ class Chain:
         self._add(frozenset((g.fingerprint, node.name) for g in self.graphs for node in g.graph if movable(node)), heavies=True)
         self.raised = [len(kept & flops.keys()) for kept, _ in self._sets]
         self.flops = [sum(flops.get(each, 0) for each in kept) for kept, _ in self._sets]
-        """For each set of the chain, the FLOPs of the matmuls and convolutions that it keeps high."""
+        """For each set of the chain, the FLOPs of the matmuls and convolutions that it keeps in fp32."""
         self.heavy = len(flops)
 
     def _kept(self, price: float, heavies: bool) -> Kept:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Yield the nodes that a cut keeps high at each of `prices`, and at prices in between if several nodes of `heavy` change."""
+        """Yield the nodes that a cut keeps in fp32 at each of `prices`, and at prices in between if several nodes of `heavy` change."""
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
             if left and len((last - first) & heavy) > 1:
@@ -242,7 +243,7 @@ class Chain:
     def _add(self, kept: Kept, heavies: bool) -> None:
         """Append the union of the chain's last set and `kept` to the chain. If many nodes are new, first append sets in between.
 
-        Nodes that the planner keeps high anyway are left out. Nothing is appended if no node is new.
+        Nodes that the planner keeps in fp32 anyway are left out. Nothing is appended if no node is new.
         """
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])
@@ -257,7 +258,7 @@ class Chain:
         return len(self._sets)
 
     def words(self, index: int) -> str:
-        """Describe the plan at `index` of the chain by the number of nodes that it keeps high."""
+        """Describe the plan at `index` of the chain by the number of nodes that it keeps in fp32."""
         kept, raised = len(self._sets[index][0]), self.raised[index]
         if index == 0:
             return "the planner's own choice"
@@ -265,7 +266,7 @@ class Chain:
         return f"{kept} nodes kept high{matmuls}"
 
     def keep_high(self, index: int) -> KeepHigh:
-        """Return the nodes to keep high at `index` of the chain, by graph, each with a sentence why."""
+        """Return the nodes that the plan at `index` of the chain keeps in fp32, by graph, each with a sentence why."""
         kept = self._sets[index][0]
         graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
         return KeepHigh(graphs)

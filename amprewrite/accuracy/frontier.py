@@ -1,7 +1,7 @@
 """Find the cheapest plan within an error target, by bisection over nested plans whose errors the strict interpreter measures.
 
 1. Measure the error of every edge (`sensitivity`): (value, reader) → squared output error of rounding the value for this reader.
-2. Minimise time + λ·error² for growing λ (`error_cut`). This gives a chain of nested sets of nodes to keep high, from none to all.
+2. Minimise time + λ·error² for growing λ (`error_cut`). This gives a chain of nested sets of nodes to keep in fp32, from none to all.
 3. For each set, the planner decides the formats of all other nodes, as usual.
 4. If the planner's own choice is within the target, take it. Otherwise bisect the chain. The error may rise in places along the
    chain, so cheaper neighbours of the plan found are tried too. In total, at most ceil(log2(plans)) + 3 plans are run.
@@ -68,7 +68,7 @@ class Frontier:
     """The plans that a search tried, and its result. `print(frontier)` shows a table, `plot(path)` a picture."""
 
     keep_high: KeepHigh
-    """The nodes that the chosen plan keeps high, with reasons."""
+    """The nodes that the chosen plan keeps in fp32, with reasons."""
     target: float
     """Largest error that was allowed."""
     candidates: tuple[TriedPlan, ...]
@@ -190,7 +190,7 @@ _THEIRS = "the same ops high as under torch.autocast, casts shared"
 
 
 def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
-    """Return the nodes that torch.autocast's rules run high and the planner would run low."""
+    """Return the nodes that torch.autocast's rules run in fp32 and the planner would run low."""
     graphs: dict[str, dict[str, str]] = {}
     for captured in trial.graphs.values():
         graph, theirs = captured.problem.graph, autocast_rules(captured).problem
@@ -248,13 +248,13 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
 
 
 def autocast_rules(captured: Captured) -> Captured:
-    """Return the same graph, read with the op lists of torch.autocast."""
+    """Return `captured` with its ops classified by the op lists of torch.autocast instead of its own lists."""
     assert captured.by_autocast is not None
     return captured.by_autocast
 
 
 def _own_choice(captured: Captured) -> set[str]:
-    """Return the names of the nodes of a graph that the planner runs low without a search."""
+    """Return the names of the nodes of a graph that the planner runs in the low format if no accuracy search restricts it."""
     captured.know(keep_high=None)
     return {node.name for node in planned(captured).nodes if node.colour is Colour.LOW}
 

@@ -66,7 +66,7 @@ class SmallSteps(ABC, Generic[Node]):
     order: Mapping[Node, int]
     """The position of each value in the order of the graph."""
     heavy: set[Node]
-    """Results of products."""
+    """Results of matrix products, convolutions and other ops that contain such products."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Iterable[Node]:
@@ -85,7 +85,7 @@ class SmallSteps(ABC, Generic[Node]):
         """Return the sizes of a value; None if it is no tensor."""
 
     def found(self, is_sum: Callable[[Node], bool], in_turns: Callable[[Node], bool] = lambda _: False) -> set[Node]:
-        """Return the sums that are steps in a chain of many small steps, and the ops that pass the value on between these sums.
+        """Return the sums that belong to a chain of many small steps `x = x + 0.1 * f(x)`, and the ops that pass x on between these sums.
 
         `is_sum` is True for ops that may be steps. `in_turns` is True for a value that a loop passes to its next iteration.
         """
@@ -113,7 +113,7 @@ class SmallSteps(ABC, Generic[Node]):
     def _step(
         self, node: Node, parts_of: Callable[[Node], dict[Node, Factor]], shape: Callable[[Node], tuple[object, ...] | None]
     ) -> tuple[Node, list[Node]] | None:
-        """Return the value to which a sum adds a small step, and the ops between the two; None if the sum is no small step.
+        """Return (x, ops between x and the sum) if the sum `node` adds a small step to an earlier value x; None if it does not.
 
         `parts_of` and `shape` are the methods `terms` and `shape`, called once for each node of the graph.
         """

@@ -14,7 +14,7 @@ from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 @dataclass(frozen=True)
 class Painted:
-    """The colour of one node with its reason, the node that caused it ("" if none did), and a detail of the reason."""
+    """The colour (low, high or plain) that passes gave to one node, the reason, the node that caused it ("" if none did), and a detail."""
 
     colour: Colour
     reason: Reason
@@ -40,7 +40,7 @@ class Decisions:
         self.paints[name] = Painted(colour, reason, because_of, detail)
 
     def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
-        """Paint the op `name` high, unless it is high already, carries no fp32 value, is pinned, or has an override.
+        """Give the op `name` the colour high (fp32), unless it has it already, has no fp32 value, is pinned by facts, or has an override.
 
         An op whose colour follows from the subgraph inside it (`Reason.BODY`) does not change either.
         """

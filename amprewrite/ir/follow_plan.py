@@ -15,7 +15,7 @@ def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
 
 
 def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
-    """Return the region of `plan` that has the same nodes as the graph of `problem`.
+    """Return the region (the plan of one graph) of `plan` that has the same nodes as the graph of `problem`.
 
     Raises PlanError if the plan is for another low format, if no region fits (the message names the first mismatch with the region of the
     most similar length), or if the region gives a node a colour that it cannot have.

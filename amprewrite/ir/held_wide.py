@@ -46,8 +46,10 @@ def rounds(node: OpNode) -> bool:
 
 
 def data_of(node: OpNode) -> tuple[Operand, ...]:
-    """Return the operands that are data of an op. Side arguments, such as the weights of a norm, and operands read for their shape or dtype
-    alone are left out."""
+    """Return the operands that are data of an op.
+
+    Side arguments, such as the weights of a norm, and operands read for their shape or dtype alone are left out.
+    """
     if node.op in SHAPE_ONLY or (node.op in ASKS and not node.carries_fp32):
         return ()
     if node.op in CONVERTS | LIKE_SECOND and len(node.operands) > 1:

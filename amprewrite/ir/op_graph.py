@@ -1,6 +1,6 @@
 """The op graph that deciding passes read, the same for PyTorch graphs and ONNX files.
 
-A vertex is one op with its facts. An edge is an fp32 tensor, from the op that makes it to the op that reads it.
+A node is one op with its facts. An edge is an fp32 tensor, from the op that makes it to the op that reads it.
 Integers, booleans and other dtypes have no edge, since they are never cast.
 """
 
@@ -51,14 +51,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpNode:
-    """One vertex of the op graph: an op, or an input, weight or output of the graph, with its facts.
+    """One node of the op graph: an op, or an input, weight or output of the graph, with its facts.
 
     Frozen: passes decide about a node and never change it.
     """
 
     name: str
     op: str
-    """ATen base name; for a vertex that is no op, its role: input, parameter, buffer, constant, output."""
+    """ATen base name; for a node that is no op, its role: input, parameter, buffer, constant, output."""
     kind: OpKind | None = None
     """Kind of the op in the op lists (allow, deny, ...); None if the op is on no list."""
     operands: tuple[Operand, ...] = ()
@@ -75,7 +75,7 @@ class OpNode:
     source: str = ""
     """Line of the model's code that calls the op, as "file.py:12"."""
     role: str = "op"
-    """"op", or "input", "parameter", "buffer", "constant" or "output" for a vertex that is no op."""
+    """"op", or "input", "parameter", "buffer", "constant" or "output" for a node that is no op."""
     pinned: tuple[Colour, Reason, str] | None = None
     """(colour, reason, detail) if a fact forces the colour of this node; None if lists and passes decide."""
     precision_group: str = ""
@@ -105,12 +105,12 @@ def _empty() -> nx.DiGraph:
 
 @dataclass
 class OpGraph:
-    """The vertices of one graph in a canonical order, and a networkx graph of the edges between their names."""
+    """The nodes of one graph in a canonical order, and a networkx graph of the edges between their names."""
 
     nodes: dict[str, OpNode] = field(default_factory=dict)
     digraph: nx.DiGraph = field(default_factory=_empty)
     rank: dict[str, int] = field(default_factory=dict)
-    """Position of each vertex in the canonical order."""
+    """Position of each node in the canonical order."""
 
     @classmethod
     def of(cls, nodes: Iterable[OpNode]) -> OpGraph:
@@ -127,7 +127,7 @@ class OpGraph:
             self.digraph.add_edge(operand.value, node.name)
 
     def seen(self, name: str) -> OpNode:
-        """Return the op that computed the elements of `name`: the first vertex upstream that is no view or similar op.
+        """Return the op that computed the elements of `name`: the first node upstream that is no view or similar op.
 
         Vertices of kind CLEAR with one operand are passed over. The search begins at `name` itself.
         """
@@ -137,7 +137,7 @@ class OpGraph:
         return node
 
     def exchanged(self, nodes: Mapping[str, OpNode]) -> OpGraph:
-        """Return a copy of the graph in which `nodes` replace the vertices of the same names. The edges stay the same."""
+        """Return a copy of the graph in which `nodes` replace the nodes of the same names. The edges stay the same."""
         return OpGraph(nodes={**self.nodes, **nodes}, digraph=self.digraph, rank=self.rank)
 
     def __iter__(self) -> Iterator[OpNode]:
@@ -147,11 +147,11 @@ class OpGraph:
         return self.nodes[name]
 
     def readers(self, name: str) -> Iterator[OpNode]:
-        """Yield the vertices that read the result of `name`."""
+        """Yield the nodes that read the result of `name`."""
         return (self.nodes[reader] for reader in self.digraph.successors(name))
 
     def feeders(self, name: str) -> Iterator[OpNode]:
-        """Yield the vertices whose results `name` reads."""
+        """Yield the nodes whose results `name` reads."""
         return (self.nodes[feeder] for feeder in self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
@@ -177,9 +177,9 @@ def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
-    """Return the operand to cast to fp32 if the promoting op `node` runs high and all its operands are low; None if it promotes nothing.
+    """Return the operand to cast to fp32 if `node`, an op that promotes types, runs in fp32 with low operands only; None for other ops.
 
-    It is the smallest such operand, and the first of several that are equally small.
+    It is the smallest operand that the kernel promotes, and the first of several that are equally small.
     """
     return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
 
@@ -187,8 +187,8 @@ def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
 def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
     """Yield the operands of `node` that must be cast if it runs in `colour`, each with the colour to which it is cast.
 
-    `colours` are the colours of all nodes by name. A promoting op that runs high reads low operands without a cast if another operand with
-    dims is high. If all of them are low, only its `anchor` is cast, and type promotion in the kernel does the rest.
+    `colours` are the colours of all nodes by name. A promoting op that runs in fp32 reads low operands without a cast if another operand
+    with dims is high. If all of them are low, only its `anchor` is cast, and type promotion in the kernel does the rest.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)

@@ -7,9 +7,9 @@ be minimized via graph cuts?", 2004: unary terms, and w·a·(1−b)):
 2. A value that is read in the other format pays one copy, however many readers it has. For this an extra vertex stands for "a low copy
    exists" or "every reader is low". Infinite arcs join it to the readers, and an arc with the copy's price joins it to the maker. Two more
    prices, `gradient_cast` and `mixed_read`, get a vertex of their own if the readers that cause them are not the readers of the copy.
-3. The exception: a promoting op that runs high pays a copy of its anchor, but only if all its operands are low. This term is a product of
-   three labels with a positive price, which no arc can express. But arcs can express two lower bounds of this term. The first bound is 0.
-   It is exact unless the copy has to be paid. For a high op the second bound is the price p of the copy, minus p for each other operand
+3. The exception: a promoting op that runs in fp32 pays a copy of its anchor, but only if all its operands are low. This term is a product
+   of three labels with a positive price, which no arc can express. But arcs can express two lower bounds of this term. The first bound is
+   0. It is exact unless the copy has to be paid. For a high op the second bound is the price p of the copy, minus p for each other operand
    that is high. It is exact unless another operand is high and the bound falls below 0.
 4. Solve with the first bound. If the solution has to pay a copy, solve with the second bound. If this bound is not exact either, branch on
    the colour of an operand, and prune branches by the bounds. A solution is optimal if its bound is exact for it.
@@ -43,16 +43,19 @@ class _Copies:
     low: list[int] = field(default_factory=list)
     """Readers that need a low copy of the value when they run low."""
     high: list[int] = field(default_factory=list)
-    """Readers that need a high copy of the value when they run high."""
+    """Readers that need a high copy of the value when they run in fp32."""
     senders: list[int] = field(default_factory=list)
-    """Readers whose gradients have to be cast to the format of a low value when they run high."""
+    """Readers whose gradients have to be cast to the format of a low value when they run in fp32."""
     mixers: list[int] = field(default_factory=list)
-    """Readers whose kernels convert a low value themselves when they run high."""
+    """Readers whose kernels convert a low value themselves when they run in fp32."""
 
 
 @dataclass(frozen=True)
 class _Mixer:
-    """A promoting op that may run high while all its operands are low. It then pays for a copy of its anchor (rule 3 of this file)."""
+    """A promoting op that may run in fp32 while all its operands are low, and then pays for a cast of its anchor (rule 3 of this file).
+
+    A promoting op takes operands of mixed formats and computes in the widest. Its anchor is the one operand that is cast to fp32 then.
+    """
 
     op: int
     """Vertex of the op."""
@@ -67,7 +70,7 @@ class Assignment:
     """Result of `cheapest`: which open ops run low."""
 
     low: frozenset[str]
-    """Names of the open ops that run low; all other open ops run high."""
+    """Names of the open ops that run low; all other open ops run in fp32."""
     gap: int
     """Upper bound, in ticks of 0.1 ns, on the saving of a better assignment; 0 if this assignment is optimal."""
 
@@ -129,7 +132,7 @@ class _Search:
             self.network.arc(SOURCE, self.vertices[node.name], max(-more, 0))
 
     def _read(self, node: OpNode) -> None:
-        """Record the copies and casts that `node` causes when it runs low, and when it runs high."""
+        """Record the copies and casts that `node` causes when it runs low, and when it runs in fp32."""
         own, mixing = self._end(node.name), node.promoted
         mixer = self._mixer(node, own) if mixing else None
         for operand, want in wanted(node, Colour.LOW):
@@ -152,7 +155,10 @@ class _Search:
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
-        """Return the mixer of a promoting op; None if the op never runs high, or if some operand is high whenever the op is."""
+        """Return the prices of running the promoting op `node` in fp32 while all its operands are low, as a `_Mixer`.
+
+        None if this cannot happen: the op always runs low, or an operand is high whenever the op is. `own` is the vertex of the op.
+        """
         ends = [self._end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
             return None
@@ -208,7 +214,10 @@ class _Search:
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Return the second bound of `mixer` (rule 3 of this file) as (arcs, constant to add). `fixed` maps vertices to True if low."""
+        """Return the second bound on the price of `mixer`, an op that may read mixed formats, as (arcs, constant to add).
+
+        Rule 3 of this file explains it. `fixed` maps vertices whose colour the search has fixed to True if low, False if high.
+        """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0
         arcs, cost = [], self._forward(mixer)
@@ -286,7 +295,10 @@ class _Search:
         return side, value + constant
 
     def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
-        """Yield two subproblems (fixed colours, mixers with second bounds) that fix one operand's colour; none if the bounds are exact."""
+        """Yield two subproblems, which fix the colour of one operand to low and to high; none if the bounds are exact.
+
+        A subproblem is (fixed colours, indices of the mixers that use the second bound).
+        """
         for index in sorted(second):
             mixer = self.mixers[index]
             free = [o for o in mixer.others if o not in fixed]

@@ -179,9 +179,10 @@ class Session(GraphRewriter):
             self.state.transformed -= 1
 
     def _look_for_new_modules(self) -> None:
-        """Rewrite the calls of modules that were added to the model, if the root's children changed or a capture set `children` to None.
+        """Rewrite the calls of modules that were added to the model since this method last ran, if there may be any.
 
-        So a new child of the root is found before the next call, and a new module deeper in the model after the next capture.
+        It runs before every call, so it only compares the root's direct children with `self.children`. Each capture sets `self.children` to
+        None, so that the comparison fails once and modules that were added deeper in the model are found too.
         """
         children = tuple(self.root._modules.values())
         if self.children != children:

@@ -57,8 +57,10 @@ GPUS: list[Device] = []
 
 
 def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str, fp8: float = 0) -> Device:
-    """Make a row of a CUDA GPU from rates in TFLOP/s and a bandwidth in GB/s, add it to GPUS, and return it. `low` is the rate of every
-    low format; an `fp8` of 0 means no fp8."""
+    """Make a row of a CUDA GPU from rates in TFLOP/s and a bandwidth in GB/s, add it to GPUS, and return it.
+
+    `low` is the rate of every low format; an `fp8` of 0 means no fp8.
+    """
     rates = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, **dict.fromkeys(low_formats, low * 1e12)}
     rates |= {"fp8": fp8 * 1e12} if fp8 else {}
     GPUS.append(Device(name, "cuda", rates, bandwidth * 1e9, 4e-6, low_formats))

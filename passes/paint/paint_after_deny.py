@@ -1,7 +1,7 @@
 """Paint ops that follow a denied op high: step 2 of TensorFlow's auto_mixed_precision.cc.
 
-1. Start at every denied op that runs high. With our own lists, skip a denied op whose result always fits the low format, because only its
-   input needs fp32. TensorFlow starts at such ops, too.
+1. Start at every denied op that runs in fp32. With our own lists, skip a denied op whose result always fits the low format, because only
+   its input needs fp32. TensorFlow starts at such ops, too.
 2. Go on through readers that are infer or internal ops. Go through clear ops only if they lead, by clear ops alone, to an infer, internal
    or denied op. Stop at a conversion to the dtype of another tensor.
 3. The recorded cause of a node is the nearest denied op, or the first of several in canonical order.
@@ -19,7 +19,7 @@ from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 SPREADS_DENY = (OpKind.INFER, OpKind.INTERNAL)
-"""Kinds of ops that become high after a denied op."""
+"""Kinds of ops that become fp32 after a denied op."""
 
 
 class PaintAfterDeny(Pass[Problem, Decisions]):

@@ -128,7 +128,7 @@ def _is_weight(problem: Problem) -> Callable[[str], bool]:
 def _multiple_of(problem: Problem, decisions: Decisions) -> Callable[[str], int | None]:
     """Return a function that maps the name of an op to the multiple to which its dims should be padded.
 
-    The function returns None for an op that is no product, runs high, or must not be padded.
+    The function returns None for an op that is no product, runs in fp32, or must not be padded.
     """
     multiple = FORMATS[problem.policy.low.name].pad_multiple
 

@@ -170,7 +170,7 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
         yield node.operands[1].value
-    elif node.op == "div" and node.name in found:  # one operand is a number, so the tensor may be the divisor
+    elif node.op == "div" and node.name in found:  # a tensor and a Python number: the tensor may be the divisor, as in 1 / x
         yield from (operand.value for operand in node.operands)
 
 

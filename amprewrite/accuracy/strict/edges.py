@@ -24,9 +24,9 @@ Edges = dict[tuple[str, str], float]
 
 
 class EdgeProbe:
-    """Runs graphs in fp32, and in backward adds the squared output error of every edge to `edges`.
+    """Runs graphs in fp32, and in backward adds to `edges` the squared output error of rounding each value for each of its readers.
 
-    `weight` scales the squares. `leaves` are the graph inputs for which the caller takes gradients.
+    `weight` is a factor on these squares. `leaves` are the graph inputs for which the caller takes gradients.
     """
 
     def __init__(self, low: Format) -> None:
@@ -41,7 +41,7 @@ class EdgeProbe:
         return _EdgeInterpreter(captured, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
 
     def _leaf(self, value: Any, touched: bool) -> Any:
-        """Return a leaf that shares the data of `value` and requires a gradient, so that backward reaches its edges.
+        """Return a leaf tensor that shares the data of `value` and requires a gradient, so that backward computes its readers' errors.
 
         Return `value` itself if it already has a gradient function, is no floating tensor, or is written in place by the graph (`touched`).
         """

@@ -184,7 +184,7 @@ class Recording:
     rounding: bool = False
     """Whether to round by the plan. False records the reference."""
     kept: frozenset[str] = frozenset()
-    """Names of nodes that run high in spite of the plan. Their low readers read a rounded copy."""
+    """Names of nodes that run in fp32 in spite of the plan. Their low readers read a rounded copy."""
     backward: bool = False
     """Whether backward follows the run, so that gradients are recorded."""
     scale: float = 1.0
@@ -387,7 +387,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 
     def _fit(self, leaf: Any) -> Any:
-        """Clamp a constant to the low format's range, as in the rewritten graph, and return it. Other values are returned unchanged."""
+        """Return a constant of a call, clamped to the low format's range as in the rewritten graph. Return any other value unchanged."""
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:

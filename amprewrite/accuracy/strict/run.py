@@ -3,7 +3,7 @@
 1. Capture the plain clone like the rewritten model, and plan each captured graph again, since a rewritten model does not keep its
    captured graphs.
 2. Run the clone unrounded and keep every result; with `backward`, also the gradient of a loss for every low result.
-3. `rounded` runs the clone with the plan's rounding, and with given nodes kept high. It returns a row for every result, copy and
+3. `rounded` runs the clone with the plan's rounding, and with given nodes kept in fp32. It returns a row for every result, copy and
    gradient.
 
 Without `backward`, only graphs that compute gradients themselves run with gradients on. If the model computes gradients outside its
@@ -112,7 +112,7 @@ class StrictRun:
         return CastPlan(self.low, regions)
 
     def rounded(self, kept: frozenset[str] = frozenset()) -> Outcome:
-        """Run the model with the rounding of the plan, except at the nodes `kept`, which run high. Return rows and errors."""
+        """Run the model with the rounding of the plan, except at the nodes `kept`, which run in fp32. Return rows and errors."""
         self.rounding, self.kept, self.diverged, self.runs = True, kept, False, []
         outputs, gradients = self._run()
         notes = ("rounding sent the model's control flow another way: later results have no fp32 counterpart",) * self.diverged

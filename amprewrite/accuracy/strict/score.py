@@ -35,7 +35,7 @@ def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
 class RoundedRunner:
     """Runs captured graphs in fp32 with the rounding of a plan. Each graph is planned at its first run.
 
-    `prepare` returns the graph to plan for a captured graph: the same graph with nodes to keep high, or the graph read with other lists.
+    `prepare` returns the graph to plan for a captured graph: the same graph with nodes to keep in fp32, or the graph read with other lists.
     """
 
     def __init__(self, prepare: Callable[[Captured], Captured]) -> None:

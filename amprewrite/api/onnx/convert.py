@@ -167,7 +167,7 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _blamed(source: Source) -> Iterator[None]:
-    """Turn errors of parsers and libraries into CaptureError if `source` is faulty, and into PassError if our code is."""
+    """Turn errors of parsers and libraries into CaptureError if the model `source` is faulty, and into PassError if our own code is."""
     try:
         yield
     except Rejected as error:

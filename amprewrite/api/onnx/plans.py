@@ -99,7 +99,7 @@ def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Keep high the ops that the model runs with torch.autocast disabled. Return a list with a note; empty if there are no such ops.
 
     `ops` are the names of these ops. In a file, regions of torch.autocast and regions such as torch.no_grad look the same. So the ops of
-    all regions are kept high, except ops on the allowlist whose names are not in `ops`.
+    all regions are kept in fp32, except ops on the allowlist whose names are not in `ops`.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():

@@ -35,20 +35,23 @@ The scale of the gradient is an input of the graph. Its position is None if the 
 
 @dataclass
 class Captured:
-    """A captured graph and all facts read from it. `module` is never edited. `know` replaces `problem` when more facts become known."""
+    """A captured graph and the facts read from it. `problem` is the planner's input: the op graph, the facts and the user's policy.
+
+    `module` is never edited. `know` replaces `problem` when more facts become known.
+    """
 
     problem: Problem
     module: torch.fx.GraphModule
     nodes: dict[str, torch.fx.Node]
-    """The fx node of each vertex of the problem's op graph, by the name of the vertex."""
+    """The fx node of each node of the planner's op graph, by the name of the latter."""
     match_given: Callable[[Problem], RegionPlan] | None = None
     """Returns, for the problem of a body graph (checkpoint, loop, condition), that body's part of the given plan. None without a plan."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     given: dict[str, str] = field(default_factory=dict)
-    """For a body graph: {vertex of its input: vertex of the outer graph that computes the input's value; "" if there is none}."""
+    """For a body graph (of a checkpoint, loop or condition): {name of its input: name of the outer value passed to it; "" if none}."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Signed root mean square of each parameter that may scale a value (LayerScale, ReZero), by vertex."""
+    """Signed root mean square of each parameter that may scale a value (LayerScale, ReZero), by its name in the op graph."""
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
     """By node: whether its value consists of counts such as positions and lengths, and how large these may be (`ir/evidence/counts.py`)."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
@@ -75,12 +78,12 @@ class Captured:
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
-        """Names of the vertices in the op graph, by fx node."""
+        """Names in the planner's op graph, by fx node."""
         return {node: name for name, node in self.nodes.items()}
 
     @property
     def results(self) -> dict[int, str]:
-        """Names of the vertices that compute the results of the graph, by position. Results that are no nodes are left out."""
+        """Names in the op graph of the graph's results, by position. Results that are no nodes are left out."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
         given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function returns (results, saved values)
@@ -117,13 +120,13 @@ class Target:
 
 @dataclass
 class EditedGraph:
-    """The copy of a captured graph that applying passes edit by a plan."""
+    """A copy of a captured graph, which the applying passes edit as the plan says."""
 
     module: torch.fx.GraphModule
     nodes: dict[str, torch.fx.Node]
-    """The fx node of each vertex, by the name of the vertex."""
+    """The fx node of each node of the planner's op graph, by the name of the latter."""
     calls: Mapping[str, Call] = field(default_factory=dict)
-    """Arguments and shapes of every op as plain data, by vertex; {} if no operand may be padded."""
+    """Arguments and shapes of every op as plain data, by the op's name in the plan; {} if no operand may be padded."""
     hoisted: list[Hoisted] = field(default_factory=list)
     """The low copies of weights that the graph takes as inputs after its captured inputs."""
     stored: list[Hoisted] = field(default_factory=list)
@@ -139,7 +142,7 @@ class EditedGraph:
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
-        """Names of the vertices in the op graph, by fx node."""
+        """Names in the planner's op graph, by fx node."""
         return {node: name for name, node in self.nodes.items()}
 
     def make_own(self) -> Callable[[torch.fx.Node], torch.fx.Node]:

@@ -60,7 +60,7 @@ ENTER_AUTOCAST, EXIT_AUTOCAST = "_enter_autocast", "_exit_autocast"
 
 @dataclass
 class Fact:
-    """Facts about one fx node, collected before the node becomes a vertex of the op graph."""
+    """Facts about one fx node, collected before it becomes a node of the planner's op graph."""
 
     node: torch.fx.Node
     position: int
@@ -202,7 +202,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
 
 
 def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
-    """Return the row of the op to which a call amounts by its arguments: mode="area" makes `interpolate` an `adaptive_avg_pool2d`."""
+    """Return the op table's row for a call. If the arguments make it another op, this op's row: `interpolate` with mode="area" pools."""
     if row is None or not row.forms:
         return row
     given = _given(node)

@@ -6,7 +6,7 @@ is, then calls match the known calls in order. If the numbers of calls differ, a
 
 1. The graph that is captured first decides.
 2. A later graph takes over the colours of shared ops and decides the rest.
-3. Facts about a later graph may require fp32 for an op that is low so far. The op then becomes high in all graphs, and graphs that run it
+3. Facts about a later graph may require fp32 for an op that is low so far. The op then becomes fp32 in all graphs, and graphs that run it
    low are planned anew.
 
 Colours therefore change only from low to high, so that the planning ends.
@@ -52,7 +52,7 @@ AnyOp = TypeVar("AnyOp", bound=ColouredOp)
 
 @dataclass(frozen=True)
 class Agreed:
-    """The colours that the graphs planned so far have decided. Frozen: `joined` returns a copy with the colours of one more graph."""
+    """The colours (low or high) that the graphs planned so far gave to shared ops. Frozen: `joined` returns a copy with one more graph."""
 
     places: Mapping[Place, Mapping[Call, Colour]] = field(default_factory=dict)
     whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)

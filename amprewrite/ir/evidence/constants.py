@@ -1,11 +1,11 @@
 """Find the ops of an ONNX file that must run in fp32, because they read constants that a low format cannot represent.
 
-1. An op runs high if a constant that it reads is lost in the low format: too large, or with an error larger than one rounding.
-2. It also runs high if an element of the constant becomes zero and reaches an op with a pole at zero. Such an element, for example an
+1. An op runs in fp32 if a constant that it reads is lost in the low format: too large, or with an error larger than one rounding.
+2. It also runs in fp32 if an element of the constant becomes zero and reaches an op with a pole at zero. Such an element, for example an
    epsilon, protects against operands that no sample may show, such as a row of zeros.
 3. A constant may be rounded if its error is negligible: a bias in a far larger sum, a factor whose products are only added to far larger
    values, or an epsilon far below the smallest result seen.
-4. An op that divides by the result of such a high op, or scales it further, runs high as well.
+4. An op that divides by the result of such a high op, or scales it further, runs in fp32 as well.
 5. A constant that enters or leaves the body of a branch or loop stays fp32 for all its readers there, because values inside such a body
    have no measured ranges.
 """
@@ -68,7 +68,7 @@ class ConstantRead:
 
 
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:
-    """Return the names of the ops that must run high because of constants, each with the reason.
+    """Return the names of the ops that must run in fp32 because of constants, each with the reason.
 
     `seen` holds the ranges of values on samples, by name of the node; values without samples are absent.
     """
@@ -122,7 +122,7 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """Return the reason why `node` must run high because it divides by, or scales, a value of `small`; "" if it need not.
+    """Return the reason why `node` must run in fp32 because it divides by, or scales, a value of `small`; "" if it need not.
 
     `given` are the names of its operands. `small` names results that depend on constants which the low format would flush to zero.
     """

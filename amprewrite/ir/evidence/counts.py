@@ -45,7 +45,7 @@ FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
 
 
 class Count(IntEnum):
-    """Whether a value is counted, and how large it may be (rules 1 and 2 of this file)."""
+    """Whether a value is counted (computed only from whole numbers and constants), and how large it may be (rules 1 and 2 above)."""
 
     NOT = 0
     """Not counted."""
@@ -63,10 +63,10 @@ def most_exact(low: Format) -> int:
 
 
 def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[float], low: Format) -> Count:
-    """Return the `Count` of the result of an op.
+    """Return the `Count` of an op's result: whether it is made of whole numbers and constants only, and how large it may be.
 
-    `op` is its ATen base name, `dtype` the name of the result's dtype ("" if the result is no tensor), `given` are the counts of its
-    operands, and `numbers` are the numbers among its arguments.
+    `op` is its ATen base name, `dtype` the name of the result's dtype ("" if the result is no tensor), `given` are the `Count`s of its
+    operands, and `numbers` are the Python numbers among its arguments.
     """
     whole = not dtype.startswith(FRACTIONS)
     row, sizes, limit = find_op(op), [abs(number) for number in numbers], most_exact(low)
@@ -86,7 +86,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """Return `graph` with the field `counted` set on every product that would round a count (rules 3 and 4 of this file).
+    """Return `graph` with `counted` set on every matrix product that would round whole numbers such as positions (rules 3 and 4).
 
     `counts` holds the `Count` of values by name; absent values are not counted. `summed` returns the number of elements over which a
     product sums.
@@ -96,7 +96,7 @@ def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[O
 
 
 def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
-    """Return the name of the factor because of which the product `node` must run in fp32; "" if it may run low, or is no product."""
+    """Return the name of the factor because of which the matrix product `node` must run in fp32; "" if it may run low, or is no product."""
     if node.kind is not OpKind.ALLOW or not node.flops or node.op in NO_FACTORS:
         return ""
     factors = [operand.value for operand in node.operands if not operand.summand]

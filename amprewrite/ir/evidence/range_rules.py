@@ -214,8 +214,10 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 
 
 def rows_have_offset(table: Any) -> Any:
-    """True if the rows of a table have an offset (see `has_offset`), each its own or all a common one. A common offset is looked for only
-    in tables of at least `ROWS` rows."""
+    """True if the rows of a table have an offset, each its own or all a common one: a mean that is larger than their spread (`has_offset`).
+
+    A common offset is looked for only in tables of at least `ROWS` rows.
+    """
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common
 
@@ -249,7 +251,7 @@ def drowns_in(largest_sum: float, low: Format) -> bool:
 
 
 def bias_drowns(result: ValueRange | None, low: Format) -> bool:
-    """True if the error of a bias that becomes zero in `low` is negligible against the rounding of the sum with the range `result`.
+    """True if the error of a bias that becomes zero in `low` is negligible against the rounding of the sum. `result` is the sum's range.
 
     True for None: a sum without a known range counts as large.
     """

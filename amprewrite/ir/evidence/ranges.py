@@ -138,8 +138,10 @@ class ValueRange:
         return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
 
     def underflow(self, fmt: Format) -> float:
-        """Return the probability that a nonzero element becomes zero in `fmt`: the share of elements that do, or an estimate from the lower
-        tail if none does."""
+        """Return the probability that a nonzero element becomes zero in `fmt`: the share of elements that do, or if none does an estimate.
+
+        The estimate is a fit to the lower tail of the histogram.
+        """
         mirrored = sorted((-e, n) for e, n in self.exponents)
         return _beyond(mirrored, self.nonzero, 2 - round(math.log2(fmt.smallest_subnormal)))
 

@@ -48,7 +48,7 @@ class Want:
     why_not: str = ""
 
     def padded(self, regions: Regions) -> int:
-        """Return the extent that the dim has when its axes are padded."""
+        """Return the size of this dim after padding. A view may have merged several axes (`leaves`) into it; each is padded by itself."""
         grown = self.size
         for leaf in self.leaves:
             grown = grown // regions.size_of(leaf) * regions.extent[leaf]
@@ -178,7 +178,7 @@ class Regions:
         self.group[self._root(one)] = self._root(other)
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """Return the variable by which the cut decides whether a dim is padded along `axis`; None if the dim must not be padded so."""
+        """Return the variable (a yes-or-no choice of the cut) that decides if a dim is padded along `axis`; None if it must not be."""
         if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
@@ -470,7 +470,7 @@ def _ticks(seconds: float) -> int:
 
 
 def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
-    """Add to the network a gain that is received only if all vertices in `ends` are padded."""
+    """Add a gain to the network. It is received only if all vertices in `ends` are on the padded side of the cut."""
     if not ends:
         return
     wish = network.vertex()

@@ -104,7 +104,10 @@ def _tree(paths: list[tuple[str, ...]]) -> _Branch:
 
 
 def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -> int:
-    """Make the box of a branch and all boxes inside. Return the id of the box, or of the only part of a branch that gets no box."""
+    """Make the box of a branch and of all branches inside. Return the id of the branch's box.
+
+    A branch with a single part gets no box, unless it is the root. The id of this part is then returned instead.
+    """
     if len(branch.parts) == 1 and parent >= 0:
         ((name, only),) = branch.parts.items()
         if isinstance(only, int):
@@ -123,7 +126,10 @@ def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -
 
 
 def _meeting(way: list[int], other: list[int]) -> tuple[int, int, int]:
-    """Return the innermost box around both ends of an edge, and the two parts of this box that hold the ends."""
+    """Return the innermost box around both ends of an edge, and the two parts of this box that hold the ends.
+
+    `way` and `other` are the paths of the two ends (`Nest.path_of`).
+    """
     mine = {box: place for place, box in enumerate(way)}
     for place, box in enumerate(other):
         if box in mine:

@@ -53,7 +53,7 @@ class Agreement:
         said = [(weight.says(low), weight.now) for each in found.values() for weight in each]
         for graphs in every if said else ():
             if self.on or found.get(graphs):
-                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # forget the weights: the next capture measures them
+                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # empty, because the new capture measures all weights again
         if said and self.on:
             self.colours = Agreed()
         for text, _ in said:

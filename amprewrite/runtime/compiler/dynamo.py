@@ -70,15 +70,17 @@ def compile_afresh(
     1. LSTM, GRU and RNN modules are captured if `recurrent`; otherwise they break the graph.
     2. Calls of loggers are left out of graphs, as in torch.export, and `note` is called with a text that says so.
     3. NumPy's random numbers break a graph, because a graph would draw them from PyTorch's generator instead of NumPy's.
-    4. An int that a model counts up in an attribute is no longer a constant of the graphs after COUNTS_FROM calls with a capture.
+    4. An int attribute that a model increments is no longer a constant of the graphs after COUNTS_FROM calls with a capture.
     5. Code that Dynamo fails on runs as written, and `failed` is called with the failure. If `whole`, Dynamo raises an error instead.
     6. If no graph is made of `function`'s own code, `no_graph` is called: with True if Dynamo read all of the code, which then has no
        tensor op (as nn.Identity), and with False if it gave up the code.
     7. If `hooks_differ`, Dynamo guards on module hooks, because code captured for one module runs for all modules of its class.
-    8. The model is told that autocast is on (`heard.py`), except in its own autocast regions. `around` returns the number of the other
-       regions around the call.
-    9. Graphs of other models do not count towards the limit of code that several models run, such as a submodule behind a graph break.
-    10. If `eager`, graphs run eagerly: Dynamo also captures code behind a `torch.autograd.grad` that reads values from before it.
+    8. `torch.is_autocast_enabled()` returns True to the model's code, except in autocast regions of the model itself (`heard.py`). To tell
+       these regions, `around` returns the number of autocast regions that the caller has open around the model.
+    9. Dynamo limits the number of graphs of one piece of code. If several rewritten models run the same code, only this model's graphs
+       count.
+    10. If `eager`, graphs run without a compiler. `torch.autograd.grad` then only breaks the graph, and the code after it is captured too;
+        for a compiler Dynamo would leave the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
@@ -158,7 +160,10 @@ def _is_of_python(file: str) -> bool:
 
 
 def _entries_of_others(entry: Any, backend: Any) -> int:
-    """Return how many cache entries of a code object belong to other backends than `backend`. `entry` is the first of these entries."""
+    """Return how many graphs in Dynamo's cache of a code object were made by other backends than `backend`.
+
+    `entry` is the first entry of this cache, a linked list.
+    """
     count = 0
     while entry is not None:
         count, entry = count + (entry.backend is not backend), entry.next

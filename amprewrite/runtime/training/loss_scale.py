@@ -396,7 +396,10 @@ class DynamicLossScale(LossScale):
             raise PolicyError(f"{where}: raise_at_floor needs a floor; give floor=1.0")
 
     def update(self, found_inf: Tensor) -> None:
-        """Update the scale and the counters by one set of steps. If only counts change, and all are on the CPU, this takes two ops."""
+        """Update the scale and the counters after the optimizers have stepped once. `found_inf` is above 0 if one of the steps overflowed.
+
+        If only counters change, and all of them are on the CPU, this takes two ops.
+        """
         by = self._only_counts(found_inf)
         if not by:
             super().update(found_inf)

@@ -70,7 +70,7 @@ class Stuck:
 
 @dataclass(eq=False)
 class StepRecord:
-    """The steps of the optimizers of one model, and the overflow flags that they read.
+    """The optimizer steps of one model, and the overflow flags that backwards leave for each optimizer to read in its step.
 
     `parameters` returns the model's current parameters, which FSDP replaces by other tensors during a forward.
     """
@@ -110,8 +110,8 @@ class StepRecord:
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
         """Note a step of `optimizer`. Raises LossScaleError if too many steps in a row overflowed.
 
-        `overflow` is None if the host has not read the flag of the step. Then the host reads the counters after `max_consecutive_skips`
-        steps, or sooner if steps were skipped when it last read them.
+        `overflow` is True if the step overflowed, and None if the host has not read the flag of the step. In that case the host reads the
+        counters on the device after `max_consecutive_skips` steps, or sooner if steps were skipped when it last read them.
         """
         self.use.step()
         if overflow is None:
@@ -174,7 +174,7 @@ class StepRecord:
         )
 
     def _forget_steps(self) -> None:
-        """Begin a new record without optimizers."""
+        """Reset all state about optimizers and their steps, as if no optimizer had stepped yet. Also sets this state up in a new record."""
         self._until_look = self.max_consecutive_skips
         self.use = ScaleUse(self.loss_scale)
         self._rest = Noted()

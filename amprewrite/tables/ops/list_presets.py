@@ -58,7 +58,7 @@ TF_OPS: dict[str, str] = {
     "Sqrt": "sqrt",
     "Square": "square",
     "Tanh": "tanh tanhshrink",
-    # types on the deny list in fp16, and on the infer list in bf16; TensorFlow decomposes norms into Mean and other ops
+    # types on the deny list in fp16, and on the infer list in bf16. "Mean" lists norms, because TensorFlow computes norms from Mean.
     "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d layer_norm group_norm instance_norm rms_norm",
     "Sum": "sum nansum",
     # types on TensorFlow's deny list

@@ -76,8 +76,10 @@ def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], 
 
 
 def _pair(left: set[str], right: set[str], later: set[str], sizes: dict[str, int]) -> int:
-    """Return the FLOPs of one product of an einsum. A letter that only one operand has, and that is not read later, does not count, since
-    it is summed before the product."""
+    """Return the FLOPs of one product of two operands in an einsum.
+
+    A letter that only one operand has, and that is not read later, does not count, since it is summed before the product.
+    """
     shared, summed = left & right, (left & right) - later
     multiplied = math.prod(sizes[letter] for letter in shared | ((left | right) & later))
     return 2 * multiplied if summed else 0

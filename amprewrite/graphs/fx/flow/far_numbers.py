@@ -1,7 +1,7 @@
 """Find constants beyond the low format's range in a captured graph, and pin high the ops that compute with such constants.
 
 A constant is clamped to ±max of the low format if that keeps its meaning: if every reader uses the constant to block a position of a mask,
-or if the constant is a bound of the op. Any other constant is a number to compute with. Its op stays high, and so do the ops that read
+or if the constant is a bound of the op. Any other constant is a number to compute with. Its op stays fp32, and so do the ops that read
 the result: a clamped value would be wrong, and no overflow would show the error, because the value is finite.
 
 This file has special code for `mul`, which makes a large constant larger, for `clamp_max`, whose only bound is an upper one, and for the
@@ -106,10 +106,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(sides), size
 
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
-        """Return a pin to high if a constant of the op does not fit the low format, or if an operand holds such a constant; otherwise None.
+        """Return (high, reason, detail), to force the op to fp32, if one of its constants does not fit the low format; otherwise None.
 
-        A constant fits if it underflows harmlessly, or if it is beyond the range and may be clamped. A factor must leave room for an
-        activation of magnitude `_ORDINARY`.
+        This may be a constant of the op itself, or in an operand. A constant fits if it underflows harmlessly, or if it is beyond the range
+        and may be clamped. A factor must leave room for an activation of magnitude `_ORDINARY`.
         """
         low = self.low
         for constant in _constants(fact.node):

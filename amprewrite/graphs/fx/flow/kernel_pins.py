@@ -8,7 +8,7 @@
    sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, and maps of up to 4 elements a dim; in three dims, and for
    transposed convolutions in one and two dims, with all of these up to 3. The only other padded convolutions with wrong gradients have
    three dims and a kernel wider than the map. A convolution with bare taps runs low with a separate op for its padding, which gives right
-   gradients. A transposed convolution with bare taps stays high. Transposed convolutions in three dims were not measured.
+   gradients. A transposed convolution with bare taps stays fp32. Transposed convolutions in three dims were not measured.
 
 This file has special code for `getitem`, which may take its indices from tensors.
 """
@@ -31,11 +31,11 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
 Pin = tuple[Colour, Reason, str]
-"""A colour that facts force, with the reason and a detail."""
+"""A colour (low or high) that an op must have, as (colour, reason, detail of the reason)."""
 
 
 def pin_unset(fact: Fact, low: Format) -> Pin | None:
-    """Return a pin to high for a transposed convolution whose low backward leaves weight gradients uninitialised; otherwise None."""
+    """Return a pin that forces a transposed convolution to fp32 if its low backward leaves weight gradients unwritten; otherwise None."""
     if not _may_be_unset(fact.node, low) or not _has_bare_taps(fact.node, transposed=True):
         return None
     return Colour.HIGH, Reason.UNSET, f"{fact.op} in {low.name} on {device_of(fact.value)}"
@@ -97,12 +97,12 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 
 
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
-    """Return a pin to high for an op that would add up the gradient of a trained value in the low format; otherwise None.
+    """Return a pin that forces an op to fp32 if it would add up the gradient of a trained value in the low format; otherwise None.
 
     Either the op's kernel adds the gradient up, or autograd does, because the op reads the value more than MOST_READERS times. `learning`
     are all values that get gradients, `trained` those of them that torch.autocast holds in fp32. torch.autocast adds up gradients in fp32
-    for `trained`, and for operands of ops on its fp32 list. The pin holds under all op lists, also under lists that allow every op. An op
-    for which the user has an override gets no pin.
+    for `trained`, and for operands of ops on its fp32 list. The op is forced to fp32 under all op lists, also under lists that allow every
+    op, but not if the user has an override for it.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -122,7 +122,7 @@ def _takes_places(node: torch.fx.Node) -> bool:
 
 
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
-    """Return a pin to high for an op whose low kernel rounds some elements twice and others once; otherwise None.
+    """Return a pin that forces an op to fp32 if its low kernel rounds some elements twice and others once; otherwise None.
 
     None also if the user has an override for the op, or if the rule of `lists` is not "cost".
     """

@@ -167,8 +167,10 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
-        """True if the op `beside` may use `node` as a step size: `node` is in `exact`, or in `learnt` if `beside` is a `mul` or `div`, and
-        varies along one dim at most, and along fewer dims than the result of `beside`."""
+        """True if the op `beside` may use `node` as a step size: it varies along one dim at most, and along fewer than the result.
+
+        The value must also be in `exact`, or in `learnt` if `beside` is a `mul` or `div`.
+        """
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)
 

@@ -29,7 +29,7 @@ _AS_READ = {way: way for way in WAYS}
 
 
 class Quantised(NamedTuple):
-    """The fp8 copies of one value, straight and transposed (None if no GEMM reads that copy), and the link for the value's gradient."""
+    """The fp8 copies of one value, untransposed and transposed (None if no GEMM reads it), and a memoryless tensor for its gradient."""
 
     link: Tensor
     straight: Scaled | None
@@ -37,7 +37,7 @@ class Quantised(NamedTuple):
 
 
 def ways(role: str, gemms: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the layouts in which `gemms` read the matrix of this `role` (x, w or g): straight, transposed, or both."""
+    """Return the layouts (untransposed, transposed or both) in which `gemms` read an operand (`role` x, w) or the gradient (`role` g)."""
     return tuple(dict.fromkeys(way for gemm in gemms for each, way in READS[gemm] if each == role))
 
 
@@ -60,10 +60,10 @@ def quantise(
 def copies(
     matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], layouts: Mapping[str, str] = _AS_READ, largest: float | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Return (straight copy, transposed copy) of `matrix`; each is None if no GEMM of `gemms` reads it.
+    """Return the fp8 copies (untransposed, transposed) of `matrix`; each is None if no GEMM of `gemms` reads it.
 
-    `layouts` maps each layout in which GEMMs read the operand to a layout of `matrix`: for a transposed operand, the two are exchanged.
-    If the recipe has one scale for a tensor, both copies share the scale. If one copy has a scale for each row, the other copy has the
+    `layouts` maps each layout in which GEMMs read the operand to a layout of `matrix`: for a transposed operand, the two are exchanged. If
+    the recipe has one scale for a tensor, both copies share the scale. If one copy has a scale for each row, the other copy has the
     smallest of these scales, which is the scale of the whole tensor. `largest` is as for `quantise`.
     """
     fmt, scalings = recipe.format(role), {layouts[way]: recipe.scaling(role, way) for way in ways(role, gemms)}
@@ -95,7 +95,7 @@ def _linked(value: Tensor) -> Tensor:
 
 
 class _HistoryLink(torch.autograd.Function):
-    """Autograd node that makes a link: a tensor without memory, with the shape and the autograd history of `value`."""
+    """Autograd node that makes a tensor without memory, with the shape and autograd history of `value`, to receive its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _HistoryLink(torch.autograd.Function):
 
 
 class _Straight(torch.autograd.Function):
-    """Autograd node that returns `value`, and passes the gradient straight through to `history`."""
+    """Autograd node that returns `value` and sends its gradient to `history`, a tensor with the history of the unquantised value."""
 
     @staticmethod
     def forward(ctx: Any, history: Tensor, value: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ def reads_back(node: torch.fx.Node) -> bool:
 
 
 def _wanting(node: torch.fx.Node) -> Any:
-    """Return `sized(node)` as a copy that requires a gradient. A value that cannot have a gradient is not copied."""
+    """Return the example value of `node`, with plain sizes, as a copy that requires a gradient. A value without gradients is not copied."""
     value = sized(node)
     return value.detach().requires_grad_().clone() if differentiable(value) else value
 
@@ -243,7 +243,10 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages in which other nodes read a node's result; none if they read its idle conversion instead (`leaving.py`)."""
+    """Return the storages in which other nodes read a node's result; none if they read its idle conversion instead.
+
+    An idle conversion is an inserted `x.to(x.dtype)`, which all other readers of x read (`leaving.py`).
+    """
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 

@@ -21,7 +21,7 @@ from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 
 
 def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[str, Call]:
-    """Return a `Call` for every vertex of `graph`, by name, in the order in which the fx graph runs the ops."""
+    """Return the `Call` (op, arguments and shapes as plain data) of every node of `graph`, by name, in the order of the fx graph."""
     names = {node: name for name, node in fx_nodes.items()}
     if not names:
         return {}

@@ -21,13 +21,16 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 from amprewrite.torch_internals.trees import tree_leaves
 
 Counts = Mapping[torch.fx.Node, Count]
-"""The `Count` of each node's value."""
+"""By node: the `Count` of its value, which says whether the value is made of whole numbers, and how large it may be."""
 
 
 def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None = None) -> None:
-    """Set `counted` on the products of counts in the problem's graph, and record the count of every value in `captured.counts`.
+    """Mark the matrix products of a captured graph that multiply counts, which a low format would round, so that they stay fp32.
 
-    `inputs` are the real inputs of the graph; () if they are not available. `around` are the counts of the inputs that an outer graph
+    A count is a value made of whole numbers, such as positions and lengths (rule 1 in `ir/evidence/counts.py`). Sets the field `counted` of
+    these products in the problem's graph, and `captured.counts` to the `Count` of every value.
+
+    `inputs` are the real inputs of the graph; () if they are not available. `around` has the `Count` of each input that an outer graph
     passes to a body graph. Constants are read on the host only if a product depends on their values, once for each device.
     """
     low, nodes = captured.problem.policy.low, captured.module.graph.nodes
@@ -45,18 +48,18 @@ def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None
 
 
 def _kept(captured: Captured, counts: Counts) -> Any:
-    """Return the op graph with `counted` set on every product that would round a count."""
+    """Return the op graph with `counted` set on every matrix product that must stay fp32 because it multiplies whole numbers."""
     by_name = {name: counts[node] for name, node in captured.nodes.items() if node in counts}
     return keep_counts(captured.problem.graph, by_name, _summed)
 
 
 def _summed(node: OpNode) -> int:
-    """Return the number of elements over which a product sums: half its FLOPs for each element of its result."""
+    """Return the number of elements over which a matrix product sums: half its FLOPs for each element of its result."""
     return node.flops // (2 * max(node.numel, 1))
 
 
 def _held(graph: torch.fx.Graph, inputs: Sequence[Any]) -> dict[torch.fx.Node, Any]:
-    """Return {node: its value, or None if it is unknown} for the floating tensors that the model holds and does not train."""
+    """Return {node: its value, or None if unknown} for the floating buffers and constants of the model. Trained parameters are left out."""
     places = [*zip(graph.find_nodes(op="placeholder"), [*inputs, *[None] * len(graph.nodes)], strict=False)]
     places += [(node, held_value(node)) for node in graph.find_nodes(op="get_attr")]
     found = {}
@@ -75,8 +78,8 @@ def _learns(*values: Any) -> bool:
 def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node, Count]:
     """Return the `Count` of each constant of `held`, from its values.
 
-    LARGE: whole numbers, some of them beyond the numbers that `low` holds exactly. WHOLE: other whole numbers. SMALL: fractions, and values
-    that are unknown.
+    LARGE: whole numbers, some of them too large for `low` to hold exactly. WHOLE: smaller whole numbers. SMALL: fractions, and values that
+    are unknown.
     """
     found, asked = dict.fromkeys(held, Count.SMALL), list[tuple[torch.fx.Node, Tensor]]()
     with torch.no_grad(), unselected():

@@ -12,13 +12,13 @@ graph the conversion returns `x` itself. It is pinned high, so in the edited gra
    input, or if a body graph writes to the memory. In graphs with gradients it applies in three more cases: the graph writes to the memory
    of a result or an input; a result is the same tensor object as an operand, as with `contiguous`, and the operand has other readers or
    hooks; such a tensor is made with gradients enabled and returned with gradients disabled. The idle conversion follows the op that makes
-   the memory, its *maker*. The views that lead from the maker to the results run high, and so do all ops that may write to the memory. If
-   the maker returns a view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because
+   the memory, its *maker*. The views that lead from the maker to the results run in fp32, and so do all ops that may write to the memory.
+   If the maker returns a view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because
    autograd treats a view and a base differently after an in-place write.
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
    the result has hooks, the conversion precedes the hooks, so that the hooks are on the tensor that the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
-   the result a gradient. If the graph returns such a result, the op itself runs high and gets no idle conversion.
+   the result a gradient. If the graph returns such a result, the op itself runs in fp32 and gets no idle conversion.
 
 This file has special code for `detach`, which stops gradients.
 """
@@ -58,10 +58,11 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert idle conversions after the values that leave the graph, and set LEAVES marks. Return False if nothing has to be done.
+    """Insert an idle conversion `x.to(x.dtype)` after each value x that leaves the graph, and mark x. Return False if none needs it.
 
-    The edits are made in a copy of the graph: `make_own` copies the graph and returns a function from each node to its copy.
-    `without_grad` are the nodes that run without gradients; None if the graph is read as a graph without gradients.
+    A mark, under the key LEAVES in a node's meta, says why the result must be fp32. The edits are made in a copy of the graph: `make_own`
+    copies the graph and returns a function from each node to its copy. `without_grad` are the nodes that run without gradients; None if the
+    graph is read as a graph without gradients.
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
@@ -140,7 +141,7 @@ def _wrapped(node: Node) -> bool:
 
 
 def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) -> Node:
-    """Insert an idle conversion after `maker`, let all other readers of `maker` read the conversion, and return the conversion.
+    """Insert an idle conversion `x.to(x.dtype)` after `maker`, let all other readers of `maker` read it, and return it.
 
     If `maker` is inside a torch.func transform (`regions`), the conversion follows the transform, and readers inside keep reading `maker`.
     """

@@ -23,16 +23,16 @@ _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Return {name of vertex: largest finite magnitude} for all fp32 parameters and buffers; {} if the low format has fp32's range."""
+    """Return {name: largest finite magnitude} of all fp32 parameters and buffers; {} if the low format has fp32's range."""
     found = weights_among(captured, inputs)
     return dict(zip(found, largest(list(found.values())), strict=True))
 
 
 def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return {name of vertex: tensor} for the fp32 parameters and buffers that the graph takes in `inputs` or reads from its module.
+    """Return {name: tensor} of the fp32 parameters and buffers that the graph takes in `inputs` or reads from its module.
 
-    {} if the low format has fp32's range. Tensors of other classes (distributed, fake) are left out: their values are costly to
-    read, or missing.
+    Names are those in the op graph. {} if the low format has fp32's range. Tensors of other classes (distributed, fake) are left out: their
+    values are costly to read, or missing.
     """
     return _plain_weights(captured, inputs) if captured.problem.policy.low.narrow else {}
 
@@ -52,7 +52,7 @@ def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tenso
 
 
 def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
-    """Return the names of the vertices of weights whose values have an offset: a mean that is larger than their spread (`has_offset`).
+    """Return the names of the weights whose values have an offset: a mean that is larger than their spread (`has_offset`).
 
     The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
     all rows have in common counts, too. The host waits once for each device.
@@ -71,10 +71,10 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Return {name of vertex: signed root mean square} for each parameter that may scale a value. The sign is the sign of its mean.
+    """Return {name: signed root mean square} of each parameter that may scale a value. The sign is the sign of its mean.
 
-    Such a parameter varies along one dim at most, as a factor for each channel does. It has a reader other than products, norms and sums
-    of several operands. The host waits once for each device and statistic.
+    Such a parameter varies along one dim at most, as a factor for each channel does. It has a reader other than products, norms and sums of
+    several operands. The host waits once for each device and statistic.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}

@@ -23,7 +23,7 @@ FACTORS = {"beta": 1, "alpha": 1, "use_gelu": False, "out_dtype": None, "dtype":
 
 
 def read_matrix_products(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> dict[str, MatrixProduct]:
-    """Return {name of vertex: product} for the products that fp8 kernels could run. `trained` names the vertices that get gradients."""
+    """Return {name: product} for the matrix products that fp8 kernels could run. `trained` names the values that get gradients."""
     names = {node: name for name, node in nodes.items()}
     apart = transformed_nodes(next(iter(names)).graph) if names else set()
     found = {name: _product(graph, name, node, names, trained) for name, node in nodes.items() if node not in apart}

@@ -1,12 +1,13 @@
-"""Read an fx graph into an op graph: one vertex for each op, with dtype, shape, device, source line and module path as facts.
+"""Read an fx graph into an op graph: one node for each op, with dtype, shape, device, source line and module path as facts.
 
-The colour of a vertex is low if it runs in the low format, and high if it runs in fp32. This file decides the colours of pinned vertices.
+The colour of an op-graph node is low if it runs in the low format, and high if it runs in fp32. A pin is a colour that facts force: the
+passes may not change it. This file decides the pins.
 
 1. Read facts from the example values that capture left on the nodes.
 2. Find the operands that follow an op's colour, from its row in the op table.
 3. Pin nodes whose colour facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, missing kernels.
 4. Group nodes that must have one colour: nodes that share memory written in place, and results of one kernel.
-5. Name and order the vertices canonically: depth first from the outputs, independent of the order of the fx nodes.
+5. Name and order the op-graph nodes canonically: depth first from the outputs, independent of the order of the fx nodes.
 
 This file has special code for ops that equal another op with certain arguments (`_kind`: `inner`, `einsum`, `pow`, `mul`), for ops that
 pick a value (`getitem`, `getattr`), and for conversions that read another tensor only for its dtype (`to`, `type_as`).
@@ -71,11 +72,11 @@ def read_graph(
     module: torch.fx.GraphModule, low: Format, lists: OpLists, entry: str = "", names: tuple[str, ...] = (), training: bool = False,
     grad: bool = True, device: str = "cpu",
 ) -> tuple[OpGraph, dict[str, torch.fx.Node]]:
-    """Return (op graph of `module`, fx node of each vertex by the vertex's name).
+    """Return (op graph of `module`, {name of an op-graph node: its fx node}).
 
     `low` is the low format. `lists` give the kind of each op. `entry` is the path of the module that was called. `names` are the names of
-    its positional parameters. `training` is True if a backward may follow. If so, `grad` says whether gradients are enabled at the start
-    of the graph. `device` is the type of the graph's device.
+    its positional parameters. `training` is True if a backward may follow. If so, `grad` says whether gradients are enabled at the start of
+    the graph. `device` is the type of the graph's device.
     """
     facts = {node: read_fact(node, position) for position, node in enumerate(module.graph.nodes)}
     note_autocast(facts)
@@ -104,7 +105,7 @@ def read_graph(
 
 
 def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
-    """Return `graph` with a pin to high for each op that would add up gradients in the low format where torch.autocast uses fp32."""
+    """Return `graph` with each op forced to fp32 that would add up gradients in the low format where torch.autocast uses fp32."""
     wide = held_wide(graph, device) if learning else set()
     trained = {node for node in learning if facts[node].name in wide}
     found = {}
@@ -286,7 +287,10 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Return a pin to high if the model's code asks the op for fp32; otherwise None. Set `relative` if it names another tensor's dtype."""
+    """Return (high, reason, detail) if the model's code asks for fp32 by a conversion or a dtype argument; otherwise None.
+
+    Sets `fact.relative` if the code names another tensor's dtype instead.
+    """
     node = fact.node
     if fact.op in ABSOLUTE:
         return Colour.HIGH, Reason.EXPLICIT_DTYPE, "float()"
@@ -310,7 +314,7 @@ def _read_anything(fact: Fact) -> None:
 
 
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Return a pin to high for an op that makes fp32 from other dtypes; None for exact conversions of booleans or low values."""
+    """Return (high, reason, detail) for an op that makes fp32 from other dtypes; None for exact conversions of booleans or low values."""
     if fact.operands or (fact.may_be_idle and fact.relative):
         return None
     first = fact.node.args[0] if fact.node.args else None
@@ -321,7 +325,7 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
-    """Unpin the ops of `softmax(x.float()).to(x.dtype)`: the softmax may read and return low values, because it computes in fp32 anyway.
+    """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values, because it computes in fp32 anyway: unpin its ops.
 
     This needs an op of kind INTERNAL, and every reader of its fp32 result must cast the result to a dtype taken from another tensor, so
     that nothing reads the fp32 bits.

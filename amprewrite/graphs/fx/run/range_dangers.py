@@ -18,7 +18,7 @@ _EXCHANGES, _DIVIDES = ops_with(Trait.EXCHANGES_INFINITIES), ops_with(Trait.DIVI
 
 
 def exchanges_infinities(captured: Captured) -> bool:
-    """True if any op of the graph returns a finite value for an infinity, or tests for infinities."""
+    """True if an op of the graph may hide an infinity: it returns a finite value for an infinity, or tests for infinities."""
     return any(vertex.op in _EXCHANGES for vertex in captured.problem.graph)
 
 

@@ -53,7 +53,7 @@ class _Given:
 
 
 class Alike:
-    """Finds calls of a graph that are alike, as the head of this file defines it: such calls get equal keys."""
+    """Finds alike calls of one graph (same op, plain arguments, and form of the tensors): `key` gives such calls equal keys."""
 
     def __init__(self) -> None:
         self._forms: dict[Hashable, int] = {}
@@ -121,7 +121,7 @@ class Answers:
 
 
 class RepeatedCalls:
-    """Reuses the results of calls that are alike, during one walk over a graph."""
+    """Reuses the result of an op call on fake tensors for later calls with the same op, arguments and forms of tensors, in one graph."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._off = any("unbacked_bindings" in node.meta or (written(node) and not _leaves_sizes(node)) for node in graph.nodes)

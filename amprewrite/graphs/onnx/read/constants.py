@@ -48,7 +48,10 @@ class ConstantFacts:
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return the `ConstantRead` for a constant that the vertex `reader` reads in its own format, as operand `index` of `node`."""
+        """Return the `ConstantRead` for a constant that `node` reads as operand `index`, in its own format.
+
+        `reader` is the op-graph name of `node`.
+        """
         row = find_op(op)
         summand = row is not None and bool(row.summands) and index == 2 and "beta" not in node.attributes
         pole = op if has_pole(op, index) else ""
@@ -64,8 +67,7 @@ class ConstantFacts:
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """Return the type variables of an op that stay fp32 even if its result is low, each with the `Loss` of the constant that needs
-        fp32.
+        """Return the type variables of an op that stay fp32 even if its result is low, each with the `Loss` of the constant behind it.
 
         Statistics of a batch norm in training stay fp32, too; their `Loss` is None.
         """

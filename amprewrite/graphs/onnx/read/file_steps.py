@@ -40,7 +40,7 @@ def read_small_steps(reading: OnnxReading) -> tuple[str, ...]:
 
 
 class _OnnxSteps(SmallSteps[str]):
-    """Finds the small steps of one file, by the names of vertices."""
+    """Finds the sums of one file that change a value in many small steps, by the names of op-graph nodes."""
 
     def __init__(self, reading: OnnxReading) -> None:
         self.graph, self.nodes = reading.graph, reading.nodes
@@ -65,7 +65,7 @@ class _OnnxSteps(SmallSteps[str]):
         return self.graph[node].shape
 
     def given(self, name: str) -> list[ir.Value]:
-        """Return the operands of an op; [] for a vertex that is no op of the file, and for `loop` and `scan` at the border of a body."""
+        """Return the operands of the op `name`; [] if it is no op of the file, or a `loop` or `scan`, where a body begins or ends."""
         node = self.graph[name]
         if node.role != "op" or node.op in BODIES or name not in self.nodes:
             return []

@@ -14,7 +14,7 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 
 def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
-    """Return the MatMul and Gemm nodes with a constant matrix, by vertex. Operands count as trained, so passes decide as in training."""
+    """Return {name: product} for MatMul and Gemm nodes with a constant matrix. Operands count as trained: passes decide as in training."""
     found: dict[str, MatrixProduct] = {}
     for name, node in reading.nodes.items():
         read = {slot.index: value for (reader, value), slots in reading.slots.items() if reader == name for slot in slots}

@@ -22,7 +22,7 @@ def read_offsets(reading: OnnxReading) -> frozenset[str]:
 
 
 def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    """Return (name, values) of each fp32 constant among the vertices `names`. Empty constants are left out."""
+    """Return (name, values) of each fp32 constant among the op-graph nodes `names`. Empty constants are left out."""
     held = ((name, reading.values[name]) for name in names if name in reading.values)
     constants = ((name, constant_tensor(value)) for name, value in held if format_of(value) == FP32.name)
     return [(name, tensor.numpy()) for name, tensor in constants if tensor is not None and tensor.size]

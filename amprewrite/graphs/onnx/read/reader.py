@@ -1,7 +1,8 @@
-"""Read an ONNX graph into an op graph: one vertex for each node, with the bodies (subgraphs) of If, Loop and Scan inlined.
+"""Read an ONNX graph into an op graph: one op-graph node for each node, with the bodies (subgraphs) of If, Loop and Scan inlined.
 
 1. Walk the nodes in order. A body is walked at the position of its node, so that values may cross its border in either format.
-2. Values that enter or leave a body have vertices of their own. The vertices of a loop's state share a precision_group, hence one colour.
+2. Values that enter or leave a body have op-graph nodes of their own. The op-graph nodes of a loop's state share a precision_group, hence
+   one colour.
 3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
 5. Facts of the file force colours: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample
@@ -62,24 +63,24 @@ class Slot:
 
 @dataclass
 class OnnxReading:
-    """The op graph of a model, and the values, nodes and reads of its vertices."""
+    """The op graph of a model, and for each of its nodes the ONNX value, the ONNX node and the places where it is read."""
 
     graph: OpGraph = field(default_factory=OpGraph)
     values: dict[str, ir.Value] = field(default_factory=dict)
-    """The value of each vertex."""
+    """The ONNX value of each op-graph node."""
     nodes: dict[str, ir.Node] = field(default_factory=dict)
-    """The node of each vertex that stands for a node. A vertex at the border of a body stands for the node that runs the body."""
+    """By op-graph node: its ONNX node. A value at the border of a body (subgraph) has the ONNX node that runs the body."""
     slots: dict[tuple[str, str], list[Slot]] = field(default_factory=dict)
-    """The reads in the model, keyed by (reader, vertex that is read)."""
+    """The reads in the model, keyed by (reader, op-graph node that is read)."""
     constants: list[ConstantRead] = field(default_factory=list)
     kept: dict[str, Loss] = field(default_factory=dict)
     """Constants that stay fp32 in their readers, whatever passes decide, each with the harm that a low copy would do."""
     masks: set[str] = field(default_factory=set)
     """Constants and fills that only block scores. A low copy holds less than half of the format's lowest number in blocked positions."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
-    """Ranges of vertices in sample runs, and of constants that a low copy rounds."""
+    """Ranges of op-graph nodes in sample runs, and of constants that a low copy rounds."""
     walls: Counter[str] = field(default_factory=Counter)
-    """Unlisted ops, with their numbers of occurrences."""
+    """Ops on no op list, with their numbers of occurrences."""
 
 
 def read_onnx(
@@ -160,7 +161,7 @@ class _Reader:
         return constant_tensor(value) is not None
 
     def maker(self, value: ir.Value) -> str:
-        """Return the vertex that makes `value`. A constant gets its vertex when it is first read."""
+        """Return the op-graph node that makes `value`. A constant gets its op-graph node when it is first read."""
         if value not in self.of:
             if not self.constant(value):
                 raise CaptureError(f"{value.name} is read, but no node before it makes it; export the model again")
@@ -181,7 +182,7 @@ class _Reader:
         precision_group: str = "",
         may_saturate: bool = False,
     ) -> str:
-        """Add a vertex for an input, a constant, a value at a body's border, or one of several results, and return its name."""
+        """Add an op-graph node for an input, a constant, a value at a body's border, or one of several results, and return its name."""
         name = name or self.unique(str(value.name))
         dtype = format_of(value)
         pinned = pinned if dtype == "fp32" else _PLAIN
@@ -199,7 +200,7 @@ class _Reader:
         return name
 
     def read(self, reader: str, value: ir.Value, slot: Slot) -> str:
-        """Record a read of `value` by the vertex `reader`, and return the vertex that makes the value."""
+        """Record a read of `value` by the op-graph node `reader`, and return the op-graph node that makes the value."""
         made = self.maker(value)
         self.reading.slots.setdefault((reader, made), []).append(slot)
         return made
@@ -252,7 +253,7 @@ class _Reader:
                 self.add_result(name, value, True, pinned, may_saturate)
 
     def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, may_saturate: bool) -> None:
-        """Add a vertex for one of several results of a node."""
+        """Add an op-graph node for one of several results of a node."""
         operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
         own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
         self.add_value(
@@ -294,14 +295,15 @@ class _Reader:
         return tuple(Operand(made, demand, self.is_number(made), twice=times[made] > 1) for made, demand in demands.items())
 
     def is_number(self, name: str) -> bool:
-        """True if a vertex is a constant of one element. In PyTorch it would be a plain number."""
+        """True if an op-graph node is a constant of one element. In PyTorch it would be a plain number."""
         held = constant_tensor(self.reading.values[name]) if name in self.reading.values else None
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Keep the vertices `names` fp32, and all vertices through which a mask reaches them, since an op computes with the mask's numbers.
+        """Keep the op-graph nodes `names` in fp32, because an op computes with the numbers of a mask, which a low format would clamp.
 
-        `text` is the reason. Nothing changes if none of these vertices reads a constant mask.
+        Nodes through which the mask reaches them stay fp32, too. `text` is the reason. Nothing changes if none of them reads a constant
+        mask.
         """
         waiting, seen = list(names), set[str]()
         while waiting:
@@ -320,7 +322,7 @@ class _Reader:
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
-        """Return the operands of an unlisted op. All operands of the op and of its bodies stay fp32."""
+        """Return the operands of an op that is on no op list. All operands of the op and of its bodies (subgraphs) stay fp32."""
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
             slots += [Slot(each, index) for each in body.all_nodes() for index in range(len(each.inputs))]
@@ -333,7 +335,7 @@ class _Reader:
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
-        """Return the colour that facts about the op force; None if lists and passes decide."""
+        """Return (colour, reason, detail) if facts about the op force it to run low or in fp32; None if lists and passes decide."""
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op
         if node.op_type in QUANTISED:
@@ -390,7 +392,7 @@ class _Reader:
         self.turns //= TURNS
 
     def enter(self, name: str, node: ir.Node, index: int, inner: ir.Value, tied: bool) -> None:
-        """Add a vertex for a value that a loop or scan passes into its body: its state, or a slice of a sequence."""
+        """Add an op-graph node for a value that a loop or scan passes into its body: its state, or a slice of a sequence."""
         outer = node.inputs[index]
         if outer is None:
             return
@@ -405,14 +407,14 @@ class _Reader:
         self.turns //= TURNS
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
-        """Add a vertex for a value that a body returns to the graph around it."""
+        """Add an op-graph node for a value that a body returns to the graph around it."""
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             guess(outer, inner[0][1].type)
         if _is_fp32(outer):
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
-        """Add a vertex for `value` at the border of a body. `reads` are the values on the other side that become `value`."""
+        """Add an op-graph node for `value` at the border of a body. `reads` are the values on the other side that become `value`."""
         name = self.unique(name)
         demands: dict[str, Demand] = {}
         for slot, read in reads:
@@ -432,7 +434,7 @@ class _Reader:
         self.reading.nodes[name] = node
 
     def pin_border(self, node: ir.Node) -> Pin | None:
-        """Return the colour high, with the reason, if loops or branches of this opset take no low format; None if they do."""
+        """Return (high, reason, detail) if loops or branches of this opset take no low format; None if they do."""
         sig = signature(node.domain, node.op_type, self.opset)
         if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
             return None

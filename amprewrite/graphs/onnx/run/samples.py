@@ -103,9 +103,10 @@ def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
-    """Return the arrays of an .npz file. Raises PolicyError if it cannot be read, or takes more than half of the free memory.
+    """Return the arrays of an .npz file by name, or {name: None} if its array names differ from `names`, the model's inputs.
 
-    If its names are not the model's inputs, only the names are read, because a small file may hold gigabytes.
+    In the second case the arrays are not read, because a small compressed file may unpack to gigabytes. Raises PolicyError if the file
+    cannot be read as .npz, or if its arrays take more than half of the free memory.
     """
     try:
         if not Path(path).is_file() and Path(path).exists():

@@ -1,6 +1,6 @@
 """Edit an ONNX model by its plan.
 
-1. Values of low vertices (nodes of the op graph) get the low type. The model's own casts and fills are set to this type.
+1. Values of low op-graph nodes (nodes of the op graph) get the low type. The model's own casts and fills are set to this type.
 2. Planned casts of constants become stored low copies. Every other planned cast becomes one Cast node after the maker of the value.
 3. Casts of the model that no longer change anything are erased. A second cast of the same value to the same type is replaced by the first.
 4. The colour and the reason of every node are written to its metadata_props.
@@ -68,7 +68,7 @@ class _FreshNames:
 
 # -- 1. types -------------------------------------------------------------------------
 def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
-    """Give the values of low vertices the low type, and let the model's casts and fills make this type."""
+    """Give the values of ops that run low the low type, and let the model's casts and fills make this type."""
     for name, value in reading.values.items():
         if colours[name] is Colour.LOW:
             value.type = ir.TensorType(DTYPES[low.name])
@@ -207,7 +207,7 @@ def _target(node: ir.Node) -> tuple[int, int]:
 
 # -- 4. provenance ----------------------------------------------------------------------
 def _annotate(reading: OnnxReading, plan: RegionPlan) -> None:
-    """Write colour and reason into the metadata of each node. If a node has several vertices, the first counts."""
+    """Write colour and reason into the metadata of each ONNX node. If it has several op-graph nodes, the first counts."""
     for planned in plan.nodes:
         node = reading.nodes.get(planned.name)
         if node is not None and COLOUR not in node.metadata_props:
