@@ -53,7 +53,7 @@ class Session(GraphRewriter):
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `entry` on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs."""
+        """Run a module (`entry`) on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs."""
         state, nested = self.state, self.state.depth > 0
         recomputes = current_backward() >= 0  # a call inside a backward: a checkpoint repeats the forward, on the same graphs
         again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
@@ -99,7 +99,7 @@ class Session(GraphRewriter):
         return result
 
     def step(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of `entry` as a step of `generate()`.
+        """Run a call of the module `entry` as a step of `generate()`.
 
         If capture finds that the plan reads a low KV cache in fp32, the caches become fp32, and the call begins again: no code of it ran.
         """
@@ -138,7 +138,7 @@ class Session(GraphRewriter):
     def _run_watched(
         self, entry: Entry, recomputes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Region, ...], list[Failure]]:
-        """Run `entry`, and return its result, the regions that ran, and the failures of Dynamo in this call."""
+        """Run `entry`, and return its result, the rewritten graphs (regions) that ran, and the failures of Dynamo in this call."""
         state, given_up, captured = self.state, dynamo.frames_given_up(), entry.captured
         outer = state.ran, state.failures
         state.ran, state.depth, state.captured = [], state.depth + 1, state.captured + captured
@@ -157,7 +157,7 @@ class Session(GraphRewriter):
                 state.path = None
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
-        """Update the state after an outermost call that returned `result` and ran the regions `ran`."""
+        """Update the state after an outermost call that returned `result` and ran the rewritten graphs `ran`."""
         if self.children is None:
             self._look_for_new_modules()
         self.training.await_backward(result)
@@ -233,7 +233,10 @@ class Session(GraphRewriter):
         return result
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Store the regions `ran` as the latest call. After a call of the whole model, first check its overrides and `products=`."""
+        """Store the rewritten graphs `ran` as the latest call.
+
+        After a call of the whole model, first check that its overrides and `products=` match nodes of the graphs.
+        """
         if not ran:
             return
         if entry.path == "":
@@ -386,7 +389,7 @@ class Session(GraphRewriter):
 
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the entry at `path`. Every call of a rewritten model runs through this function.
+    """Call the module at `path`. Every call of a rewritten model, or directly of one of its submodules, runs through this function.
 
     An outer torch.compile breaks its graph here, because it must not capture the model into its own graph.
     """

@@ -102,7 +102,7 @@ def is_low(layer: Any) -> bool:
 
 
 def hold_low(layer: Any, dtype: torch.dtype) -> None:
-    """Change the class of an empty layer, so that it stores all its later keys and values in `dtype`."""
+    """Make an empty layer of a KV cache store all its later keys and values in `dtype`, by changing its class."""
     cls: Any = type(layer)
     inner = object.__new__(cls)
     inner.__dict__.update(vars(layer))
@@ -112,7 +112,7 @@ def hold_low(layer: Any, dtype: torch.dtype) -> None:
 
 
 def hold_fp32(layer: Any) -> None:
-    """Undo `hold_low`: give the layer its former class, with its present keys and values in fp32."""
+    """Undo `hold_low`: give a layer of a KV cache its former class, with its present keys and values in fp32."""
     inner = layer.__dict__.pop(_INNER)
     layer.__dict__.clear()
     layer.__class__ = type(inner)
@@ -134,7 +134,10 @@ class LowCaches:
         self._layers: list[weakref.ref[Any]] = []
 
     def take(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make the empty caches among the arguments of a step low, except caches that the caller made, and offloaded caches."""
+        """Make the empty KV caches among the arguments of a step of `generate()` store the low format.
+
+        Caches that the caller made, and offloaded caches, are left out.
+        """
         library = sys.modules.get("transformers.cache_utils")
         known = {getattr(library, name, None) for name in _LAYERS}
         for value in (*args, *kwargs.values()):
@@ -145,7 +148,7 @@ class LowCaches:
                     self._layers.append(weakref.ref(layer))
 
     def end(self) -> None:
-        """Make the layers that still exist store fp32 again."""
+        """Make the layers of these caches that still exist store keys and values in fp32 again."""
         for found in self._layers:
             layer = found()
             if layer is not None and is_low(layer):
@@ -179,9 +182,10 @@ class CachesOfModel:
         return bool(hooks) or any(each.get("return_dict_in_generate") for each in asked)
 
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
-        """If a planned graph reads the low `caches` in fp32, keep the caches of later calls in fp32.
+        """If a planned graph reads keys or values of the low `caches` in fp32, let later calls of `generate()` keep their caches in fp32.
 
-        Raises CacheReadHigh if the present call can begin `anew`. Does nothing if `caches` is None or a plan was given.
+        Raises CacheReadHigh if `anew`, that is, if no code of the present call ran yet, so that it can start again with fp32 caches. Does
+        nothing if `caches` is None or a plan was given.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return

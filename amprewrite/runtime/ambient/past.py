@@ -67,7 +67,10 @@ class CallsInRegions:
 
 
 class Past(Generic[T]):
-    """Former values of one variable, each with the number of the first autograd node that was made after the value was replaced."""
+    """Former values of one variable, so that a recomputation can use the value from the time of its forward.
+
+    Each is stored with the number of the first autograd node that was made after the value was replaced.
+    """
 
     def __init__(self) -> None:
         self._first = torch.autograd._get_sequence_nr()

@@ -24,7 +24,7 @@ class Agreement:
         self.on, self.colours = on, Agreed()
 
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
-        """Add the colours of a newly planned graph to the shared colours, and mark the graphs that contradict the shared colours.
+        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Mark graphs that contradict these.
 
         `every` holds all graphs. A marked graph is captured anew in its next call, and `note` is called with the reason.
         """
@@ -37,7 +37,7 @@ class Agreement:
                 note("captured anew: another graph keeps high what ran low in this one, and one plan serves all graphs of the model")
 
     def _contradicts(self, plan: RegionPlan) -> bool:
-        """True if an op of the plan, or the choice of products that run in fp8, contradicts the shared colours."""
+        """True if an op of the plan has another colour (low or high) than the graphs share, or another decision on fp8."""
         fp8 = self.colours.products
         return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
 

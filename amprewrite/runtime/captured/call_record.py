@@ -22,7 +22,7 @@ from amprewrite.tables.errors import AmpRewriteWarning, CaptureError
 class State(threading.local):
     """The state of the calls of one rewritten model in this thread.
 
-    An entry is a module that is called from outside of the model's graphs. A region is a rewritten graph.
+    An entry is a module that is called from outside of the model's graphs, such as the root. A region is a rewritten graph.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class State(threading.local):
         self.generating = 0
         """Number of running calls of `generate()`."""
         self.captured = 0
-        """Number of running calls whose entry is captured."""
+        """Number of running calls of modules that run as captured graphs, not as written."""
         self.ran: list[Region] = []
         """Regions that the innermost running call has run so far."""
         self.path: str | None = None
@@ -97,7 +97,7 @@ class CallRecord:
     last: tuple[Region, ...] = ()
     """The regions that the latest outermost call ran."""
     unreadable: list[Skipped] = field(default_factory=list)
-    """Parts that no capture can ever read."""
+    """Modules that Dynamo can never capture, such as TorchScript modules, each with the reason."""
     notes: dict[str, None] = field(default_factory=dict)
     """Notes for the plan, in order."""
     warned: set[str] = field(default_factory=set)

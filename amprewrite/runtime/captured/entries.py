@@ -39,11 +39,11 @@ from amprewrite.torch_internals.dynamo import SkipFrame
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
 """Reason in messages why code that hooks and writes an input runs as written: Dynamo would put the hook on the written value."""
 FRESH_STARTS = 2
-"""Number of times in a row that an entry is captured anew because none of its graphs ran. After that it stays as captured."""
+"""Number of times in a row that the graphs of a module are captured anew because none of them ran. After that they stay."""
 
 
 class Anew(Enum):
-    """Reasons to drop the graphs of an entry and capture them anew."""
+    """Reasons to drop the graphs of an entry (a module that is called from outside of graphs), so that its next call captures them anew."""
 
     HOOKS = "hooks on its modules came or went"
     FORWARD = "its class has another forward"
@@ -62,10 +62,10 @@ RewriteRegion = Callable[["Graphs", torch.fx.GraphModule, list[Any]], Region]
 
 
 class Graphs:
-    """The captures of an entry since it was last captured anew: the compiled functions, and the regions that Dynamo calls in them.
+    """The captures of one entry, a module that is called from outside of graphs: its compiled functions and its rewritten graphs (regions).
 
-    Dynamo keeps backends and compiled graphs until it is reset. So the functions that it gets refer to this object and its regions by weak
-    references. A running call keeps its `Graphs` alive.
+    `capture_anew` replaces this object. Dynamo keeps backends and compiled graphs until it is reset. So the functions that it gets refer to
+    this object and its regions by weak references. A running call keeps its `Graphs` alive.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -281,7 +281,7 @@ class Entry:
 
 
 def past_the_limit(entry: Entry) -> str:
-    """Return the message for a call that fits none of an entry's graphs when the entry may have no further graph."""
+    """Return the message for a call that fits none of a module's captured graphs, when Dynamo's limit allows no further graph."""
     return (
         f"{entry.place} needs more than {dynamo.RECOMPILE_LIMIT} graphs for the variants it is called in: calls that fit none of the "
         "graphs it has run as they are written, in fp32; call it in fewer variants: pad lists to a few lengths, "

@@ -54,7 +54,7 @@ from amprewrite.tables.formats import FP32
 
 @dataclass
 class GraphRewriter(CallRecord):
-    """The entries of one rewritten model, and everything that the decisions for their graphs share."""
+    """The captured modules and graphs of one rewritten model, and the state that the decisions for these graphs share."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     gathered: GatheredLow = field(default_factory=GatheredLow)
@@ -75,12 +75,15 @@ class GraphRewriter(CallRecord):
         self.training = Training(self.root, loss_scale, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once)
 
     def add_entry(self, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None) -> None:
-        """Make the module at `path` an entry. `function` is the code that a call of it runs; for `captured` and `home` see Entry."""
+        """Register the module at `path` as an entry: a module that is called from outside of graphs, and so has captured graphs of its own.
+
+        `function` is the code that a call of the module runs; for `captured` and `home` see Entry.
+        """
         self.entries[path] = Entry(self, self.rewrite_region, path, function, captured, home)
 
     @property
     def graphs(self) -> list[Graphs]:
-        """The present graphs of all entries."""
+        """The present `Graphs` of all entries (modules that are called from outside of graphs)."""
         return [entry.graphs for entry in list(self.entries.values())]
 
     @property
@@ -98,7 +101,7 @@ class GraphRewriter(CallRecord):
         self.agreement.join(plan, self.graphs, self.note)
 
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        """Plan, edit and emit a captured graph, and return its region.
+        """Plan, edit and emit a captured graph, and return it as a Region, which Dynamo calls.
 
         A graph that cannot be rewritten stays fp32, with a warning. Raises PlanError or PolicyError if the plan or the options do not fit
         the graph, CaptureError inside torch.autocast, and under `strict` every error of the rewrite.
@@ -115,7 +118,7 @@ class GraphRewriter(CallRecord):
             return region
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
-        """Return a captured graph with its problem, the data by which the planner will decide. Nothing is decided yet."""
+        """Return a captured graph with its `Problem`, the input of the planner: op graph, facts and policy. Nothing is decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
         path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.training.loss_scale.enabled
         path = entry.path if path is None else path
@@ -134,7 +137,7 @@ class GraphRewriter(CallRecord):
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Captured:  # fmt: skip
-        """Return a graph of this model with its problem, by this model's options.
+        """Return a graph of this model with its `Problem`, the input of the planner, by this model's options.
 
         `training`: the graph records gradients; None: True if grad mode is on or the graph turns it on. `may_decline`: the graph may stay
         fp32 if a low format gains nothing.
@@ -218,7 +221,7 @@ class GraphRewriter(CallRecord):
             return self.calibration
 
     def _casts_at_once(self, entry: Entry, training: bool, device: str) -> bool:
-        """True if one launch casts many weights for the graphs of `entry`; False if a graph casts each weight where it reads the weight."""
+        """True if one launch casts many weights for the graphs of module `entry`; False if each weight is cast where a graph reads it."""
         kept = self.cache.block() is not None
         return self.options.casts_at_once(entry.compiles, training, device, kept) and not self._sharded()
 

@@ -35,9 +35,9 @@ def scale_device(graph: torch.fx.Graph) -> torch.device:
 
 
 class Region:
-    """One rewritten graph, which Dynamo calls.
+    """One rewritten graph, which Dynamo calls in place of the code that it captured.
 
-    `module` is the edited graph. It is kept only if the graph scales gradients; otherwise `module` is None. `place` names the entry whose
+    `module` is the edited graph. It is kept only if the graph scales gradients; otherwise `module` is None. `place` names the module whose
     code the graph is from. All graphs of the model share `training` and `gathered`.
     """
 
@@ -63,7 +63,7 @@ class Region:
     def become(
         self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals
     ) -> None:
-        """Replace the running graph by another rewrite of it. Recomputations of earlier forwards still run the earlier rewrite."""
+        """Replace the running graph by a new rewrite of the same capture. Recomputations of earlier forwards still run the old one."""
         self._past.keep((self.run, self.reads))
         self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused
 

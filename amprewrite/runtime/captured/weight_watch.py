@@ -48,10 +48,10 @@ class Known:
     reference: weakref.ref[Tensor] | None = None
     """A reference to the weight, if the model does not have this weight at that path; otherwise None."""
     bounds: frozenset[Fit] = BOUNDS
-    """The misfits for which an op that reads the weight stays fp32."""
+    """The ways not to fit (too large, or all flushed to zero) for which an op that reads the weight stays fp32."""
 
     def judged(self, size: float, low: Format) -> Fit:
-        """Return the fit of this weight if its largest magnitude is `size`. A misfit that is not in `bounds` counts as FITS."""
+        """Return whether this weight fits the low format if its largest magnitude is `size`. A misfit outside `bounds` counts as FITS."""
         found = fit(size, low)
         return found if found in self.bounds else Fit.FITS
 
@@ -93,7 +93,7 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """Yield the misfits of the weight `name` for which an op that reads it stays fp32. Ops in bodies of checkpoints count, too."""
+    """Yield the ways not to fit the low format for which an op that reads the weight `name` stays fp32, also in bodies of checkpoints."""
     for reader in captured.problem.graph.readers(name):
         node = captured.nodes[reader.name]
         part = captured.parts.get(node)
@@ -116,7 +116,10 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[Moved]:
-    """Return the weights in `known` whose fit has changed; [] while a CUDA graph is being recorded. `weights` has the present values."""
+    """Return the weights in `known` that fit the low format at capture and do not now, or the other way round.
+
+    Returns [] while a CUDA graph is being recorded. `weights` has the present values.
+    """
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]
     if not here or any(recording(device) for device in {part.device for *_, part in here}):

@@ -119,7 +119,10 @@ def _sketchable(value: Any) -> list[Tensor]:
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """Return four fp64 numbers: the sum of magnitudes, two weighted sums that depend on the order, and the count of non-finite elements."""
+    """Return four fp64 numbers by which equal results are recognised.
+
+    They are the sum of magnitudes, two weighted sums that depend on the order of elements, and the count of non-finite elements.
+    """
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         flat = (flat.abs() if flat.is_complex() else flat).double()

@@ -45,10 +45,10 @@ def regions_around() -> int:
 
 @contextlib.contextmanager
 def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator[None]:
-    """Context manager for a conversion of a frame by Dynamo: functions that ask about autocast report it on, as described above.
+    """Context manager for a conversion of a frame by Dynamo, in which `torch.is_autocast_enabled` and similar functions return True.
 
-    `root` is the model. `inputs` are the values that the frame reads, in lists, tuples and dicts. `around` is the number of autocast
-    regions around the call of the model.
+    The exceptions are described above. `root` is the model. `inputs` are the values that the frame reads, in lists, tuples and dicts.
+    `around` is the number of autocast regions around the call of the model.
     """
     devices = _devices(root, inputs)
     if not devices:

@@ -15,7 +15,7 @@ from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 class _Aside(threading.local):
     """The user's dispatch modes that are suspended in this thread, because Dynamo cannot run under dispatch modes.
 
-    Every region (rewritten graph) restores them while it runs. Code that runs as written between regions runs without them.
+    Every rewritten graph restores them while it runs. Code that runs as written between graphs runs without them.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ suspend_dispatch_modes = _Aside()
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Context manager that suspends the user's dispatch modes. Each region restores them while it runs."""
+    """Context manager that suspends the user's dispatch modes. Each rewritten graph restores them while it runs."""
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = outer + dynamo.user_modes()
     try:

@@ -33,7 +33,7 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 class RewrittenBase(nn.Module):
     """Base of the classes of rewritten models: keeps low copies in step with the parameters, and makes copies and pickles of the model.
 
-    `face` in this file is a subclass that has the public methods, such as `plan`.
+    The parameter `face` in this file is a subclass with the public methods, such as `plan`.
     """
 
     # -- changes of the parameters, after which low copies are dropped --------------
@@ -189,7 +189,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def face_of(model: nn.Module) -> type[RewrittenBase]:
-    """Return the subclass of RewrittenBase whose methods a rewritten model has in addition to the methods of its original class."""
+    """Return the class whose public methods, such as `plan`, a rewritten model has besides those of its original class."""
     order = type(model).__mro__  # searched, because after `fully_shard` FSDP2's class comes first
     return next(cls for cls in order if issubclass(cls, RewrittenBase) and original_of(cls) is None)
 
@@ -266,7 +266,7 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 
 
 def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = RewrittenBase, kind: type[Session] = Session) -> Any:
-    """Return a rewritten clone of a plain model, with the methods of `face`. Nothing is captured yet.
+    """Return a rewritten clone of a plain model, with the public methods of the class `face`. Nothing is captured yet.
 
     Parts that were rewritten separately before belong to the new model's session. Raises PolicyError if the model's class derives from the
     class of a rewritten module, CaptureError for a TorchScript module.
@@ -292,13 +292,13 @@ def put_back_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _retire(session: Session | None, model: nn.Module) -> None:
-    """Make `session` stop guarding optimizers if it is no longer the session of `model`."""
+    """Make `session` stop checking and skipping optimizer steps if it is no longer the session of `model`."""
     if session is not None and model.__dict__.get(SESSION) is not session:
         session.training.gate.retire()
 
 
 def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase]) -> Any:
-    """Rewrite `model` itself, and return it. A model that is already rewritten is first turned back into a plain model.
+    """Rewrite `model` itself, and return it with the public methods of the class `face`. An earlier rewrite of `model` is undone first.
 
     Raises as `wrap` does, and PolicyError if the model is frozen.
     """
@@ -410,9 +410,9 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
 
 
 def _add_entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> None:
-    """Make `module` an entry of `session`: calls of it run rewritten graphs. Its class before the rewrite is `cls`.
+    """Let calls of `module` run rewritten graphs through `session`. Its class before the rewrite is `cls`.
 
-    A forward that was set on the instance, for instance by accelerate, is the function of the entry, and is stored under FORWARD.
+    A forward that was set on the instance, for instance by accelerate, is the function that is captured, and is stored under FORWARD.
     """
     own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
     if own_forward is None:

@@ -46,8 +46,9 @@ _MOST = 64
 _MOST_FLAGS = 16
 """Largest number of flags of backwards that are kept apart. Above this number they are combined into one flag."""
 _MOST_SETS = 2
-"""Number of further sets of steps at which an overflow counts after a step has read it. Without this limit a loop would skip for ever if
-it discards gradients at a moment that is not checked: after the forward, before a loss that reads weights itself."""
+"""An overflow that a step has read counts again at this many later steps, if new backwards ran before them. Without this limit a loop would
+skip for ever if it discards gradients at a moment that is not checked: after the forward, before a loss that reads weights itself.
+"""
 _SAMPLE = 16
 """About this many gradients are remembered at a step whose overflow flag the host has not read; otherwise all are remembered."""
 
@@ -96,8 +97,8 @@ class BackwardEnd:
 class Noted:
     """Remembers whether backwards of one model left inf or NaN in gradients of one optimizer, or of parameters without an optimizer.
 
-    There is a flag for each backward, which stays on the device. A CUDA graph gathers all flags in one tensor, to which its replays write,
-    too. The host does not see replays, so after a recording no flag counts at more than one step.
+    There is an overflow flag for each backward, which stays on the device. A CUDA graph gathers all flags in one tensor, to which its
+    replays write, too. The host does not see replays, so after a recording no flag counts at more than one step.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
@@ -154,7 +155,7 @@ class Noted:
             self._heard = self._heard * on_device(any_nonzero(gradients), self._heard.device)
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return all flags that count at a step of `params`. Each is a 0-dim fp32 tensor, above 0 for an overflow."""
+        """Return all overflow flags that count at a step of `params`. Each is a 0-dim fp32 tensor, above 0 for an overflow."""
         flags = self._unheard()
         if self._heard is not None:
             recorded = recording(self._heard.device)
@@ -165,7 +166,7 @@ class Noted:
         return flags
 
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
-        """Record that a step of `params` has read all flags.
+        """Record that a step of an optimizer that owns `params` has read all flags.
 
         `flag` is above 0 if the step overflowed. `overflow` is the same as a bool, or None if the host has not read `flag`.
         """
@@ -194,7 +195,7 @@ class Noted:
             self._ended |= other._ended
 
     def _unheard(self) -> list[Tensor]:
-        """Return the flags that no step has read, and forget them."""
+        """Return the overflow flags that no optimizer step has read, and forget them."""
         flags, self._flags = self._flags, []
         if self._recorded and self._place is not None:
             with torch.inference_mode(False), torch.no_grad():

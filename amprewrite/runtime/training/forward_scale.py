@@ -144,7 +144,7 @@ class ForwardScale:
     def copy_scale(self) -> None:
         """Copy the scale and its inverse, so that a backward can set the copies to 1. Call it before a graph of this forward runs.
 
-        Does nothing if both are copied already, or if the scale is 1 and backwards are not counted.
+        Does nothing if both are copied already, or if the scale is 1 and `entered` need not be called (`heard` is False).
         """
         scale, inverse = self._first
         if not self.copied and (self.heard or scale is not inverse):  # scale and inverse are one tensor if both are 1
@@ -170,7 +170,7 @@ class ForwardScale:
         """Watch for backwards that enter one of `results` of a graph, so that each may use the scale or 1.
 
         `weights` and `fed` are the weights and the other inputs of the graph that require gradients. Does nothing if all backwards use the
-        same scale and backwards are not counted.
+        same scale and `entered` need not be called.
         """
         if self.copied or self.heard:
             self.weights += weights

@@ -57,7 +57,7 @@ class LossScaleError(AmpRewriteError):
 
 
 class LossScale:
-    """Base class of loss scales: holds the scale, the counters of steps, and the overflow flags of the set of steps under way."""
+    """Base class of loss scales: holds the scale, the counters of steps, and the overflow flags of steps that have not changed it yet."""
 
     kind: ClassVar[str] = "static"
     enabled: ClassVar[bool] = True
@@ -81,7 +81,8 @@ class LossScale:
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates do not change.
 
-        Closes the set of steps under way. Raises LossScaleError if a CUDA graph is being recorded before the model has trained on `device`.
+        First updates the scale by the optimizer steps since the last forward. Raises LossScaleError if a CUDA graph is being recorded
+        before the model has trained on `device`.
         """
         device = torch.device(device)
         if self._recorded is None and recording(device):
@@ -111,7 +112,8 @@ class LossScale:
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
         """Note that the optimizer `source` stepped. `found_inf` is a 0-dim fp32 tensor, above 0 if a gradient overflowed.
 
-        The scale changes when the set of steps is closed: at the next `snapshot`, when the scale is read, or when `source` steps again.
+        The scale is updated later, once for the steps of all optimizers: at the next `snapshot`, when it is read, or when `source` steps
+        again.
         """
         if self._recorded is None and recording(found_inf.device):
             self._keep_addresses(found_inf.device)
@@ -128,7 +130,7 @@ class LossScale:
             self._pending = self._pending + on_device(found_inf, self._pending.device)
 
     def apply_pending(self) -> None:
-        """Close the set of steps under way and update the scale by it. Without such a set, do nothing."""
+        """Update the scale by the optimizer steps that `observe` noted since the last update. Do nothing if there are none."""
         if self._recorded is not None:
             self._sources.clear()
             with torch.inference_mode(False), torch.no_grad():
@@ -141,7 +143,10 @@ class LossScale:
         self.update(pending)
 
     def update(self, found_inf: Tensor) -> None:
-        """Update the scale and the counters by one set of steps, without a host sync. `found_inf` is as in `observe`."""
+        """Update the scale and the counters, once for the latest steps of all optimizers, without a host sync.
+
+        `found_inf` is a 0-dim fp32 tensor, above 0 if one of the steps overflowed.
+        """
         with torch.inference_mode(False), torch.no_grad():
             if self._scale.device != found_inf.device:
                 if self._scale.device.type == "cpu":
@@ -180,14 +185,17 @@ class LossScale:
         return False
 
     def consecutive_skips(self) -> int:
-        """Return how many sets of steps in a row were skipped, including the set under way, which stays open. Causes a host sync."""
+        """Return how many times in a row all optimizers skipped their steps, the latest steps included. Causes a host sync.
+
+        Steps of several optimizers between two forwards count once.
+        """
         known, found = int(self._counters[_CONSECUTIVE]), self._waiting()
         if found == EMPTY:
             return known
         return known + 1 if found > 0 else 0
 
     def _waiting(self) -> float:
-        """Return the overflow flag of the set of steps under way, or -1 if no optimizer has stepped in it. Causes a host sync."""
+        """Return the overflow flag of the optimizer steps that have not updated the scale yet; -1 if there are none. Causes a host sync."""
         waiting = self._pending if self._recorded is None else self._recorded.mailbox
         return EMPTY if waiting is None else waiting.item()
 
@@ -396,7 +404,7 @@ class DynamicLossScale(LossScale):
             raise PolicyError(f"{where}: raise_at_floor needs a floor; give floor=1.0")
 
     def update(self, found_inf: Tensor) -> None:
-        """Update the scale and the counters after the optimizers have stepped once. `found_inf` is above 0 if one of the steps overflowed.
+        """Update the scale and the counters, once for the latest steps of all optimizers. `found_inf` is above 0 if a step overflowed.
 
         If only counters change, and all of them are on the CPU, this takes two ops.
         """
@@ -410,7 +418,8 @@ class DynamicLossScale(LossScale):
     def _only_counts(self, found_inf: Tensor) -> int:
         """Return the number to add to the growth tracker if the update changes only this tracker and the counters; 0 if it changes more.
 
-        Also returns 0 if the host would have to wait for a device to know.
+        The growth tracker counts clean steps since the last change of the scale. Also returns 0 if the host would have to wait for a device
+        to know.
         """
         numbers = host_numbers(found_inf, self._scale, self._growth_tracker, self._left, self._searching)
         if not numbers or not self._tables or self._recorded is not None or torch.is_inference_mode_enabled():
@@ -460,7 +469,7 @@ class DynamicLossScale(LossScale):
         return self.floor is not None and self.number <= self.floor
 
     def stuck(self) -> bool:
-        """True if `raise_at_floor` is set, the steps under way overflowed, and only `floor` keeps the scale from shrinking.
+        """True if `raise_at_floor` is set, the latest optimizer steps overflowed, and only `floor` keeps the scale from shrinking.
 
         Causes a host sync if `raise_at_floor` is set.
         """

@@ -119,7 +119,7 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _fresh(noted: Sequence[Tensor]) -> Tensor | None:
-    """Combine the `noted` flags in one new flag, to which the caller may write; None if there are none."""
+    """Combine the overflow flags `noted` in one new flag, to which the caller may write; None if there are none."""
     return (any_of(noted) if len(noted) > 1 else noted[0].clone()) if noted else None
 
 

@@ -50,7 +50,7 @@ class StepGate(StepRecord):
     on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
     """Called with the weights once it is clear that the model is trained although no optimizer is known."""
     adopt: bool = field(default=True, init=False)
-    """True if the gate searches for optimizers; False once it is retired."""
+    """True if this object searches for optimizers of its model; False once the model is no longer rewritten."""
     _stray: bool = field(init=False)
     """True if there may be a parameter with gradients that no known optimizer owns."""
     _known: set[int] | None = field(init=False)
@@ -85,7 +85,7 @@ class StepGate(StepRecord):
         self._attached.add(optimizer)
 
     def attach_if_own(self, optimizer: Optimizer) -> None:
-        """Guard `optimizer` if it owns parameters of the model and this gate does not guard it yet. Without a loss scale, do nothing."""
+        """Guard `optimizer` if it owns parameters of the model and is not guarded yet for this model. Without a loss scale, do nothing."""
         optimizer = optimizer_inside(optimizer)
         if self.loss_scale.enabled and optimizer not in self._guarded and self._owns(optimizer):
             self.attach(optimizer)
@@ -260,4 +260,6 @@ class StepGate(StepRecord):
 
 
 _BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)
-"""Functions called before each optimizer step, by which a gate can guard the optimizer. Hooks that a gate adds run before the same step."""
+"""Functions called before each optimizer step, by which a StepGate can guard an optimizer that it did not know. Hooks that the gate adds
+then run before the same step.
+"""

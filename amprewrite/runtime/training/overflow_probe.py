@@ -192,7 +192,7 @@ class _FiniteWatch(torch.fx.Interpreter):
         self.state: dict[torch.fx.Node, tuple[bool, bool]] = {}
         """(holds NaN, holds an infinity) for each node whose result is not finite."""
         self.causes: list[torch.fx.Node] = []
-        """Nodes whose results are not finite though their inputs do not explain it, in the order in which they ran."""
+        """Nodes whose result is not finite although no input or constant explains it, in the order in which they ran."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)

@@ -26,7 +26,7 @@ class _Thread(threading.local):
 
 
 class Training:
-    """The loss scale of the model `root`, the gate that guards its optimizers, and the probe that finds its overflows.
+    """Loss scaling of one model: its loss scale, the StepGate that guards its optimizers, and the probe that finds its overflows.
 
     `in_parts()` is true if code of the model may run between the graphs of the running forward. `on_overflow` and `on_stuck` are as in
     StepRecord. `warn` warns the user.

@@ -95,7 +95,7 @@ def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
 
 
 def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[int, Copy]:
-    """Return `copies` without the weights that share their storage with another weight: dropping their fp32 values would free nothing."""
+    """Return `copies` without weights whose memory is shared by another weight, because dropping their fp32 values would free nothing."""
     by_storage: dict[int, list[Tensor]] = {}
     for weight in {id(each): each for each in weights}.values():
         by_storage.setdefault(weight.untyped_storage()._cdata, []).append(weight)
@@ -159,7 +159,7 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
 
 
 def _loses(weight: FrozenWeight, source: Tensor | None) -> bool:
-    """True if unfreezing `weight` from `source` gives rounded values. If `source` is None, the stored values are used."""
+    """True if `weight`, unfrozen from the tensor `source`, would have rounded values. None as `source` means the stored values."""
     return not weight.exact if source is None else source.dtype == weight.stored.dtype
 
 

@@ -131,7 +131,7 @@ class LowGather:
         """True if the gathered weights now hold rounded values."""
 
     def concerns_this_call(self) -> bool:
-        """True if code of a call may read rounded values of these weights: now, or after the gather for the call's backward."""
+        """True if code of the running call may read rounded values of these weights: now, or after the gather for the call's backward."""
         return self.rounded or torch.is_grad_enabled()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,7 +181,7 @@ def full_gather(group: Any) -> Any:
 
 
 def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of views that correspond one to one: parts of `wire`, the sent buffer, and parts of `flat`, the fp32 elements.
+    """Return two lists of views that correspond one to one: parts of `wire`, the buffer to send, and parts of `flat`, the fp32 weights.
 
     Weights that are not low are sent as the bits of their fp32 values: an element takes the space of `words` low elements.
     """

@@ -15,7 +15,7 @@ from amprewrite.tables.boundary.members import named_parameters_in
 
 @dataclass(frozen=True)
 class WeightReads:
-    """The paths of the weights that one graph reads.
+    """The paths of the weights that one graph reads, by how it reads them.
 
     `low`: weights that the graph casts to the low format and reads in no other way. `full`: all other weights that it reads.
     """

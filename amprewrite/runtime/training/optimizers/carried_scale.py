@@ -46,7 +46,7 @@ class Arrived:
         self._states: dict[int, Any] = {}
 
     def waits(self, optimizer: Optimizer) -> bool:
-        """True if a state waits for its scale, here or in the optimizer's first group."""
+        """True if the state of a loss scale waits until its scale is known, here or in the optimizer's first parameter group."""
         return len(self._states) > 0 or (len(optimizer.param_groups) > 0 and KEY in optimizer.param_groups[0])
 
     def resume(self, optimizer: Optimizer, scales: Sequence[LossScale]) -> None:

@@ -39,7 +39,7 @@ class Evaluated:
     """A closure that has run once before the step. Its first call in the step returns the loss of that run.
 
     Later calls run the closure again. If their gradients overflow, all gradients become None, and all calls return the first loss, which
-    ends a line search. After the step `rewind` restores LBFGS, so the step has no effect.
+    ends a line search. After the step `rewind` restores the weights and the state, so that the step has no effect.
     """
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], look: Look) -> None:

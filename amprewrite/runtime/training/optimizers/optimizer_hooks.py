@@ -43,7 +43,7 @@ from amprewrite.runtime.training.step_record import StepRecord
 _SAVES = "_optimizer_state_dict_post_hooks"
 
 def guard_of(optimizer: Optimizer) -> Guard:
-    """Return the guard of `optimizer`. The first call makes the guard and sets hooks, which stay until the last gate is removed."""
+    """Return the guard (the hooks) of `optimizer`. The first call sets the hooks, which stay until no model needs them any more."""
     guard = _GUARDS.get(optimizer)
     if guard is None:
         guard = _GUARDS[optimizer] = Guard(optimizer)
@@ -57,9 +57,9 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
 
 
 class Guard:
-    """The hooks on one optimizer. If it trains several models, each model has a gate, and gradients are checked once for all gates.
+    """The hooks on one optimizer, which check gradients before a step and skip the step if they overflowed.
 
-    A gate is the StepRecord of one model.
+    A gate is the StepRecord of one model. If the optimizer trains several models, gradients are checked once for all their gates.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -79,7 +79,7 @@ class Guard:
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def add(self, gate: StepRecord) -> None:
-        """Guard the optimizer for `gate` as well, and load a loss scale that a checkpoint has brought for it."""
+        """Guard the optimizer for one more model, whose StepRecord is `gate`. Load a loss scale that a checkpoint has brought for it."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
         self.resume()
@@ -115,7 +115,10 @@ class Guard:
             self.drop(ref)
 
     def drop(self, ref: weakref.ref[StepRecord]) -> None:
-        """Forget a gate that no longer exists or was retired. After the last gate remove the hooks, unless a step is running."""
+        """Forget the StepRecord of a model that no longer exists or is no longer rewritten.
+
+        After the last one remove the hooks, unless a step is running.
+        """
         self._refs = [each for each in self._refs if each is not ref]
         if self._refs or in_a_step():
             return
@@ -128,7 +131,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: StepRecord) -> list[Tensor]:
-        """Return the parameters of this optimizer that are in the model of `gate`, or in no gate's model."""
+        """Return the parameters of this optimizer that are in the model of `gate`, or in the model of no StepRecord."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else params_of(optimizer)
         if len(self._refs) == 1:  # the gate of `gate`: no other model shares the optimizer
@@ -144,14 +147,15 @@ class Guard:
         return find_nonfinite(params, noted, self._beside)
 
     def gates(self) -> list[StepRecord]:
-        """Return the gates that still exist and whose loss scale is enabled."""
+        """Return the StepRecords of models that still exist and whose loss scale is enabled."""
         return [gate for ref in self._refs if (gate := ref()) is not None and gate.loss_scale.enabled]
 
     @torch.compiler.disable
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check gradients before a step, and report the result to the gates. Raises LossScaleError if a GradScaler makes the step.
+        """Check gradients before a step, and report the result to the StepRecord of each model that the optimizer trains.
 
-        Returns new (args, kwargs) for the step, if it must be skipped or get another closure; None otherwise.
+        Returns new (args, kwargs) for the step, if it must be skipped or get another closure; None otherwise. Raises LossScaleError if a
+        GradScaler makes the step.
         """
         gates = self.gates()
         frames = frames_of_step(optimizer)
