@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import re
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch._higher_order_ops import map as hop_map
 from torch._higher_order_ops import scan
 
 import amprewrite
+from tests.fuzz import __main__ as fuzz
 from tests.fuzz import states, vocabulary
 from tests.fuzz.findings import foreign
 from tests.fuzz.kinds import KINDS
@@ -303,6 +307,18 @@ def test_products_in_bodies_are_counted() -> None:
                 amp(torch.randn(4, 8))
         assert ops.ran == {dtype: 9}
         assert untold(amp, ops.ran, []) is None
+
+
+def test_a_case_past_its_time_is_given_up_also_where_errors_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(case: Any) -> None:
+        for _ in range(2):
+            with contextlib.suppress(Exception):
+                time.sleep(5)
+
+    monkeypatch.setattr(fuzz, "CASE_SECONDS", 1)
+    start = time.monotonic()
+    found = fuzz.examine(replace(KINDS["states"], check=slow), 0, {})
+    assert found is not None and found.signature.startswith("slow") and time.monotonic() - start < 4
 
 
 def test_shrinking_keeps_what_fails() -> None:
