@@ -53,7 +53,6 @@ _HOMES = {
     "amprewrite.ir.plans.plan": ("Cast", "NodePlan", "RegionPlan", "Skipped"),
     "amprewrite.report.cast_plan": ("CastPlan",),
     "amprewrite.ir.evidence.ranges": ("Calibration",),
-    "amprewrite.api.gather_low": ("LowGathers", "gather_low"),
     "amprewrite.api.rewrite": ("plan", "restore", "rewrite"),
     **{extra.home: extra.public for extra in _EXTRAS.values() if extra.public},
 }  # fmt: skip

@@ -51,7 +51,7 @@ class _TrialSession(Session):
             assert self.runner is not None, "a trial model runs in trials alone"
             return self.runner(captured, inputs)
 
-        return Region(graphs.entry.place, self.training, self.gathered, plan, run)
+        return Region(graphs.entry.place, self.training, self.checks, plan, run)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
         """Do nothing: the real rewrite warns of parts that are not captured."""

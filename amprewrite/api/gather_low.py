@@ -8,7 +8,7 @@ from torch import nn
 
 from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
 from amprewrite.runtime.session import Session
-from amprewrite.runtime.weights.low_gather import LowGather, Sharded, agree, full_gather, own_hooks, sharded_modules
+from amprewrite.runtime.weights.low_gather import GatheredLow, LowGather, Sharded, agree, full_gather, own_hooks, sharded_modules
 from amprewrite.tables.errors import PlanError, PolicyError
 from amprewrite.tables.formats import FP32
 
@@ -88,7 +88,8 @@ def gather_low(amp: nn.Module) -> LowGathers:
             each.module.set_custom_all_gather(gathers[each.path])
         elif isinstance(each.group._all_gather_comm, LowGather):
             each.module.set_custom_all_gather(full_gather(each.group))
-    session.gathered.send_low(gathers)
+    gathered = GatheredLow(gathers)
+    session.checks.graphs, session.checks.calls = (gathered.check_reads,), (gathered.check_call,)
     report = LowGathers(low.name, tuple(name for gather in gathers.values() for name in sorted(gather.names)), full, *sizes)
     session.note(f"gather_low: {str(report).partition(chr(10))[0]}")
     return report

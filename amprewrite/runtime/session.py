@@ -33,7 +33,7 @@ from amprewrite.runtime.compiler.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.parts import sharded_inside
 from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, refuse_training, unfreeze_weights
-from amprewrite.runtime.weights.low_gather import RoundedRead
+from amprewrite.runtime.weights.weight_reads import RoundedRead
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError, one_line
 from amprewrite.tables.recipes import BASE, WIDE
@@ -72,7 +72,7 @@ class Session(GraphRewriter):
             dynamo.refuse_ambient_autocast()
             refuse_tracers()
             if why := transform_at_work():
-                self._check_gathered(entry, ())
+                self._check_reads(entry, ())
                 return self._transformed(entry, args, kwargs, why)
         if not nested and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
@@ -84,7 +84,7 @@ class Session(GraphRewriter):
         if not nested:
             self._begin_forward(entry, recomputes, given_up)
         result, ran, failures = self._run_watched(entry, recomputes, args, kwargs)
-        self._check_gathered(entry, ran)
+        self._check_reads(entry, ran)
         if nested:
             state.ran.extend(ran)
         else:
@@ -117,14 +117,11 @@ class Session(GraphRewriter):
         mark_growing(args, kwargs)
         return self.call(entry, args, kwargs)
 
-    def _check_gathered(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise CaptureError if FSDP2 gathers weights of `entry` low, and the call ran anything but one graph of the whole entry.
-
-        `ran`: the regions (rewritten graphs) that ran in the call.
-        """
-        if self.gathered.gathers:
+    def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
+        """Raise RoundedRead if a check refuses the call. `ran`: the regions (rewritten graphs) that ran in the call."""
+        for check in self.checks.calls:
             whole = not entry.graphs_of_forward.left_out and len(ran) == 1 and ran[0].whole and ran[0].place == entry.place
-            self.gathered.check_call(entry.path, entry.place, whole)
+            check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
         """Set up the state for an outermost call. `given_up`: the number of frames that Dynamo gave up before the call."""

@@ -44,8 +44,7 @@ from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.freezing import lost_values
 from amprewrite.runtime.weights.half_parameters import frozen_note, lost_masters
-from amprewrite.runtime.weights.low_gather import GatheredLow
-from amprewrite.runtime.weights.weight_reads import WeightReads, weight_reads
+from amprewrite.runtime.weights.weight_reads import ReadChecks, WeightReads, weight_reads
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
 from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, PlanError, PolicyError
@@ -57,7 +56,7 @@ class GraphRewriter(CallRecord):
     """The captured modules and graphs of one rewritten model, and the state that the decisions for these graphs share."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
-    gathered: GatheredLow = field(default_factory=GatheredLow)
+    checks: ReadChecks = field(default_factory=ReadChecks)
     children: tuple[nn.Module | None, ...] | None = None
     """Children of the root at the latest search for new modules. None asks for a search after the running call, which captured a graph."""
 
@@ -174,7 +173,7 @@ class GraphRewriter(CallRecord):
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
             self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
             unedited = emit(module, example_inputs, backend, None)
-            return Region(entry.place, self.training, self.gathered, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
+            return Region(entry.place, self.training, self.checks, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
         problem, grad = captured.problem, captured.problem.training
         at_once = self._casts_at_once(entry, grad, problem.device)
         cache = self.cache if at_once or (not grad and not compiled and self.options.cache_weights and not self._sharded()) else None
@@ -185,7 +184,7 @@ class GraphRewriter(CallRecord):
             made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks, at_once)
             return made.run, rewritten if scales else None, self._reads(entry, made, inputs), made.refused
 
-        region = Region(entry.place, self.training, self.gathered, plan, *emitted(rewritten, example_inputs, plan))
+        region = Region(entry.place, self.training, self.checks, plan, *emitted(rewritten, example_inputs, plan))
 
         def again(inputs: tuple[Any, ...]) -> RegionPlan:  # takes inputs, because a closure over `example_inputs` would keep them alive
             with self.lock:

@@ -19,8 +19,7 @@ from amprewrite.runtime.captured.look_ahead import LookAhead
 from amprewrite.runtime.compiler.suspend_modes import suspend_dispatch_modes
 from amprewrite.runtime.training.overflow_probe import LatestInputs
 from amprewrite.runtime.training.training import Training
-from amprewrite.runtime.weights.low_gather import GatheredLow
-from amprewrite.runtime.weights.weight_reads import WeightReads
+from amprewrite.runtime.weights.weight_reads import ReadChecks, WeightReads
 
 _IS_LEAF = operator.attrgetter("is_leaf")
 Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Refusals]
@@ -38,7 +37,7 @@ class Region:
     """One rewritten graph, which Dynamo calls in place of the code that it captured.
 
     `module` is the edited graph. It is kept only if the graph scales gradients; otherwise `module` is None. `place` names the module whose
-    code the graph is from. All graphs of the model share `training` and `gathered`.
+    code the graph is from. All graphs of the model share `training` and `checks`.
     """
 
     whole = False
@@ -47,10 +46,10 @@ class Region:
     """True if the graph enters regions such as `torch.no_grad()`, which an error in the graph must leave."""
 
     def __init__(
-        self, place: str, training: Training, gathered: GatheredLow, plan: RegionPlan, run: CompiledFn,
+        self, place: str, training: Training, checks: ReadChecks, plan: RegionPlan, run: CompiledFn,
         module: torch.fx.GraphModule | None = None, reads: WeightReads | None = None, refused: Refusals | None = None,
     ) -> None:  # fmt: skip
-        self.place, self.training, self.gathered = place, training, gathered
+        self.place, self.training, self.checks = place, training, checks
         self.plan, self.run, self.module, self.reads = plan, run, module, reads or WeightReads()
         self.refused: Refusals = {} if refused is None else refused
         self.keep_high: Callable[[Refusals, tuple[Any, ...]], None] | None = None
@@ -89,7 +88,8 @@ class Region:
     def _call(self, inputs: tuple[Any, ...]) -> Any:
         """Run the graph, with the loss scale as an additional input if it scales gradients, under the user's dispatch modes."""
         (run, reads), scaled, given = self._past.of_forward((self.run, self.reads)), self.latest, inputs
-        self.gathered.check_reads(reads, self.place)
+        for check in self.checks.graphs:
+            check(reads, self.place)
         if scaled is not None:
             learning, fed = scaled.taking_gradients(inputs)
             forward = self.training.forward_scale(self.device, len(learning) > 0)

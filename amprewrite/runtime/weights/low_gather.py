@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from amprewrite.runtime.parts import fsdp_groups
-from amprewrite.runtime.weights.weight_reads import WeightReads
-from amprewrite.tables.errors import CaptureError
+from amprewrite.runtime.weights.weight_reads import RoundedRead, WeightReads
 from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
 from amprewrite.torch_internals.kernels import copy_tensors
 
@@ -31,10 +30,6 @@ _SENT_LOW = ("FORWARD", "PRE_BACKWARD")
 """FSDP's names of the training states in which it gathers weights for a forward or a backward."""
 AGAIN = "call amprewrite.gather_low(amp) on all ranks and repeat the call: the ranks agree anew, and what is read in fp32 travels so"
 """Advice for messages: how to correct the agreement of the ranks."""
-
-
-class RoundedRead(CaptureError):
-    """Raised if a call would read rounded weights in fp32. The graphs stay valid: they need no new capture."""
 
 
 @dataclass(frozen=True)
@@ -198,16 +193,13 @@ def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], w
 class GatheredLow:
     """The modules of one rewritten model whose weights are sent low, and checks that no code reads the rounded weights in fp32."""
 
-    def __init__(self) -> None:
-        self.send_low({})
-
-    def send_low(self, gathers: dict[str, LowGather]) -> None:
-        """From now on, check reads of the weights that `gathers` send low. The key of each gather is the path of its module."""
+    def __init__(self, gathers: dict[str, LowGather]) -> None:
+        """`gathers`: what sends the weights low, by the path of its module."""
         self.gathers, self._of = gathers, {name: gather for gather in gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:
         """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names the code of the graph."""
-        for name in reads.full if self._of else ():
+        for name in reads.full:
             gather = self._of.get(name)
             if gather is not None and gather.concerns_this_call():
                 raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from amprewrite.passes.lower.emit import Emitted
 from amprewrite.passes.lower.hoist_weight_casts import Copy
 from amprewrite.tables.boundary.members import named_parameters_in
+from amprewrite.tables.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,20 @@ class WeightReads:
 
     A tied weight is listed under one name.
     """
+
+
+class RoundedRead(CaptureError):
+    """Raised by a check of `ReadChecks`: a call would read rounded weights in fp32. The graphs stay valid: they need no new capture."""
+
+
+@dataclass
+class ReadChecks:
+    """Functions that check how the graphs and calls of one model read weights. Features that round weights for some readers add them."""
+
+    graphs: tuple[Callable[[WeightReads, str], None], ...] = ()
+    """Called before a graph runs, with its reads and the name of its code. They raise RoundedRead if the graph must not run."""
+    calls: tuple[Callable[[str, str, bool], None], ...] = ()
+    """Called after a call of a module, with its path, its name for messages, and whether one graph of all of its forward ran."""
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:
