@@ -81,12 +81,12 @@ def read_problem(
     agreed: Agreed = NOTHING_AGREED,
     given: ModelPlan | None = None,
 ) -> Captured:
-    """Return the problem of a captured graph: its op graph and all facts that the deciding passes read. Nothing is decided yet.
+    """Return a captured graph with its `Problem`, the planner's input: op graph, facts and policy. Nothing is decided yet.
 
     `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the names of the
     model's positional parameters. `given` is the plan to follow. The other arguments are fields of `Problem`.
 
-    With `policy.parity` a graph without gradients is read as if it recorded gradients, so that it gets the marks and pins of training.
+    With `policy.parity` a graph without gradients is read as if it recorded gradients, so that facts force the same colours as in training.
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
@@ -193,7 +193,7 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
 def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
     """Rewrite the bodies of activation checkpoints. Return {attribute that holds a body: (edited body, its plan)}.
 
-    A body takes fp32 inputs and may return low results, which are then pinned low in the graph around it.
+    A body takes fp32 inputs and may return low results, which then have the fixed colour low in the graph around it.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     pinned: dict[str, OpNode] = {}
@@ -216,7 +216,7 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
 def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
     """Rewrite the bodies of loops, conditions and autograd Functions. Return {attribute that holds a body: (edited body, its plan)}.
 
-    The inputs and results of such a body stay fp32. A body that has FLOPs but cannot be rewritten gets a plan with all nodes high.
+    The inputs and results of such a body stay fp32. A body that has FLOPs but cannot be rewritten gets a plan with all nodes in fp32.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     for node, name in inner_graphs(captured.module):
@@ -243,9 +243,10 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Exchange facts about precision between `captured` and the body `part` of `node`, a loop, a condition or an autograd Function.
+    """Tell the planner of `captured` how exact the results of a body are, and the planner of the body `part` which values must be exact.
 
-    The body must not round its results. In the graph around it, each result counts as exact as the most exact result of the body.
+    `node` is a loop, a condition or an autograd Function. The body must not round its results. In the graph around it, each result counts
+    as exact as the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -268,7 +269,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """If the op that failed runs rewritten bodies, mark these to be left in fp32, and return True; otherwise return False."""
+    """If the op that failed runs rewritten subgraphs, mark these to be left in fp32, and return True; otherwise return False."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -277,7 +278,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
 
 
 def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy: Policy) -> Captured:
-    """Return the problem of a copy of the body at attribute `name`, which `node` runs, with all known facts about the body's inputs."""
+    """Return a copy of the body (subgraph) at attribute `name`, which `node` runs, with its `Problem` and all facts about its inputs."""
     body, _ = copy_graph(getattr(captured.module, name))
     given = operands(node, body)
     for inner, outer in given:
@@ -308,12 +309,15 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Return `facts` about values outside, keyed by the inputs of a body. `pairs` are (input of the body, value outside)."""
+    """Return facts about the inputs of a body (subgraph), by name: the `facts` about the outer values that are passed to them.
+
+    `pairs` are (input of the body, outer value).
+    """
     return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
-    """Pin all ops of a body to fp32 because of the op that runs it; `what` is the name of this op."""
+    """Force all ops of a body (subgraph) to fp32 because of the op that runs it; `what` is the name of this op."""
     part.know(kept_high=(reason, what))
     pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
@@ -323,7 +327,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Pin the ops `names` of a graph to fp32, and the ops that share memory with them. Ops that have a pin keep it."""
+    """Force the ops `names` of a graph, and the ops that share memory with them, to fp32. Ops whose colour is forced already keep it."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -332,7 +336,7 @@ def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None
 
 
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
-    """Return the problem of a copy of the checkpoint body that `node` runs. Its ops may run low, like those of the graph around it.
+    """Return a copy of the checkpoint body that `node` runs, with its `Problem`. Its ops may run low, like those of the graph around it.
 
     If gradients are scaled and the checkpoint counts as outside the scaled part, its body is scaled separately and returns fp32: a cast
     outside would convert small gradients to a low format before they are scaled.
@@ -365,7 +369,10 @@ def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> 
 
 
 def _tell_parts(captured: Captured) -> None:
-    """Mark the results of checkpoint bodies whose rounding ops outside magnify, and the inputs whose rounding ops inside magnify."""
+    """Tell checkpoint bodies which of their results must be exact, and the graph around them which of their inputs must be exact.
+
+    A value must be exact if an op that reads it would magnify its rounding error.
+    """
     for node, part in reversed(captured.parts.items()):
         around = Roundings(captured.problem).magnifies
         part.know(needs_bits=frozenset(inner for outer, inner in _results_inside(captured, node, part).items() if outer in around))
@@ -374,7 +381,7 @@ def _tell_parts(captured: Captured) -> None:
 
 
 def _hear_of_inputs(captured: Captured, part: Captured) -> None:
-    """Record in `captured` the inputs of the body `part` whose rounding an op in the body would magnify."""
+    """Record in `captured` the inputs of the body `part` that must be exact, because an op in the body would magnify their error."""
     inside = Roundings(part.problem).magnifies
     needed = (outer for inner, outer in part.given.items() if inner in inside)
     captured.know(needs_bits=captured.problem.needs_bits.union(needed))
@@ -397,7 +404,7 @@ def read_parts(captured: Captured) -> None:
 
 
 def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
-    """Return the problem of the checkpoint body that `node` runs. The first call for a node reads the body; later calls return the same."""
+    """Return the checkpoint body that `node` runs, with its `Problem`. The first call reads the body; later calls return the same."""
     part = captured.parts.get(node)
     if part is None:
         part = captured.parts[node] = read_body(captured, node)
@@ -405,7 +412,7 @@ def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
 
 
 def _free_outputs(part: Captured) -> None:
-    """Let a body return its results in either format, low or fp32."""
+    """Allow a checkpoint body to return its results in either format, low or fp32."""
     graph = part.problem.graph
     outputs = [node for node in graph if node.role == "output"]
     freed = {node.name: replace(node, operands=tuple(replace(o, demand=Demand.ANY) for o in node.operands)) for node in outputs}

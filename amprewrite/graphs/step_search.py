@@ -42,7 +42,7 @@ class Factor:
         if self.schedules == other.schedules:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
-        if larger.schedules <= self.schedules & other.schedules:  # as in `1 - schedule`, where the number decides how large the sum is
+        if larger.schedules <= self.schedules & other.schedules:  # as in `1 - schedule`: the number decides the size of the sum
             return larger
         return Factor(1.0, self.schedules | other.schedules)
 
@@ -130,7 +130,7 @@ class SmallSteps(ABC, Generic[Node]):
                 terms[part] = terms[part] + factor * times if part in terms else factor * times
             if not _may_be_small(terms.values()):
                 continue
-            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # so x is tried before terms like `schedule * cos(x)`
+            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # tries x before `schedule * cos(x)`
             value = next((each for each in plainest if shape(each) == shape(node) and self._goes_on(each, terms)), None)
             if value is not None:
                 passed = {value}

@@ -51,7 +51,7 @@ def running_sums(problem: Problem) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Way:
-    """A path from a sum back to an earlier sum."""
+    """A path from a sum back to an earlier sum that it updates."""
 
     passed: tuple[str, ...] = ()
     """Names of the ops on the path, the later sum included."""
@@ -64,7 +64,10 @@ class _Way:
 
 
 class _Sums:
-    """Finds the running sums of one graph. Sets of sums are ints with one bit for each sum."""
+    """Finds the running sums of one graph: long chains of sums, each of which updates the result of the one before.
+
+    Sets of sums are ints with one bit for each sum.
+    """
 
     def __init__(self, graph: OpGraph, wide: Set[str]) -> None:
         self.graph, self.wide = graph, wide
@@ -101,9 +104,9 @@ class _Sums:
         return self._in_a_row(plain, MANY) | (self._in_a_row(carried, DEEP) if len(sums) >= DEEP else frozenset())
 
     def _in_a_row(self, ways: dict[str, dict[str, _Way]], many: int) -> frozenset[str]:
-        """Return the sums in chains of at least `many` sums, each of which carries its predecessor, and the ops between them.
+        """Return the sums in chains of at least `many` sums, each of which updates the sum before, and the ops between them.
 
-        `ways` holds for each sum, in the order of the graph, the earlier sums that it carries, with the paths to them.
+        `ways` holds for each sum, in the order of the graph, the earlier sums that it updates (carries, in rule 2), with the paths to them.
         """
         steps: dict[str, int] = {}
         for name, given in ways.items():
@@ -117,7 +120,7 @@ class _Sums:
         return frozenset(each for each in (*kept, *passed) if each in self.wide)
 
     def _carried(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
-        """Yield (name of an earlier sum that the sum `node` carries, the path back to it). Rule 2 of this file decides."""
+        """Yield (name of an earlier sum that the sum `node` updates, the path back to it), by rule 2 of this file."""
         plain, scaled = dict[str, _Way](), dict[str, _Way]()
         waiting = deque([(node, _Way())])
         for _ in range(FEW**2):
@@ -134,7 +137,7 @@ class _Sums:
                 yield name, replace(way, branch=branch)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
-        """True if a sum may be continued through `node`: an elementwise op, or an op that moves or selects elements.
+        """True if a sum keeps its identity through `node`: an elementwise op, or an op that moves or selects elements.
 
         `to` is the later sum. An op of kind INTERNAL counts as elementwise if its result has as many elements as the sum.
         """

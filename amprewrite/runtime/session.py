@@ -55,7 +55,7 @@ class Session(GraphRewriter):
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module (`entry`) on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs."""
         state, nested = self.state, self.state.depth > 0
-        recomputes = current_backward() >= 0  # a call inside a backward: a checkpoint repeats the forward, on the same graphs
+        recomputes = current_backward() >= 0  # inside a backward: an activation checkpoint repeats a forward
         again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
         inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
         if not recomputes and (inside or entry.regions.changes):

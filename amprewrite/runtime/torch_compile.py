@@ -183,7 +183,7 @@ class CompiledSession(Session):
 
     def run(self, region: Region, *inputs: Any) -> Any:
         """Call a graph of this session as a forward of its own, and return its results."""
-        self.state.forwards += current_backward() < 0  # a checkpoint that repeats a call begins no forward
+        self.state.forwards += current_backward() < 0  # do not count a checkpoint's recomputation in a backward
         self.training.begin_forward()
         try:
             results = region.call(inputs, self.state.forwards)

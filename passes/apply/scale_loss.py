@@ -99,7 +99,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> No
 
 # -- nodes that are outside ----------------------------------------------------------------------
 def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
-    """Return the nodes whose gradients are not scaled. `high` are the nodes that do not run low."""
+    """Return the nodes whose gradients are not scaled (rule 2 of this file). `high` are the nodes that do not run low."""
     found: set[Node] = set()
     returned = set(next(node for node in graph.nodes if node.op == "output").all_input_nodes)
     given_back = _given_back_with_hooks(graph)
@@ -115,7 +115,7 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Map each op that returns its operand unchanged, and whose result has hooks, to the operand: hooks on one are hooks on both."""
+    """Return {op: its operand} for each op that returns its operand unchanged and has hooks on its result, so also on the operand."""
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]
@@ -126,13 +126,13 @@ def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def scales_itself(node: Node) -> bool:
-    """True if `node` is a checkpoint whose body scales its own gradients, so that the node counts as outside."""
+    """True if `node` is a checkpoint whose body scales its own gradients. The gradients of the checkpoint are then unscaled."""
     inputs = [each.target for body in bodies(node) for each in body.graph.find_nodes(op="placeholder")] if is_checkpoint(node) else []
     return SCALE in inputs
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns results of the checkpoint `node` and the body reads some of its own results: no scaling fits in between."""
+    """True if the graph returns results of the checkpoint `node` that its body also reads, so that no scaling fits in between."""
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
     return leaves and is_checkpoint(node) and _reads_results(node)
 
@@ -147,7 +147,10 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """Return the fp32 ops that read only `outside` nodes and are read only by such nodes or the output, as a loss of returned logits is."""
+    """Return further fp32 ops whose gradients need no scaling, such as a loss of logits that the graph returns.
+
+    They read only `outside` nodes (nodes with unscaled gradients), and only such nodes or the output read them.
+    """
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}
     found: set[Node] = set()
@@ -165,7 +168,7 @@ def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Nod
 
 
 def _ends_outside(node: Node, outside: set[Node]) -> bool:
-    """True if all ops from which `node` gets gradients, and all inputs to which it passes gradients, are in `outside`."""
+    """True if `node` gets gradients only from `outside` nodes, whose gradients are unscaled, and passes gradients only to such nodes."""
     readers = all(user in outside or user.op == "output" or not _crosses(user) for user in node.users)
     return readers and all(feeder in outside for feeder in _fed(node))
 
@@ -185,7 +188,7 @@ def _crosses(reader: Node) -> bool:
 
 # -- from inside to outside ---------------------------------------------------------------------
 def _enter(graph: torch.fx.Graph, outside: set[Node], scale: Node) -> None:
-    """Insert a `scale_gradient` wherever an outside op, or the output, reads a differentiable value from inside."""
+    """Insert a `scale_gradient` wherever a node with unscaled gradients (`outside`), or the output, reads a value with scaled ones."""
     for node in list(graph.nodes):
         if node.op == "placeholder" or not (node in outside or node.op == "output"):
             continue
@@ -222,7 +225,7 @@ def _facts(node: Node) -> dict[str, Any]:
 
 
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -> None:
-    """Let the inserted casts of outside values (`sources`) divide their gradients by the scale."""
+    """Let the inserted casts of `sources`, values with unscaled gradients, divide the gradients that they return by the scale."""
     known = set(sources)
     for cast in list(graph.nodes):
         if cast.target is pad_cast and cast.args[0] in known:
@@ -232,7 +235,10 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
-    """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`. No op writes these inputs."""
+    """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`, for its readers with scaled gradients.
+
+    No op writes these inputs.
+    """
     with graph.inserting_after(inverse):
         for source in reversed([source for source in readers if readers[source]]):
             unscaled = graph.call_function(unscale_gradient, (source, inverse))
@@ -245,7 +251,10 @@ def _written_memory(graph: torch.fx.Graph) -> set[int]:
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
-    """Insert an `unscale_gradient` before the first reader of each value, and another after each write or change of the grad mode."""
+    """Insert an `unscale_gradient` before the first reader of each value, and another after each write or change of the grad mode.
+
+    `readers` maps values with unscaled gradients to their readers with scaled gradients.
+    """
     moments = dict(_moments(graph, outside))
     for source, users in readers.items():
         made: dict[tuple[int, int], Node] = {}

@@ -129,7 +129,7 @@ def hoist_weight_casts(
             source = inputs[cast[0]]
             with graph.inserting_after(last):
                 name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
-                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # copies that differ only in padding
+                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # several paddings of one weight
             names.add(last.target)
             last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
             made[cast] = last

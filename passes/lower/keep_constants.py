@@ -126,6 +126,6 @@ def _stays_inside(node: torch.fx.Node) -> bool:
 
 
 def _is_foreign(user: torch.fx.Node) -> bool:
-    """True if `user` is a user's function, a graph inside this one, or a node whose effect is unknown."""
+    """True if `user` may keep or write its operand unseen: a user's function, a subgraph, or a node whose effect is unknown."""
     unread = isinstance(user.target, FunctionType) and not user.target.__module__.startswith(("torch.nn.", "torch.functional", "torch._"))
     return user.op not in ("call_function", "call_method") or unread or isinstance(user.target, HigherOrderOperator)

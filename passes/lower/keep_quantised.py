@@ -60,7 +60,7 @@ def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[Quantise
     kept = WeakIdKeyDictionary()
 
     def copy(value: Tensor, how: tuple[Any, ...], streams: dict[int, int]) -> Scaled:
-        if value.is_inference() or recording(value.device):  # no version counter shows writes to it, or a CUDA graph records the copy
+        if value.is_inference() or recording(value.device):  # writes have no version counter, or a CUDA graph records the copy
             return quantise_input(value, how)
         state = (value._version, value.data_ptr(), streams.get(value.get_device()), how)
         found: tuple[Any, Scaled] | None = kept.get(value)

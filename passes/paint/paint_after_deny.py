@@ -43,7 +43,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
 
 
 def _denied(decisions: Decisions, node: OpNode) -> bool:
-    """True if an op is on the denylist and is painted high, whatever the reason for its colour."""
+    """True if an op is on the denylist and has the colour high (fp32), whatever the reason for its colour."""
     return node.kind is OpKind.DENY and node.name in decisions.paints and decisions.paints[node.name].colour is Colour.HIGH
 
 

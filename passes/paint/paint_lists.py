@@ -50,7 +50,7 @@ def paint_lists(problem: Problem, decisions: Decisions) -> None:
         if node.role != "op" or not node.carries_fp32 or node.name in problem.refused:
             continue
         asked = problem.policy.asked_for(node.name, node.module)
-        if asked is not None and asked.word == WIDE:  # an override of a whole module with "wide" concerns only its products
+        if asked is not None and asked.word == WIDE:  # the override "wide" of a module is for its matrix products only
             asked = asked if node.name in problem.matrix_products else None
         movable = node.name not in decisions.paints or decisions.paints[node.name].reason in YIELDS
         if asked is not None and (asked.word != "low" or movable):

@@ -19,7 +19,10 @@ class PaintTies(Pass[Problem, Decisions]):
 
 
 def paint_ties(problem: Problem, decisions: Decisions) -> None:
-    """Give all members of a tie one colour: high if a member is high, otherwise low if a member is low, otherwise none."""
+    """Give all nodes that are tied (share memory or a kernel) one colour: high (fp32) if one is high, otherwise low if one is low.
+
+    Tied nodes that all have no colour yet stay without one.
+    """
     for members in problem.graph.precision_groups().values():
         painted = [name for name in members if name in decisions.paints]
         high = next((name for name in painted if decisions.paints[name].colour is Colour.HIGH), None)

@@ -56,12 +56,12 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
 
 
 def _is_spread(problem: Problem, cast: Cast) -> bool:
-    """True if `cast` is to be split into several, because it makes a low copy of a value with many readers in training."""
+    """True if `cast` makes a low copy of a value with many readers in training. It is then split into several copies."""
     return problem.training and cast.to == problem.policy.low.name and cast.value in problem.read_by_many and not cast.saturate
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
-    """Let each high op that promotes its operands read the fp32 copy of a low operand, if other readers have such a copy."""
+    """Let ops that run in fp32 and promote mixed dtypes read the fp32 copy of a low operand, if other readers have such a copy."""
     for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
             readers = users.get((operand.value, FP32.name, operand.write_version))

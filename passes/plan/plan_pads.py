@@ -149,7 +149,7 @@ def _rule(problem: Problem, name: str) -> PadRule:
 
 @dataclass
 class _Chooser:
-    """Chooses which dims to pad: by gain if `pad=` says auto or measure, at any cost if it says always."""
+    """Chooses which dims to pad: by gain if the option `pad=` says "auto" or "measure", at any cost if it says "always"."""
 
     problem: Problem
     regions: Regions
@@ -169,9 +169,9 @@ class _Chooser:
         self.prices = PadPrices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
 
     def choose(self, wants: list[Want]) -> None:
-        """Choose by a minimum cut which of `wants` to meet.
+        """Choose by a minimum cut which of `wants`, the unaligned dims of low matrix products, to pad.
 
-        The reason for a want that is not met is in its `why_not`, or in `self.why` by the name of its call.
+        The reason for a dim that is not padded is in its `why_not`, or in `self.why` by the name of its call.
         """
         asked, weighed = [], []
         by_call: dict[str, list[Want]] = defaultdict(list)
@@ -193,7 +193,7 @@ class _Chooser:
         self.regions.cut(asked, weighed, self.gains, self.prices)
 
     def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
-        """Return the seconds that a step saves if all of `wants` are met; 0 if the device gains nothing from aligned dims.
+        """Return the seconds that a step saves if all `wants` (unaligned dims) of a product are padded; 0 if the device gains nothing.
 
         Stores in `self.why` the reason to show if the padding is not chosen.
         """
@@ -219,7 +219,7 @@ class _Chooser:
 
 # -- 4. plan ------------------------------------------------------------------------------------
 def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
-    """Map (value, reader) to the write version in which the reader sees the value. Readers of one version share copies.
+    """Return {(value, reader): write version in which the reader sees the value}. Readers of one version share copies.
 
     The version counts the in-place writes and the changes of the grad mode before the reader.
     """
@@ -259,7 +259,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return one entry for every padded axis, and one for all unpadded dims of products that share a size and a reason."""
+    """Return a PadRegion for every padded axis, and one for all unpadded dims of matrix products that share a size and a reason."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

@@ -77,7 +77,7 @@ class PlanProducts(Pass[Problem, Decisions]):
 
 
 def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
-    """True if a product is painted high, and a given plan or an override lets it multiply bf16 operands into an fp32 result."""
+    """True if a product is fp32 by its colour, and a given plan or an override lets it multiply bf16 operands into an fp32 result."""
     if problem.policy.low is not BASE or decisions.paints[name].colour is not Colour.HIGH:
         return False
     if problem.given is not None:
@@ -90,7 +90,7 @@ def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, flo
     if given is not None and given.copies:
         return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
     samples = problem.calibration if not problem.training else None
-    # ranges without a model give no scales, because they are not from sample batches but from a first call that overflowed
+    # a calibration without `model` is not from sample batches but from a first call that overflowed: it gives no scales
     seen = samples.of(problem.graph) if samples is not None and samples.model else None
     return {name: found.amax for name, found in seen.values.items() if found.amax} if seen is not None else {}
 
@@ -181,7 +181,8 @@ class _Choice:
     def _cheapest(self, free: set[Key], taken: set[Key]) -> frozenset[object]:
         """Return the GEMMs to run in fp8, and the kernels that make their copies.
 
-        GEMMs in `free` are chosen if they pay. GEMMs in `taken` run in fp8 at any price, and others may share their copies.
+        GEMMs in `free` are chosen if they save more time than their copies cost. GEMMs in `taken` run in fp8 at any price, and others may
+        share their copies.
         """
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)
@@ -203,7 +204,7 @@ class _Choice:
         return ((name, gemm) for name in self.products for gemm in GEMMS)
 
     def _value(self, name: str, role: str) -> tuple[tuple[str, str, int], int]:
-        """Return (key, number of elements) of the operand `role` of a product. Operands with the same key share copies."""
+        """Return (key, number of elements) of the operand `role` ("x", "w", "g") of a product. Operands with the same key share copies."""
         product = self.products[name]
         if role == G:
             return (G, name, 0), product.rows * product.columns

@@ -81,7 +81,7 @@ def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
 
 
 def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-    """Add a note if a plan for this graph alone would be cheaper than the plan that agrees with the model's other graphs."""
+    """Add a note if a plan for this graph alone would be cheaper than the plan, which agrees with the model's other graphs."""
     alone = problem.apart
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return
@@ -96,7 +96,7 @@ def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[
 
 
 def painted_otherwise(problem: Problem, decisions: Decisions) -> dict[str, dict[str, Colour]]:
-    """Return the colours that the painting rules of other tools give the nodes, keyed by the name of the rules."""
+    """Return {name of the rules: {node: colour}} for plans of this graph by the rules of other tools, such as torch.autocast."""
     low, device = problem.policy.low, problem.device
     found = {
         "tf rules": _painted(problem, op_lists("tf", low, device)),
@@ -117,7 +117,10 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 
 
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
-    """Return `node` with its kind in `lists`. An op on no list is pinned high; under torch.autocast's rules it follows its operands."""
+    """Return `node` with the kind that `lists` give its op.
+
+    An op on no list is forced to fp32; under torch.autocast's rules it follows its operands.
+    """
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node
     kind = lists.kind(node.op)

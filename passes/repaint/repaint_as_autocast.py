@@ -52,7 +52,7 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
 
 
 class Roundings:
-    """Finds, for each value of a graph, whether an op that reads the value would magnify its rounding."""
+    """Finds, for each value of a graph, whether rounding it does harm: whether a reader would magnify the rounding error."""
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.held, self.trained = problem.graph, held(problem), problem.trained
@@ -84,13 +84,13 @@ class Roundings:
         return alone and (node.kind is OpKind.CLEAR or node.op in FACTORS) and not self._turns(node)
 
     def _turns(self, node: OpNode) -> bool:
-        """True if rounding an operand may make the result jump, select other elements, or send gradients to other elements."""
+        """True if rounding an operand a little may change the result or a gradient a lot, as for `floor`, `topk`, or `relu` in training."""
         jumps = node.op in STEPS or (node.op in CONVERTS and node.dtype.startswith(("int", "uint", "bool")))
         places = any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
         return jumps or places or (node.op in KINKS and node.name in self.trained)
 
     def _harms(self, node: OpNode, value: str) -> bool:
-        """True if an op would itself magnify a rounding of its operand `value`."""
+        """True if an op would itself magnify the rounding error of its operand `value`, as a difference does."""
         exact = self.held[value]
         if rounds(node) or exact is Held.LOW:
             return False
@@ -115,7 +115,7 @@ class Roundings:
         return False
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
-        """True if an op passes a rounding of `value` on to an op that magnifies it, or to a result that torch.autocast never rounds."""
+        """True if rounding `value` does harm after `node`: a later op magnifies the error, or torch.autocast never rounds the result."""
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False
         kept = self.held[node.name] is Held.EXACT is not self.held[value]

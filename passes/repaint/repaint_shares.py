@@ -52,11 +52,11 @@ class RepaintShares(Pass[Problem, Decisions]):
 def _leading(
     graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
 ) -> Iterator[str]:
-    """Yield the ops of `shares` that lead to `operands` through ops of these `kinds` alone, and the ops in between."""
+    """Yield the softmaxes and sigmoids in `shares` that lead to `operands` through ops of these `kinds` alone, and the ops in between."""
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
-        name = max(waiting, key=graph.rank.__getitem__)  # the last in canonical order, so that all readers of an op are examined before it
+        name = max(waiting, key=graph.rank.__getitem__)  # last in graph order, so that readers are examined before the op
         waiting.remove(name)
         node = graph[name]
         behind[name] = [operand.value for operand in node.operands] if node.op not in shares and _kind(node) in kinds else []

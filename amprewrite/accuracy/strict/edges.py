@@ -79,7 +79,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # keep gradients on: plans also round values inside no_grad, whose edges need gradients
+            return None  # skip it: backward must also reach values inside no_grad, because plans round them, too
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)

@@ -60,7 +60,7 @@ def planned(captured: Captured) -> RegionPlan:
     if captured.tried:
         return plan_region(captured.problem)
     _, plan = rewrite_graph(captured)
-    captured.tried = not plan.bodies  # a graph with body graphs is tried each time: only `rewrite_graph` plans these
+    captured.tried = not plan.bodies  # False if there are body graphs, because only `rewrite_graph` plans these
     return plan
 
 

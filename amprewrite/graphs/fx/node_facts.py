@@ -256,7 +256,7 @@ def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
 def forget_inputs(graph: torch.fx.Graph) -> None:
     """Clear the weak references to real input tensors in the fake modes of `graph`. Call it after capture and compilation."""
     modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
-    tracing = tracing_context()  # AOTAutograd's own fake mode holds weak references to inputs, too
+    tracing = tracing_context()  # clear AOTAutograd's own fake mode, too
     if tracing is not None:
         tracing.tensor_to_context.clear()
     for mode in modes | ({tracing.fake_mode} if tracing is not None and tracing.fake_mode is not None else set()):

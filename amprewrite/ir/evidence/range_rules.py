@@ -202,7 +202,7 @@ def summands(graph: OpGraph) -> dict[str, bool]:
     A view of a weight counts as the weight.
     """
     scores: set[str] = set()
-    for node in reversed(list(graph)):  # readers before makers, so that one pass is enough and no recursion is needed
+    for node in reversed(list(graph)):  # readers before makers, so that one pass suffices
         if _are_scores(graph, node, scores):
             scores.add(node.name)
     found: dict[str, bool] = {}

@@ -59,7 +59,7 @@ class Axes:
         while left and right:
             a, b = self.find(left.pop()), self.find(right.pop())
             a_parts, b_parts = self._parts.get(a), self._parts.get(b)
-            if a_parts is not None or b_parts is not None:  # one was split earlier: compare its parts instead
+            if a_parts is not None or b_parts is not None:  # an axis that was split earlier: compare its parts instead
                 left += a_parts or (a,)
                 right += b_parts or (b,)
                 continue

@@ -128,7 +128,7 @@ class Regions:
         return rule_of(call, self.calls)
 
     def reads(self, call: Call) -> list[str]:
-        """Return the names of the values that a call reads. If it reads a tuple of results, each result is named."""
+        """Return the names of the values that a call reads. For a tuple of results, the name of each result."""
         found: list[str] = []
         for name in call.refs():
             maker = self.calls.get(name)
@@ -187,7 +187,7 @@ class Regions:
 
     # -- 2. wants ----------------------------------------------------------------------
     def all_aligned(self, multiple_of: Callable[[str], int | None]) -> bool:
-        """True if no matrix product wants padding. This test reads only shapes, so that it is fast. For `multiple_of` see `wants`."""
+        """True if all dims of matrix products are multiples of `multiple_of(call)`. This test reads only shapes, so that it is fast."""
         for call in self.calls.values():
             multiple = multiple_of(call.name)
             if multiple is None:
@@ -277,16 +277,16 @@ class Regions:
         for (_, value, axis), (maker, readers) in self._edges().items():
             numel = self.numel(value)
             weight = self.is_weight(value)
-            if weight:  # casts pay nothing, because they pad the weight while they copy it
+            if weight:  # leave out casts, because they pad the weight at no cost while they copy it
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: all readers should use one size
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # the low copy of a weight: make a second size dear
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))
             ends = [vertex(variable) for _, variable in readers]
-            if "#" in value:  # "node#1", one of several results, cannot be padded or sliced itself, so maker and readers must agree
+            if "#" in value:  # one of several results cannot be padded or sliced itself, so maker and readers must agree
                 for end in ends:
                     network.arc(end, vertex(maker), INFINITE)
                     network.arc(vertex(maker), end, INFINITE)
@@ -335,7 +335,7 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Return (value, variable of the reader) for each dim that a reader behind a barrier may want padded."""
+        """Return (value, variable of the reader) for each dim whose padding is cut off before a reader that may want it padded again."""
         return [
             (value, variable)
             for value, reader in sorted(self.barriers)
@@ -398,7 +398,7 @@ class Regions:
 
     # -- 4. content ---------------------------------------------------------------------------
     def check(self) -> bool:
-        """Compute `content` for all padding. Return False if a Hazard added a barrier or a refusal, so that the cut must be repeated."""
+        """Compute the numbers in all padding. Return False if an op cannot take them: a barrier or refusal was added, so cut again."""
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
         for call in self.calls.values() if self.padded else ():
@@ -434,7 +434,7 @@ class Regions:
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
-        """Return the content of the padding that `reader` gets: zeros in padding made for the reader, otherwise the value's content."""
+        """Return the numbers in the padding that `reader` gets: zeros if the padding is made for the reader, otherwise the value's own."""
         if not have or (value, reader) in self.barriers:
             return 0.0
         kept = [dim for dim, factors in use if (dim, factors) in have]

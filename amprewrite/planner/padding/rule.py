@@ -49,7 +49,7 @@ class Hazard(Exception):
 
 
 Contents = Mapping[str, Content]
-"""Content of the operands by name. BROADCAST for an operand without padding in a dim in which the result has padding."""
+"""The numbers in the padding of each operand, by name: one number, or MIXED. BROADCAST: no padding where the result has some."""
 
 
 @dataclass
@@ -98,19 +98,22 @@ class View:
 
 # -- content -----------------------------------------------------------------------------
 def moved(contents: Contents) -> Content:
-    """Return the content of the result's padding for an op that only moves elements: the content that all operands share, or MIXED."""
+    """Return the number in the padding of the result of an op that only moves elements: the number that all operands share, or MIXED."""
     found = {c for c in contents.values() if c != BROADCAST}
     return 0.0 if not found else found.pop() if len(found) == 1 else MIXED
 
 
 def zero_keeping(contents: Contents) -> Content:
-    """Return the content of the result's padding for an op that maps zeros to zero: 0.0 if all padding read is zero, MIXED otherwise."""
+    """Return the numbers in the padding of the result of an op that maps zero to zero: 0.0 if all padding read is 0, otherwise MIXED."""
     found = [c for c in contents.values() if c != BROADCAST]
     return 0.0 if all(c == 0 for c in found) else MIXED
 
 
 def all_zero(why: str) -> Callable[[Contents], Content]:
-    """Return a content rule that requires zeros in the padding of all operands. It raises Hazard for operands with other padding."""
+    """Return a content rule that requires zeros in the padding of all operands, and raises Hazard for other numbers, with reason `why`.
+
+    A content rule computes the numbers in the padding of a result from the numbers in the padding of the operands.
+    """
 
     def content(contents: Contents) -> Content:
         blamed = [name for name, c in contents.items() if c not in (0, BROADCAST)]
@@ -123,7 +126,7 @@ def all_zero(why: str) -> Callable[[Contents], Content]:
 
 # -- ties ---------------------------------------------------------------------------------
 def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
-    """Add to `rule` the ties of an element-wise op with the operands `refs` and the result shape `out`.
+    """Declare in `rule` which dims of an element-wise op, with operands `refs` and result shape `out`, are padded together.
 
     Each dim of the result is tied to the same dim, counted from the right, of each operand that has the dim in full. A dim gets no tie if
     an operand has another size there, other than 1, or if a non-floating operand has the dim.

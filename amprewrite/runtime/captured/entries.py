@@ -58,7 +58,7 @@ class Anew(Enum):
 
 
 RewriteRegion = Callable[["Graphs", torch.fx.GraphModule, list[Any]], Region]
-"""A function that plans, edits and emits a captured graph for the `Graphs` of an entry, and returns its region."""
+"""A function that plans, edits and emits a captured graph, and returns it as a Region. Its first argument holds the module's graphs."""
 
 
 class Graphs:
@@ -167,7 +167,7 @@ class Graphs:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
         self.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and DISABLE_REASON not in reason.reason:  # after any other break Dynamo captures the rest: no warning
+        if "disable()" in why and DISABLE_REASON not in reason.reason:  # after other breaks Dynamo captures the rest
             self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
@@ -179,7 +179,7 @@ class Graphs:
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
-        if regions_around() > self.entry.session.state.around:  # the model's code has entered an autocast region: show it in the graph
+        if regions_around() > self.entry.session.state.around:  # the model's code is in an autocast region: show it in the graph
             put_in_region(module.graph, graph_device(module))
         region = self.entry.rewrite_region(self, module, example_inputs)
         region.whole = dynamo.is_whole(module, self.entry.function)
@@ -273,9 +273,9 @@ class Entry:
         """
         self.captured = self._to_capture and why is not Anew.NOT_CAPTURED
         before, self.graphs = self.graphs, Graphs(self)
-        if before.outdated:  # only decisions changed, not the code: a backward may still recompute a forward with the old graphs
+        if before.outdated:  # keep the old graphs: a checkpoint may still recompute a forward with them in its backward
             self._past.keep(before)
-        # keep watching these weights: their fit decided colours that graphs of other entries may share
+        # keep watching these weights: colours that other graphs share may depend on whether they fit the low format
         self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 

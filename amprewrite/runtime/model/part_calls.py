@@ -84,7 +84,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     def call_alone(*args: Any, **kwargs: Any) -> Any:
         entry = session.entries.get(path)
-        if entry is None or entry.function is not call_part:  # the entry may belong to a module that `module` has replaced
+        if entry is None or entry.function is not call_part:  # none yet, or that of a module which `module` has replaced
             session.add_entry(path, call_part)
         return enter(session, path, args, kwargs)
 

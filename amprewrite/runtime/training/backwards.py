@@ -204,7 +204,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """True if at least one of `gradients` lies in the memory that is remembered, and this memory was not freed since."""
+        """True if one of `gradients` lies in memory that the latest step read and that was not freed since, so that it still exists."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 

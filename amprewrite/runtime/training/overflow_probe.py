@@ -43,7 +43,7 @@ _KNOWN = {
     _ACTIVATION: {"inputs": True, "parameters": True, "outputs": False},
     _LOSS: {"inputs": True, "parameters": True, "outputs": True, "loss": False},
     _GRADIENT: {"inputs": True, "parameters": True, "outputs": True, "loss": True},
-    _SEEN: {},  # a parameter's gradient is not finite, and all else is unknown
+    _SEEN: {},  # a parameter's gradient is not finite: that tells nothing about the four values
 }
 _COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
 

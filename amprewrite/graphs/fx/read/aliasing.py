@@ -133,7 +133,7 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
     if node.op not in ("call_function", "call_method") or is_opaque(node) or written(node) or node.target is hooked:
         return None
     if not any(_hints(example_value(operand)) == _hints(example_value(node)) for operand in node.all_input_nodes):
-        return None  # no operand has the shape of the result, so that the op need not be run to find out
+        return None  # no operand has the result's shape, so none is returned unchanged: the op need not be run
     value = real_value(node)
     return next((operand for operand in node.all_input_nodes if isinstance(value, torch.Tensor) and example_value(operand) is value), None)
 
@@ -324,7 +324,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
                 union.join(inner, before)
                 inner = before
         for storage in _memory(fact) if writes else ():
-            if fact.position <= max(writes.get(storage, (-1,))):  # a value made after the last write never changes, so it needs no tie
+            if fact.position <= max(writes.get(storage, (-1,))):  # a value made after the last write never changes: it needs no group
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
         for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():

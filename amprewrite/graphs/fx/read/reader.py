@@ -129,7 +129,7 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
         return None
     kind = lists.kind(fact.row.name)
     if kind is None and fact.op in CONVERSIONS:
-        return OpKind.CLEAR  # most conversions keep the dtype; `_pin` decides on the rest
+        return OpKind.CLEAR  # such as `x.float()`: `_pin` forces fp32 where the model's code asks for it
     if kind is None and lists.rule == "autocast":
         return OpKind.INFER  # torch.autocast runs an unlisted op in the dtype of its inputs
     if lists.rule == "cost" and fact.row.name not in lists.asked:

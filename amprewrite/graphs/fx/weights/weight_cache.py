@@ -118,7 +118,7 @@ class WeightCache:
             (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
             for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
         ]
-        copies = block.copies  # read once: if copies are dropped meanwhile, the block gets a new dict, which lacks those added here
+        copies = block.copies  # read once, because another thread that drops all copies gives the block a new dict
         taken: list[Tensor | None] = []
         for weight, key in zip(weights, keys, strict=True):
             found = copies.get(key)

@@ -69,7 +69,7 @@ class Kinds:
         if source in ("fp32", self.low.name, "bool"):
             return None
         if source in LOW_NAMES and (FORMATS[source].narrow or seen is not None):
-            return None  # without a loss: the values are low already, and within the range of the low format
+            return None  # the values are in half precision already, and within the range of the low format
         if source.startswith(("int", "uint")) and seen is not None and seen.amax * HEADROOM <= 2 / self.low.eps:
             return None  # the low format holds such integers exactly
         return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"

@@ -74,7 +74,7 @@ def channels(view: View) -> Rule:
 
 # -- matrix products ----------------------------------------------------------------------------------
 def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
-    """Return the content rule of a product with a weight: the result's padding is zero.
+    """Return the content rule of a product with a weight: the padding of the result holds zeros.
 
     It raises Hazard if the padding of weight or bias is not zero. The padding of the other operand may hold any finite number.
     """

@@ -134,7 +134,7 @@ class Guard:
         """Return the parameters of this optimizer that are in the model of `gate`, or in the model of no StepRecord."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else params_of(optimizer)
-        if len(self._refs) == 1:  # the gate of `gate`: no other model shares the optimizer
+        if len(self._refs) == 1:  # only `gate`: no other model shares the optimizer
             return params
         others = {id(p) for other in self.gates() if other is not gate for p in other.parameters()}
         own = {id(p) for p in gate.parameters()}
@@ -224,7 +224,7 @@ class Guard:
         for gate in gates:
             if id(gate.loss_scale) not in unused:
                 gate.loss_scale.observe(found, source=id(optimizer))
-                unused.add(id(gate.loss_scale))  # models may share a loss scale, which hears of each step once
+                unused.add(id(gate.loss_scale))  # several models may share one loss scale: report the step once
         for gate in gates:
             gate.stepped(optimizer, overflow)
 

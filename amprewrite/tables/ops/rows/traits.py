@@ -98,7 +98,7 @@ TRAITS: dict[Trait, str] = {
     Trait.ATTENDS: "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention flex_attention",
     Trait.ATTENDS_AND_PROJECTS: "multi_head_attention_forward _native_multi_head_attention",
-    # padding: what an op makes of zeros and other numbers in it
+    # padding: the op's results for zeros and other numbers in the padding
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
     Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
     "tanhshrink sign positive asinh",
