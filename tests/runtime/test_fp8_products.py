@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_help import LINEARS, RECIPES
+from tiers import long_beyond
 from torch import Tensor, nn
 from torch.nn.functional import linear as torch_linear
 from torch.utils.checkpoint import checkpoint
@@ -116,7 +117,7 @@ def quantised(amp: nn.Module) -> list[Any]:
 
 @PRESET
 @pytest.mark.parametrize("linear", LINEARS)
-@pytest.mark.parametrize("model", [llama, bert, vit])
+@pytest.mark.parametrize("model", long_beyond(1, [llama, bert, vit]))
 def test_a_step_is_bit_for_bit_the_recipe(model: Any, linear: str, preset: str) -> None:
     plain, kwargs = model()
     backend, swapped = swapping(LINEARS[linear], RECIPES[preset])
@@ -199,7 +200,7 @@ def test_checkpoints_recompute_the_same_copies() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", long_beyond(1, ["aot_eager", "inductor"]))
 def test_a_compiler_gives_the_same_to_a_rounding(backend: str) -> None:
     block = Block()
     found = []

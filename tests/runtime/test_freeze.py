@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_help import MLP, Observer, data, low, mlp
+from tiers import long_beyond
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -230,7 +231,7 @@ def test_padded_weights_are_kept_padded() -> None:
     assert amp.state_dict()["0.weight"].shape == (13, 8)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", long_beyond(1, ["aot_eager", "inductor"]))
 def test_compilers_get_what_is_stored(backend: str) -> None:
     amp = low(mlp().eval(), backend=backend)
     want = run(amp, data())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from graph_help import Training, block, conv, recording, syncs
 from runtime_help import data, mlp
+from tiers import long_beyond
 
 import amprewrite
 import amprewrite.runtime.captured.look_ahead
@@ -16,7 +17,7 @@ from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScaleEr
 
 @pytest.mark.parametrize("made", [block, conv], ids=["transformer", "conv net"])
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"cache_weights": "step"}, {"loss_scale": 128.0}], ids=str)
-@pytest.mark.parametrize("attach", [True, False], ids=["attached", "found"])
+@pytest.mark.parametrize("attach", long_beyond(1, [True, False]), ids=["attached", "found"])
 def test_no_step_waits_for_the_device(made, options, attach):
     training = Training(made(), attach=attach, **options)
     for _ in range(amprewrite.runtime.captured.look_ahead.CALLS):  # fp16 looks at its first results, and the optimizer makes its state
@@ -85,7 +86,7 @@ PLAN = {"growth_interval": 3, "init": 2.0**10}
     ],
     ids=["dynamic", "with a search", "with hysteresis", "static"],
 )
-@pytest.mark.parametrize("cache", [True, "step"], ids=["casts in the graph", "kept copies"])
+@pytest.mark.parametrize("cache", long_beyond(1, [True, "step"]), ids=["casts in the graph", "kept copies"])
 def test_a_recorded_step_goes_on_as_eager_steps_do(monkeypatch, scale, cache):
     eager, replayed = (Training(block(), loss_scale=scale(), cache_weights=cache) for _ in range(2))
     for training in (eager, replayed):

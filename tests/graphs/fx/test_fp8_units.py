@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import long_beyond
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -137,22 +138,21 @@ def test_a_gpu_is_given_row_major_and_column_major_whatever_the_strides_of_one_r
 # nets -----------------------------------------------------------------------------------------------------------------------
 
 
-def nets() -> dict[str, tuple[torch.nn.Module, dict[str, Any]]]:
+def net_of(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
     ids = torch.arange(22).reshape(2, 11)
     shared = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 1, "num_attention_heads": 4}
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    llama = transformers.LlamaConfig(vocab_size=80, num_key_value_heads=2, **shared)
-    bert = transformers.BertConfig(vocab_size=80, **shared, **still)
-    vit = transformers.ViTConfig(image_size=48, patch_size=16, **shared, **still)
+    if name in ("llama", "one token"):
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=80, num_key_value_heads=2, **shared))
+        return llama, {"input_ids": ids if name == "llama" else ids[:1, :1], "use_cache": False}
+    if name == "bert":
+        return transformers.BertModel(transformers.BertConfig(vocab_size=80, **shared, **still)), {"input_ids": ids}
+    if name == "vit":
+        vit = transformers.ViTConfig(image_size=48, patch_size=16, **shared, **still)
+        return transformers.ViTModel(vit), {"pixel_values": torch.randn(1, 3, 48, 48)}
     odd = torch.nn.Sequential(torch.nn.Linear(48, 80), torch.nn.GELU(), torch.nn.Linear(80, 112), torch.nn.Linear(112, 10))
-    return {
-        "llama": (transformers.LlamaForCausalLM(llama), {"input_ids": ids, "use_cache": False}),
-        "one token": (transformers.LlamaForCausalLM(llama), {"input_ids": ids[:1, :1], "use_cache": False}),
-        "bert": (transformers.BertModel(bert), {"input_ids": ids}),
-        "vit": (transformers.ViTModel(vit), {"pixel_values": torch.randn(1, 3, 48, 48)}),
-        "odd sizes": (odd, {"input": torch.randn(5, 48)}),
-    }
+    return odd, {"input": torch.randn(5, 48)}
 
 
 def result(net: torch.nn.Module, given: dict[str, Any]) -> Tensor:
@@ -161,9 +161,9 @@ def result(net: torch.nn.Module, given: dict[str, Any]) -> Tensor:
 
 
 @PRESET
-@pytest.mark.parametrize("net", ["llama", "one token", "bert", "vit", "odd sizes"])
+@pytest.mark.parametrize("net", long_beyond(2, ["llama", "odd sizes", "one token", "bert", "vit"]))
 def test_a_step_of_a_net_gives_kernels_what_cuda_takes_and_runs_as_many_as_the_plan_has(net: str, preset: str, units: Any) -> None:
-    model, given = nets()[net]
+    model, given = net_of(net)
     amp = amprewrite.rewrite(model, dtype="bf16", products={"preset": preset, "module:*": "fp8"})
     plain = amprewrite.rewrite(model, dtype="bf16")
     result(amp, given)  # captures
@@ -234,7 +234,7 @@ def test_a_kernel_that_makes_no_copies_leaves_them_to_torch(units: Any, monkeypa
     assert len(told) == 1 and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", long_beyond(1, ["aot_eager", "inductor"]))
 def test_a_compiled_graph_catches_what_fails_as_it_runs(backend: str, units: Any) -> None:
     net, x = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 32)), torch.randn(33, 32)
     found = []

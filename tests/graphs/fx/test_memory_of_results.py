@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from path_programs import integers, same
+from tiers import long_beyond
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -157,7 +158,7 @@ OPTIONS = [{"dtype": "bf16"}, {"dtype": "bf16", "lists": "o3"}, {"dtype": "fp16"
 options = pytest.mark.parametrize("options", OPTIONS, ids=["default", "all low", "scaled", "padded"])
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+@pytest.mark.parametrize("grad", long_beyond(1, [True, False]), ids=["grad", "no grad"])
 @options
 def test_what_gives_its_operand_gives_it_still(options: dict[str, Any], grad: bool) -> None:
     assert not differences(Every(ITSELF), grad, options)

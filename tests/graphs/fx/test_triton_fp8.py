@@ -9,7 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import long_beyond
 from torch.torch_version import TorchVersion
+
+from amprewrite.tables.formats import SCALED_FORMATS
 
 triton = pytest.importorskip("triton", reason="needs the triton package, which is not installed")
 ROOT = Path(__file__).parents[3]
@@ -76,10 +79,13 @@ def test_they_compile_for_every_gpu_with_fp8_units_and_for_no_older_one() -> Non
     TorchVersion(triton.__version__) < "3.7" and TorchVersion(np.__version__) >= "2.4",
     reason="the interpreter of Triton before 3.7 cannot run loops with NumPy 2.4 or later",
 )
-def test_interpreted_they_give_the_bits_of_torch() -> None:
+@pytest.mark.parametrize("fmt", long_beyond(1, SCALED_FORMATS))
+def test_interpreted_they_give_the_bits_of_torch(fmt: str) -> None:
     """All bf16 numbers, and products of them with scales that are no powers of two; the interpreter casts NaN to a number."""
     printed = run(
         """
+        import os
+
         import torch
 
         from amprewrite.graphs.fx.ops.scaled_casts import SMALLEST, round_scaled, scale_of
@@ -92,31 +98,32 @@ def test_interpreted_they_give_the_bits_of_torch() -> None:
             return torch.equal(made[finite].view(torch.uint8), wanted[finite].view(torch.uint8))
 
         every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).reshape(256, 256)
-        for fmt in SCALED_FORMATS.values():
-            assert same(cast_both(every, torch.tensor(1.0), fmt.dtype, True, False)[0], round_scaled(every.float(), fmt))
-            for rows, columns in ((64, 128), (33, 80), (1, 16), (0, 16)):
-                matrix = (torch.randn(rows, columns) * 2.0 ** torch.randint(-12, 12, (rows, 1))).bfloat16()
-                holed = matrix.clone()
-                if rows > 1:
-                    holed[1, 2], holed[0, 3] = torch.inf, torch.nan
-                if rows:
-                    assert amax_of(holed) == torch.where(holed.isfinite(), holed, 0).abs().max()
-                for scale in (0.1 + torch.rand(rows, 1), 0.1 + torch.rand(1, columns), torch.tensor(7.3)):
-                    wanted = round_scaled(matrix.float() * scale, fmt)
-                    for ways in ((True, True), (True, False), (False, True)):
-                        straight, turned = cast_both(matrix, scale, fmt.dtype, *ways)
-                        assert not ways[0] or same(straight, wanted)
-                        assert not ways[1] or same(turned, wanted.t())
-                for power in (True, False):
-                    for each in (matrix, holed, torch.zeros(rows, columns)):
-                        assert torch.equal(triton_fp8.scale_of(each, fmt.dtype, SMALLEST, power), scale_of(each, fmt, "tensor", power))
-                for power, matrix in ((True, holed), (False, holed), (False, torch.zeros(rows, columns)), (True, holed.repeat(1, 100))):
-                    made, scale = cast_rows(matrix, fmt.dtype, SMALLEST, power)
-                    wanted = scale_of(matrix, fmt, "rows", power)
-                    assert torch.equal(scale, wanted)
-                    assert same(made, round_scaled(matrix.float() * wanted, fmt))
+        fmt = SCALED_FORMATS[os.environ["FORMAT"]]
+        assert same(cast_both(every, torch.tensor(1.0), fmt.dtype, True, False)[0], round_scaled(every.float(), fmt))
+        for rows, columns in ((64, 128), (33, 80), (1, 16), (0, 16)):
+            matrix = (torch.randn(rows, columns) * 2.0 ** torch.randint(-12, 12, (rows, 1))).bfloat16()
+            holed = matrix.clone()
+            if rows > 1:
+                holed[1, 2], holed[0, 3] = torch.inf, torch.nan
+            if rows:
+                assert amax_of(holed) == torch.where(holed.isfinite(), holed, 0).abs().max()
+            for scale in (0.1 + torch.rand(rows, 1), 0.1 + torch.rand(1, columns), torch.tensor(7.3)):
+                wanted = round_scaled(matrix.float() * scale, fmt)
+                for ways in ((True, True), (True, False), (False, True)):
+                    straight, turned = cast_both(matrix, scale, fmt.dtype, *ways)
+                    assert not ways[0] or same(straight, wanted)
+                    assert not ways[1] or same(turned, wanted.t())
+            for power in (True, False):
+                for each in (matrix, holed, torch.zeros(rows, columns)):
+                    assert torch.equal(triton_fp8.scale_of(each, fmt.dtype, SMALLEST, power), scale_of(each, fmt, "tensor", power))
+            for power, matrix in ((True, holed), (False, holed), (False, torch.zeros(rows, columns)), (True, holed.repeat(1, 100))):
+                made, scale = cast_rows(matrix, fmt.dtype, SMALLEST, power)
+                wanted = scale_of(matrix, fmt, "rows", power)
+                assert torch.equal(scale, wanted)
+                assert same(made, round_scaled(matrix.float() * wanted, fmt))
         print("the same")
         """,
         TRITON_INTERPRET="1",
+        FORMAT=fmt,
     )
     assert printed == "the same\n"

@@ -62,7 +62,7 @@ def errors(spelling: str, low: str, lengths: tuple[int, ...]) -> list[float]:
     return [true_error(Net(file, feed_of(length, draws)), made) for length in lengths]
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", ["matmul", "region", "einsum", "multiply"])  # the test of 4,096 has 1,024, and all spellings
 def test_a_thousand_positions_are_as_exact_as_a_hundred(spelling: str) -> None:
     short, long = errors(spelling, "fp16", (128, 1024))
     assert long < 1.5 * short
