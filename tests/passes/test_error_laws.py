@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import long_beyond
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -359,7 +360,7 @@ SEEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("dtype", sorted(LOW))
-@pytest.mark.parametrize("lists", ["default", "o2"])
+@pytest.mark.parametrize("lists", long_beyond(1, ["default", "o2"]))
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("shares", SHARES)
 def test_a_loss_of_probabilities_sees_them_in_fp32(shares: str, seen: str, lists: str, dtype: str) -> None:

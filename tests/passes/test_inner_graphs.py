@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runtime_help import data
+from tiers import long_beyond
 from torch import nn
 from torch._higher_order_ops import map as map_op
 from torch._higher_order_ops import scan, while_loop
@@ -375,7 +376,7 @@ def step_of_scan(x, w):
     return result * torch.sign(large)
 
 
-@pytest.mark.parametrize("scale", ["dynamic", None])
+@pytest.mark.parametrize("scale", long_beyond(1, ["dynamic", None]))
 @pytest.mark.parametrize("function", [unread_scan, unread_cond, unread_map, read_in_vain, compared_scan, step_of_scan])
 def test_a_result_that_nobody_reads_spoils_no_gradient(function, scale):
     """Autograd gives it a gradient of zeros, and zero times an infinity in a body is NaN."""

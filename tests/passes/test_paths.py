@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from path_programs import Clip, Generated, dynamo_keeps_hooks, generate, observe, same
+from tiers import long_beyond
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -298,7 +299,7 @@ def gradients_of(model: nn.Module, x: Tensor, factor: float = 1.0) -> list[Tenso
     return [each.grad / factor for each in (*results, x, *model.parameters())]
 
 
-@pytest.mark.parametrize("lists", ["default", "o3"])
+@pytest.mark.parametrize("lists", long_beyond(1, ["default", "o3"]))
 @pytest.mark.parametrize("how", CHECKPOINTED, ids=lambda how: how.__name__)
 @way
 def test_the_gradient_of_what_a_checkpoint_returns(options: dict[str, Any], how: Any, lists: str) -> None:

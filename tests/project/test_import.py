@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch._dynamo", "torch._inductor", "scipy", "networkx", "sympy", "rich", "onnx", "onnx_ir", "transformers")
 
 
+@cache
 def said(code: str) -> str:
     """What `code` prints in a fresh process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
