@@ -420,7 +420,7 @@ def _free_outputs(part: Captured) -> None:
 
 
 def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
-    """Return the positions of the results that a body returns low; empty if the body must return fp32."""
+    """Return the positions of the results that a checkpoint body returns low; empty if the body must return fp32."""
     if not any(o.demand is Demand.ANY for node in part.problem.graph if node.role == "output" for o in node.operands):
         return set()
     low = {node.name for node in plan.nodes if node.colour is Colour.LOW}

@@ -175,7 +175,7 @@ def elements_read(graph: OpGraph, node: OpNode) -> int:
 
 @dataclass(frozen=True)
 class Price:
-    """Price of a graph whose ops have given colours, in ticks of 0.1 ns."""
+    """Price of a graph whose ops have given colours (low or high), in ticks of 0.1 ns."""
 
     ops: int
     casts: int
@@ -189,7 +189,7 @@ class Price:
 
 
 class Prices:
-    """Computes the price of one graph for many assignments of colours. The constructor computes the price of each op and cast once."""
+    """Computes the price of one graph for many choices of its ops' colours (low or high). The constructor prices each op and cast once."""
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.places = {node.name: place for place, node in enumerate(graph)}
@@ -217,7 +217,7 @@ class Prices:
         self.mixed_read = np.array([model.mixed_read(graph[value]) for value, _ in keys], np.int64)
 
     def of(self, colours: Mapping[str, Colour]) -> Price:
-        """Return the price of all ops, and of the casts between them, if each node has the colour that `colours` gives it by name."""
+        """Return the price of all ops, and of the casts between them, if nodes have the colours (low or high) in `colours`, by name."""
         low = np.array([colours[name] is Colour.LOW for name in self.places], bool)
         made_low, runs_low = low[self.maker], low[self.reader] & ~self.always_high
         mixing_high = np.bincount(self.reader[self.promoted & ~made_low], minlength=len(low)) > 0
@@ -232,7 +232,7 @@ class Prices:
 
 
 def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:
-    """Return the price of `graph` if each node has the colour given by `colours`, by name. To price many assignments, use `Prices`."""
+    """Return the price of `graph` if its nodes have the `colours` (low or high), by name. To price many assignments, use `Prices`."""
     return Prices(graph, model).of(colours)
 
 

@@ -60,7 +60,7 @@ class Decisions:
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
-        """Add the edit `what` to each of the ops `nodes` that is painted low."""
+        """Add the edit `what` to each of the ops `nodes` that has the colour low."""
         for name in nodes:
             if self.paints[name].colour is Colour.LOW:
                 self.edit(problem, name, what)
@@ -71,7 +71,7 @@ class Decisions:
             self.notes.append(text)
 
     def freeze(self, problem: Problem) -> RegionPlan:
-        """Return the decisions as the plan of the graph of `problem`. Every node of the graph must have a colour."""
+        """Return the decisions as the plan of the graph of `problem`. Every node of the graph must have a colour (low, high or plain)."""
         place = problem.costs.place if self.candidates else ""
         return RegionPlan(
             name=problem.name,

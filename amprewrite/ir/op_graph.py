@@ -155,7 +155,7 @@ class OpGraph:
         return (self.nodes[feeder] for feeder in self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
-        """Return, by name of the precision group, the names of its nodes, which share one colour."""
+        """Return {name of a precision group: names of its nodes}. The nodes of a group share one colour (low or high)."""
         groups: dict[str, list[str]] = {}
         for node in self:
             if node.precision_group:

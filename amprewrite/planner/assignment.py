@@ -76,7 +76,7 @@ class Assignment:
 
 
 def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> Assignment:
-    """Return the cheapest colours of `open_nodes`, given the fixed colours of all other nodes in `colours`.
+    """Return the cheapest colours (low or high) of `open_nodes`, given the fixed colours of all other nodes in `colours`.
 
     The search computes at most 500 cuts, and fewer for a large graph. If that is not enough, the best assignment found so far is returned,
     with a `gap` above 0. Raises Contradiction if nodes that must share a colour are forced to both colours.

@@ -296,7 +296,7 @@ class Session(GraphRewriter):
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
         """Report that Dynamo ran original code in a call, and let the next call capture anew if that may help.
 
-        `ran`: the regions that ran in the call. `said`: Dynamo's reasons, "" if it gave none.
+        `ran`: the rewritten graphs that ran in the call. `said`: Dynamo's reasons, "" if it gave none.
         """
         switched_off = dynamo.why_switched_off()
         own = any(region.place == entry.place for region in ran)

@@ -126,7 +126,7 @@ def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def scales_itself(node: Node) -> bool:
-    """True if `node` is a checkpoint whose body scales its own gradients. The gradients of the checkpoint are then unscaled."""
+    """True if `node` is a checkpoint whose body graph scales its own gradients. The gradients of the checkpoint are then unscaled."""
     inputs = [each.target for body in bodies(node) for each in body.graph.find_nodes(op="placeholder")] if is_checkpoint(node) else []
     return SCALE in inputs
 
@@ -138,7 +138,7 @@ def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
 
 
 def _reads_results(node: Node) -> bool:
-    """True if the body of a checkpoint, or of a checkpoint inside it, reads a value that it returns."""
+    """True if the body graph of a checkpoint, or of a checkpoint inside it, reads a value that it returns."""
     for body in bodies(node):
         inner = (each for each in body.graph.nodes if is_checkpoint(each))
         if any(True for _ in read_results(body.graph)) or any(_reads_results(each) for each in inner):

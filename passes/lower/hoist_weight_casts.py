@@ -202,7 +202,7 @@ def _casts(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool
 
 
 def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
-    """True if `user` is a checkpoint whose body reads `source` only through casts to `low`."""
+    """True if `user` is a checkpoint whose body graph reads `source` only through casts to `low`."""
     if not is_checkpoint(user):
         return False
     places = [place for place, operand in enumerate(user.args[1:]) if operand is source]

@@ -33,7 +33,7 @@ class PlanCasts(Pass[Problem, Decisions]):
 
 
 def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
-    """Return the casts that the colours require, in canonical order of their first users."""
+    """Return the casts that the colours (low or high) of the nodes require, in canonical order of their first users."""
     colours, low = decisions.colours, problem.policy.low.name
     users: dict[tuple[str, str, int], list[str]] = {}
     for node in problem.graph:

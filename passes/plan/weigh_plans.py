@@ -53,7 +53,7 @@ class WeighPlans(Pass[Problem, Decisions]):
     name = "weigh-plans"
 
     def __init__(self, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-        """`by_cost` are the passes that choose colours by prices. They are run again to plan the graph alone."""
+        """`by_cost` are the passes that choose colours (low or high) by prices. They are run again to plan the graph alone."""
         self.by_cost = by_cost
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:

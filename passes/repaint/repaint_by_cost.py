@@ -40,7 +40,7 @@ class RepaintByCost(Pass[Problem, Decisions]):
 
 
 def _give_reason(problem: Problem, decisions: Decisions, node: OpNode) -> None:
-    """Record the reason for a node's colour and, as its cause, a neighbour of the same colour."""
+    """Record the reason for a node's colour (low or high) and, as its cause, a neighbour of the same colour."""
     colour = decisions.paints[node.name].colour
     ally, beside_low = "", False
     for name in _near(problem, node):

@@ -118,10 +118,10 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (plan with the colours that the user chose for PyTorch nodes, True if only its nodes with a node override count).
+    """Return (plan with the colours, low or high, that the user chose for PyTorch nodes; True if only nodes with a node override count).
 
-    The argument `plan` takes precedence over a plan given to `rewrite`, which takes precedence over `node:` overrides. The
-    result is None if the user gave none of the three.
+    The argument `plan` takes precedence over a plan given to `rewrite`, which takes precedence over `node:` overrides. The result is None
+    if the user gave none of the three.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given

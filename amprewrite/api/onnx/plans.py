@@ -66,7 +66,7 @@ class Carried:
 
 
 def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carried:
-    """Fix the colours of ops in an ONNX graph to the colours that the same ops have in a PyTorch plan. Return what was matched.
+    """Fix the colours (low or high) of ops in an ONNX graph to those of the same ops in a PyTorch plan. Return how many were matched.
 
     With `only_chosen`, only ops for which the user gave a node override are fixed.
     """

@@ -126,7 +126,7 @@ def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]
 
 
 def is_checkpoint(node: torch.fx.Node) -> bool:
-    """True if the node runs the body of an activation checkpoint."""
+    """True if the node runs the body graph of an activation checkpoint."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES
 
 

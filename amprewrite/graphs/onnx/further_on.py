@@ -64,7 +64,7 @@ class Readers(MaskRules[ir.Value]):
                     self._leaving.setdefault(value, []).extend((*node.outputs, *body.inputs))
 
     def reads(self, value: ir.Value) -> Iterator[Read[ir.Value]]:
-        """Yield one `Read` for each op that reads `value`. An output of a body or of the model counts as an op with the name ""."""
+        """Yield one `Read` for each op that reads `value`. An output of a subgraph or of the model counts as an op with the name ""."""
         for made in self._leaving.get(value, [value] if value.is_graph_output() else []):
             yield Read("", OpKind.CLEAR if made is not value else None, made, floating=is_float(made))
         for use in value.uses():
@@ -91,7 +91,7 @@ class Readers(MaskRules[ir.Value]):
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Describe how a node uses its operand at position `place` to make `made`. `crosses`: the node passes the operand to a body."""
+    """Describe how a node uses its operand at position `place` to make `made`. `crosses`: the node passes the operand to a subgraph."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None

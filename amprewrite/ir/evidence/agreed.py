@@ -61,11 +61,11 @@ class Agreed:
     """Decisions about fp8 in the same form: a low product runs in fp8, a high product does not. None if no graph has decided."""
 
     def of(self, ops: Iterable[ColouredOp]) -> dict[str, Colour]:
-        """Return the agreed colours of `ops`, which belong to one graph, by name. Ops without an agreed colour are left out."""
+        """Return {name: agreed colour (low or high)} for `ops`, which belong to one graph. Ops without an agreed colour are left out."""
         return {name: self.places[place][match] for name, place, match in self._known(ops)}
 
     def whys_of(self, ops: Iterable[ColouredOp]) -> dict[str, str]:
-        """Return, by name, the reason for each agreed colour that `of` returns, from the graph that decided the colour."""
+        """Return {name: reason} for each agreed colour (low or high) that `of` returns, from the graph that decided the colour."""
         return {name: self.whys[place][match] for name, place, match in self._known(ops)}
 
     def _known(self, ops: Iterable[ColouredOp]) -> Iterator[tuple[str, Place, Call]]:
@@ -74,7 +74,7 @@ class Agreed:
                 yield calls[call].name, place, match
 
     def joined(self, plan: Iterable[NodePlan]) -> Agreed:
-        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. High wins where two graphs differ."""
+        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. High wins over low."""
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
         places, whys, changed = dict(self.places), dict(self.whys), False
@@ -101,7 +101,7 @@ class Agreed:
         return self if joined is known else replace(self, products=joined)
 
     def contradicts(self, plan: Iterable[NodePlan]) -> bool:
-        """True if the colour of some op of a planned graph is not the agreed colour. Ops whose reason is in FREE may differ."""
+        """True if an op of a planned graph has another colour (low or high) than was agreed. Ops whose reason is in FREE may differ."""
         plan = tuple(plan)
         agreed = self.of(plan)
         return any(agreed.get(node.name, node.colour) is not node.colour and node.reason not in FREE for node in plan)

@@ -179,13 +179,13 @@ class RegionPlan:
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
-        """Return this region, renamed to `name`, followed by the plans of its subgraphs, whose names are "name.subgraph"."""
+        """Return this plan of one graph, renamed to `name`, followed by the plans of its subgraphs, whose names are "name.subgraph"."""
         bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
         return (replace(self, name=name, bodies=()), *bodies)
 
     @property
     def left(self) -> tuple[str, ...]:
-        """For this region and each of its subgraphs that stays fp32 as a whole: a sentence with the reason; () if none does."""
+        """For this graph and each of its subgraphs that stays fp32 as a whole: a sentence with the reason; () if none does."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )
@@ -224,12 +224,12 @@ class ModelPlan:
     # -- reading ------------------------------------------------------------
     @property
     def nodes(self) -> tuple[NodePlan, ...]:
-        """All nodes of all regions. If there are several regions, names have the form "region/node"."""
+        """All nodes of all regions (plans of one graph each). If there are several regions, names have the form "region/node"."""
         return tuple(node for _, node in self.in_regions())
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """All casts of all regions. If there are several regions, names of nodes have the form "region/node"."""
+        """All casts of all regions (plans of one graph each). If there are several, names of nodes have the form "region/node"."""
         if len(self.regions) == 1:
             return self.regions[0].casts
         return tuple(
@@ -239,7 +239,7 @@ class ModelPlan:
         )
 
     def in_regions(self) -> Iterator[tuple[RegionPlan, NodePlan]]:
-        """Yield each of `nodes` with its region."""
+        """Yield each of `nodes` with its region, the plan of its graph."""
         several = len(self.regions) > 1
         for region in self.regions:
             for node in region.nodes:
@@ -426,7 +426,10 @@ def shape_of(node: NodePlan) -> str:
 
 
 def region_lines(region: RegionPlan) -> list[str]:
-    """Return the printed lines of a region: columns with name, shape, dtype, colour and reason. A cast precedes its first reader."""
+    """Return the printed lines of the plan of one graph: columns with name, shape, dtype, colour and reason.
+
+    A cast precedes its first reader.
+    """
     state = "training" if region.training else "inference"
     lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {len(region.casts)} casts)"]
     shown = [node for node in region.nodes if node.role == "op"]

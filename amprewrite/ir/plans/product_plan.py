@@ -117,7 +117,7 @@ class QuantisedCopy:
 
 @dataclass(frozen=True)
 class QuantisedProducts:
-    """All decisions about fp8 in one region. It is empty if the user did not ask for fp8, or if no product can run in fp8."""
+    """All decisions about fp8 in the plan of one graph. It is empty if the user did not ask for fp8, or if no product can run in fp8."""
 
     recipe: str = ""
     """Name of a row of `tables/recipes.py`."""

@@ -23,7 +23,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One entry of `overrides=`: a pattern that selects ops, modules or nodes, and the colour or list that they get."""
+    """One entry of `overrides=`: a pattern that selects ops, modules or nodes, and the colour (low or high) or list that they get."""
 
     key: str
     """The key as the user wrote it."""

@@ -54,7 +54,10 @@ Contents = Mapping[str, Content]
 
 @dataclass
 class Rule:
-    """The rule of one call for padded dims. Without ties no dim of the call may be padded."""
+    """The padding rule of one call: which of its dims are padded together (`ties`), and for which sizes its kernel is fast (`wants`).
+
+    Without ties no dim of the call may be padded.
+    """
 
     ties: list[tuple[Leg, ...]] = field(default_factory=list)
     """The ties of the call. All legs of one tie are the same dim."""
@@ -70,7 +73,7 @@ class Rule:
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
     def tie(self, *legs: Leg) -> None:
-        """Declare that all `legs` are the same dim, so that they have the same size and the same padding."""
+        """Declare that all `legs`, descriptions of a dim of an operand or result, are the same dim, with the same size and padding."""
         self.ties.append(legs)
 
 

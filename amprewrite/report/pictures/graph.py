@@ -38,7 +38,7 @@ class Drawing:
 
 
 def draw(plan: ModelPlan) -> Drawing:
-    """Return the nodes, edges and nested boxes of the whole plan. With several regions, each region is a box."""
+    """Return the nodes, edges and nested boxes of the whole plan. If it covers several graphs, each graph is a box."""
     nodes: list[NodePlan] = []
     paths: list[tuple[str, ...]] = []
     edges: list[Edge] = []

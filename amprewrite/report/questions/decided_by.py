@@ -18,7 +18,7 @@ OPEN = "open"
 
 @dataclass(frozen=True)
 class Decided:
-    """The colour of one op after a pass, and the pass that decided the colour."""
+    """The colour (low, high or plain) of one op after a pass, and the pass that decided the colour."""
 
     node: str
     op: str
@@ -32,7 +32,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Progress:
-    """The decisions on one region after a pass."""
+    """The decisions on one region, the plan of one graph, after a pass."""
 
     region: str
     after: str
@@ -88,7 +88,7 @@ def _decided(planned: NodePlan, decisions: Decisions, by: dict[str, str]) -> Dec
 
 
 def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
-    """Return a row (node, colour, pass, why) for each op. With several regions, node names have the form "region/node"."""
+    """Return a row (node, colour, pass, why) for each op. If there are several graphs, node names have the form "region/node"."""
     several = len(found) > 1
     return [
         (f"{each.region}/{node.node}" if several else node.node, node.colour, node.by, node.why) for each in found for node in each.nodes

@@ -43,13 +43,13 @@ def explain(plan: ModelPlan, name: str = "") -> str:
 
 
 def region_of(plan: ModelPlan, node: NodePlan) -> RegionPlan:
-    """Return the region that holds `node`, a node of `plan.nodes`."""
+    """Return the region, the plan of one graph, that holds `node`, a node of `plan.nodes`."""
     name = node.name.partition("/")[0]
     return next((region for region in plan.regions if len(plan.regions) > 1 and region.name == name), plan.regions[0])
 
 
 def bare_name(plan: ModelPlan, node: NodePlan) -> str:
-    """Return the name of `node` inside its region, without the region's prefix."""
+    """Return the name of `node` without the prefix of its region, which names in a plan of several graphs have."""
     return node.name.partition("/")[2] if len(plan.regions) > 1 else node.name
 
 
@@ -123,7 +123,7 @@ def _left_high(node: NodePlan) -> str:
 
 
 def _by_reason(plan: ModelPlan) -> list[str]:
-    """Return one sentence for each colour and reason: the number of ops with that reason, and the first op's name."""
+    """Return one sentence for each colour (low or high) and reason: the number of ops with that reason, and the first op's name."""
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     counted = Counter((node.colour, node.reason) for node in ops)
     lines = []

@@ -31,7 +31,7 @@ OTHER = {Colour.LOW: Colour.HIGH, Colour.HIGH: Colour.LOW}
 
 @dataclass(frozen=True)
 class Change:
-    """Result of a trial: the effect on a region's plan if some nodes are overridden with another colour."""
+    """Result of a trial: the effect on the plan of one graph if some nodes are overridden with another colour (low or high)."""
 
     colour: Colour
     """The new colour."""
@@ -65,7 +65,7 @@ class Change:
 
 
 class WhatIf:
-    """Tries changes on one region of a plan. `WhatIf.of` returns None for a region that was read from JSON or edited."""
+    """Tries changes on one region, the plan of one graph. `WhatIf.of` returns None for a region that was read from JSON or edited."""
 
     def __init__(self, region: RegionPlan) -> None:
         assert isinstance(region.basis, Problem)
@@ -79,7 +79,7 @@ class WhatIf:
         return cls(region) if isinstance(region.basis, Problem) else None
 
     def decide(self, colours: Mapping[str, Colour]) -> RegionPlan:
-        """Return the region's plan with these nodes overridden. If the region follows a given plan, that plan is edited instead."""
+        """Return the plan of the graph with these nodes overridden. If the graph follows a given plan, that plan is edited instead."""
         basis = self.basis
         if basis.given is not None:
             nodes = tuple(replace(node, colour=colours.get(node.name, node.colour)) for node in basis.given.nodes)
@@ -91,7 +91,7 @@ class WhatIf:
         return plan_region(basis)
 
     def forced(self, name: str) -> Change | None:
-        """Return the effect of an override of node `name` itself; None if the node cannot have its other colour."""
+        """Return the effect of an override of node `name` itself; None if the node cannot have its other colour (low or high)."""
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
@@ -114,7 +114,7 @@ class WhatIf:
         return self._change(name, tuple(nodes))
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Yield at most MOST_TOGETHER other ops with the colour of node `name`, the likeliest cause first."""
+        """Yield at most MOST_TOGETHER other ops with the colour (low or high) of node `name`, the likeliest cause first."""
         colour, graph = self.colours[name], self.basis.graph
         planned = {node.name: node for node in self.base.nodes}
         nearest = list(_by_distance(graph, name))
@@ -128,7 +128,7 @@ class WhatIf:
             yield each
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
-        """Pin `nodes` to the opposite of the colour of node `name`. Return the effect; None if `name` has its old colour even then."""
+        """Force `nodes` to the opposite of the colour (low or high) of `name`. Return the effect; None if `name` keeps its colour."""
         colour = OTHER.get(self.colours[name])
         if colour is None:
             return None

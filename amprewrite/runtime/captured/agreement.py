@@ -18,7 +18,7 @@ from amprewrite.tables.vocabulary import Colour
 
 
 class Agreement:
-    """The colours of ops that all graphs of one model share. If `on` is False, each graph is planned separately."""
+    """The colours (low or high) of ops that all graphs of one model share. If `on` is False, each graph is planned separately."""
 
     def __init__(self, on: bool) -> None:
         self.on, self.colours = on, Agreed()

@@ -212,10 +212,10 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Entry:
-    """A module that is called from outside of the model's graphs: the root, a part, or a submodule that the user calls directly.
+    """A module that is called from outside of the model's graphs: the root, or a submodule that is captured separately or called directly.
 
-    An entry whose `captured` is False runs as written, and its parts are entries that are captured. If `compiles` is False, as for an
-    LSTM, the graphs run eagerly with every backend.
+    An entry whose `captured` is False runs as written, and its parts are entries that are captured. If `compiles` is False, as for an LSTM,
+    the graphs run eagerly with every backend.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ def call_as_part(session: Session, path: str, module: nn.Module) -> None:
 
 
 class PartForward:
-    """The forward of a part that is captured separately. Hooks on the part, such as FSDP2's hooks, run outside of its graph."""
+    """The forward of a part: a submodule that is captured separately. Hooks on the part, such as FSDP2's, run outside of its graph."""
 
     def __init__(self, session: Session, path: str, part: nn.Module) -> None:
         self.session, self.path, self.part = session, path, part
@@ -42,7 +42,10 @@ class PartForward:
 
 
 class PartReplicas:
-    """The method of a part that torch.nn.DataParallel calls to get a replica. In a deep copy of the part it makes plain replicas."""
+    """The method of a part (a submodule that is captured separately) that torch.nn.DataParallel calls to get a replica.
+
+    In a deep copy of the part it makes plain replicas.
+    """
 
     def __init__(self, session: Session | None, part: nn.Module) -> None:
         self.session, self.part = session, part

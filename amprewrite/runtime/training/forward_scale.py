@@ -106,7 +106,7 @@ class ScaleUse:
 
 
 class _Backward:
-    """One backward that entered a forward. Autograd calls this object at the end of the backward, and drops it if the backward fails."""
+    """One backward through a forward. Autograd calls this object at the end of the backward, and drops it if the backward fails."""
 
     def __init__(self) -> None:
         self.over = False
@@ -185,7 +185,7 @@ class ForwardScale:
 
     @uncaptured
     def enter(self) -> None:
-        """If the backward under way has just entered this forward, decide if it uses the scale or 1, and call `entered`."""
+        """If the backward that runs now has just reached this forward, decide if it uses the scale or 1, and call `entered`."""
         number = current_backward()
         if number < 0 or self.in_backward():
             return
@@ -200,7 +200,7 @@ class ForwardScale:
         self._backward = weakref.ref(backward)
 
     def in_backward(self) -> bool:
-        """True if a backward that entered this forward has not ended."""
+        """True while a backward through the graphs of this forward runs."""
         backward = None if self._backward is None else self._backward()
         return backward is not None and not backward.over
 

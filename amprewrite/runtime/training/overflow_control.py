@@ -144,7 +144,7 @@ class StepGate(StepRecord):
         return len(self._guarded) > 0
 
     def await_backward(self, results: Iterable[Any], learning: Sequence[int] = ()) -> None:
-        """Check gradients for overflow at the end of each backward that enters one of `results`.
+        """Check gradients for overflow at the end of each backward through one of `results`.
 
         `learning`: ids of the parameters that require gradients and that the results depend on.
         """

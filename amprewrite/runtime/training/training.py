@@ -81,6 +81,6 @@ class Training:
             self._thread.scale = None
 
     def await_backward(self, results: Any) -> None:
-        """Check gradients for overflow at the end of each backward that enters the `results` of an outermost call."""
+        """Check gradients for overflow at the end of each backward through `results`, the results of a call of the model."""
         if torch.is_grad_enabled() and self.loss_scale.enabled:
             self.gate.await_backward((results,) if isinstance(results, torch.Tensor) else tree_leaves(results))

@@ -201,7 +201,7 @@ def _known(op: str) -> str:
 
 @dataclass(frozen=True)
 class OpLists:
-    """Op lists: the kind of each op, and the rule that chooses colours by these kinds."""
+    """Op lists: the kind of each op, and the rule that chooses colours (low or high) by these kinds."""
 
     name: str
     rule: Rule

@@ -89,7 +89,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient that leaves a region through a cast: `gradient * factor` as `dtype`, multiplied in fp32 at least.
+    """Return the gradient of a cast's operand, without the loss scale: `gradient * factor` as `dtype`, multiplied in fp32 at least.
 
     The result can be differentiated if gradients are recorded.
     """

@@ -83,8 +83,8 @@ def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
 def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
     """Return (`matrix * scale` in `fmt`, the transpose of this copy). A copy that is not wanted may be empty.
 
-    `straight` and `turned` tell whether the first and the second copy are wanted. `scale` is 0-dim, a column or a row. On a GPU with fp8
-    units the transpose has its own memory, because products read along rows only, and because the other copy may be freed.
+    `straight` and `turned` tell whether the first and the second (transposed) copy are wanted. `scale` is 0-dim, a column or a row. On a
+    GPU with fp8 units the transpose has its own memory, because products read along rows only, and because the other copy may be freed.
     """
     found: tuple[Tensor, Tensor] | None = by_kernel(matrix, lambda kernels: kernels.cast_both(matrix, scale, fmt.dtype, straight, turned))
     if found is not None:

@@ -68,7 +68,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Scale, clamp and cast one tile.
 
-    WAYS: 1 writes the tile straight, 2 transposed, 3 both. BY: 0 for one scale, 1 for a scale of each row, 2 of each column.
+    WAYS: 1 writes the tile untransposed, 2 transposed, 3 both. BY: 0 for one scale, 1 for a scale of each row, 2 of each column.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -68,7 +68,7 @@ class _Union:
 
 @dataclass
 class Ties:
-    """Groups of nodes that must have one colour, because they share memory written in place or are results of one kernel."""
+    """Groups of nodes that must have one colour (low or high), because they share memory written in place or are results of one kernel."""
 
     group: dict[torch.fx.Node, torch.fx.Node]
     """Representative of the group of each node."""

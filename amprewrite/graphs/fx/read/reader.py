@@ -252,7 +252,7 @@ def _reads_bits(fact: Fact) -> bool:
 
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbers) -> tuple[Colour, Reason, str] | None:
-    """Return (colour, reason, detail) if facts force the colour of a node; None if the op lists and the passes may choose the colour."""
+    """Return (high or low, reason, detail) if facts force the format of a node; None if the op lists and the passes may choose it."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "op" and fact.dtype.startswith(NOT_DENSE) and fact.dtype.endswith("fp32"):
@@ -314,7 +314,10 @@ def _read_anything(fact: Fact) -> None:
 
 
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Return (high, reason, detail) for an op that makes fp32 from other dtypes; None for exact conversions of booleans or low values."""
+    """Return (high, reason, detail), to force fp32, for an op that makes fp32 from other dtypes; None if it converts exactly.
+
+    A conversion of booleans or of low values is exact, so it may return the low format instead.
+    """
     if fact.operands or (fact.may_be_idle and fact.relative):
         return None
     first = fact.node.args[0] if fact.node.args else None

@@ -66,7 +66,7 @@ Copies = dict[Key, _Copy]
 
 @dataclass(eq=False)
 class Block:
-    """Copies that are kept for several calls. `lasting` marks the block of `cache_weights="step"`, which never closes.
+    """Low copies of weights that are kept for several calls. `lasting` marks the block of `cache_weights="step"`, which never closes.
 
     `cause` is the call or option that opened the block, for messages. `depth` counts the contexts that use the block.
     """
@@ -83,13 +83,13 @@ class Block:
 
 
 class _OpenBlock(threading.local):
-    """Holds for each thread the block that was opened for this thread alone; None if there is none."""
+    """Holds for each thread the `Block` (kept copies of weights) that was opened for this thread alone; None if there is none."""
 
     block: Block | None = None
 
 
 class WeightCache:
-    """Makes the low copies of the weights of one rewritten model, and keeps them in the open blocks.
+    """Makes the low copies of the weights of one rewritten model, and keeps them for several calls while a `Block` is open.
 
     `until_step` opens the block of `cache_weights="step"`, which keeps copies until an optimizer steps.
     """
@@ -145,7 +145,7 @@ class WeightCache:
 
     # -- blocks --------------------------------------------------------------------------
     def block(self) -> Block | None:
-        """Return the block that keeps the copies of calls in this thread now; None if no block is open."""
+        """Return the `Block` that keeps the low copies of calls in this thread now; None if no block is open."""
         if self._until_step is not None:
             return None if self._replayed else self._until_step
         own: Block | None = self._own.block
@@ -153,7 +153,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def frozen(self, names: Names, cause: str, everywhere: bool) -> Iterator[None]:
-        """Context that keeps copies in a block, and checks at its end that no weight changed.
+        """Context that keeps low copies of weights for several calls in a `Block`, and checks at its end that no weight changed.
 
         With `everywhere`, all threads share the block, and every copy is compared in full. Otherwise the block is for this thread, and a
         sample of every copy is compared. `names` and `cause` are for messages. Raises StaleWeightsError if a weight changed; warns instead
@@ -244,11 +244,12 @@ class WeightCache:
 
     # -- writes that PyTorch does not count --------------------------------------------------
     def look(self, names: Names) -> None:
-        """Compare a few rows of a few kept copies with their weights, other rows and copies at each call.
+        """Compare a few rows of a few kept copies with their weights, to find writes that PyTorch does not count.
 
-        If a weight changed, the copies are dropped. The block of `cache_weights="step"` then warns, any other block raises
-        StaleWeightsError. On a CPU the result is used at once, before the copies are read. On an accelerator it is read at a later call, so
-        that the host does not wait. The block of a `generate()` is compared only at its end, so that not every token pays for a comparison.
+        Each call checks other rows and copies. If a weight changed, the copies are dropped. The block of `cache_weights="step"` then warns,
+        any other block raises StaleWeightsError. On a CPU the result is used at once, before the copies are read. On an accelerator it is
+        read at a later call, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every
+        token pays for a comparison.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):

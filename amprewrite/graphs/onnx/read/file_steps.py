@@ -65,7 +65,7 @@ class _OnnxSteps(SmallSteps[str]):
         return self.graph[node].shape
 
     def given(self, name: str) -> list[ir.Value]:
-        """Return the operands of the op `name`; [] if it is no op of the file, or a `loop` or `scan`, where a body begins or ends."""
+        """Return the operands of the op `name`; [] if it is no op of the file, or a `loop` or `scan`, where a subgraph begins or ends."""
         node = self.graph[name]
         if node.role != "op" or node.op in BODIES or name not in self.nodes:
             return []

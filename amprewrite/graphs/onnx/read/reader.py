@@ -386,7 +386,7 @@ class _Reader:
             self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], precision_group)
 
     def read_turns(self, body: ir.Graph) -> None:
-        """Read a body that runs many times. Prices of casts in it count TURNS times."""
+        """Read a body (subgraph) that runs many times. Prices of casts in it count TURNS times."""
         self.turns *= TURNS
         self.read_nodes(body)
         self.turns //= TURNS
