@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -107,6 +108,21 @@ def packages(out: Path, interpreter: Path, python: str, transformers: str) -> Pa
     return home
 
 
+def ends_within(limit: float, words: list[str], log: Path, settings: dict[str, str]) -> bool:
+    """Run a command and append its output to `log`. True if it ends within `limit` seconds; otherwise end it with all its children."""
+    with log.open("a") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=settings, cwd=ROOT, start_new_session=True)
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return True
+
+
 def run(cell: Cell, out: Path, known: dict[tuple[str, str], Path], minutes: float) -> None:
     """Fill the line of a cell."""
     began = time.monotonic()
@@ -124,11 +140,8 @@ def run(cell: Cell, out: Path, known: dict[tuple[str, str], Path], minutes: floa
     cell.transformers = next(home.glob("transformers-*.dist-info")).name.split("-")[1].removesuffix(".dist")
 
     def follow(limit: float, *words: str) -> str:
-        with log.open("a") as file:
-            try:
-                subprocess.run([str(interpreter), *words], stdout=file, stderr=subprocess.STDOUT, env=settings, cwd=ROOT, timeout=limit)
-            except subprocess.TimeoutExpired:
-                cell.failed.append(f"{words[0]} {words[1]} takes more than {limit:.0f} s")
+        if not ends_within(limit, [str(interpreter), *words], log, settings):
+            cell.failed.append(f"{words[0]} {words[1]} takes more than {limit:.0f} s")
         return log.read_text()
 
     rows = out / f"{cell.asked.replace('/', '_')}.jsonl"
