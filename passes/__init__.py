@@ -43,7 +43,6 @@ from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.plan.plan_casts import PlanCasts
 from amprewrite.passes.plan.plan_clamps import PlanClamps
 from amprewrite.passes.plan.plan_constants import PlanConstants
-from amprewrite.passes.plan.plan_gradient_blocks import PlanGradientBlocks
 from amprewrite.passes.plan.plan_kernel_needs import PlanKernelNeeds
 from amprewrite.passes.plan.plan_masks import PlanMasks
 from amprewrite.passes.plan.plan_pads import PlanPads
@@ -87,7 +86,6 @@ PLAN: tuple[Deciding, ...] = (
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanClamps(),  # clamp constants of low ops to the range of the low format, because they would become infinities
     PlanKernelNeeds(),  # give norms fp32 statistics and convolutions separate pads where low CPU kernels would be inexact otherwise
-    PlanGradientBlocks(),  # in training, group weights that share an autograd node, so that one launch casts all weights of a group
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
@@ -122,7 +120,7 @@ TIDY: tuple[Applying, ...] = (
 )
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
-    HoistWeightCasts(),  # with a weight cache, cast many weights in one launch instead of one launch each
+    HoistWeightCasts(),  # with a weight cache, read kept copies of weights, so that calls meanwhile cast no weight
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored, so that low copies need no cast
     KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that calls meanwhile quantise no weight
     SuitCompiler(),  # for a compiler, record the source of each input, and let it save low values for backward instead of fp32 copies

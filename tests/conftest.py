@@ -56,14 +56,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is taken for a device whose launches cost: many weights are cast at once."""
-    from amprewrite.runtime import options
-
-    monkeypatch.setattr(options, "WHERE_READ", frozenset())
-
-
-@pytest.fixture
 def capture() -> Callable[..., torch.fx.GraphModule]:
     """`capture(function, *args)`: the one graph that torch.compile makes of it, without gradients unless `grad=True`."""
 

@@ -119,14 +119,12 @@ def rewrite(
             means no fp8. Needs dtype="bf16". A device without fp8 units emulates the same numbers if a rule or "fp8-all" asks for fp8.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs. "inductor" keeps fp32 inside its
             kernels, so its numbers differ from "eager" by rounding; "inductor-exact" fuses less and gives the same numbers.
-        cache_weights: when to cast weights, and how long to keep the low copies. With True, eager graphs on a GPU cast many weights in
-            one launch, and in training cast their gradients back in a few launches; on a CPU, and in compiled graphs, each weight is
-            cast where it is read. Copies last for one call, so that no write to a weight is missed. In calls without gradients,
-            `amp.frozen_weights()` keeps copies for a `with` block, and `generate()` for its own duration. With "step", copies are kept
-            until any optimizer steps, the mode changes or weights are loaded, in eager training too, so that gradient accumulation
-            casts each weight once; copies of weights that take no gradient are kept longer. Then call `amp.weights_changed()` after
-            writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives): most are found at a later call, with a warning,
-            but not all. With False, every weight is cast where it is read.
+        cache_weights: how long to keep low copies of weights. With True, each weight is cast where it is read, so that no write to a
+            weight is missed. In calls without gradients, `amp.frozen_weights()` keeps copies for a `with` block, and `generate()` for
+            its own duration. With "step", copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager
+            training too, so that gradient accumulation casts each weight once; copies of weights that take no gradient are kept
+            longer. Then call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives):
+            most are found at a later call, with a warning, but not all. With False, no copy is kept, in such blocks either.
         strict: whether code that cannot be captured raises CaptureError instead of running in fp32 with a warning.
         inplace: whether to turn `model` itself into the rewritten model and return it, for code that keeps its model object, as many
             trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model does not change.

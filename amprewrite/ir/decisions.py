@@ -32,7 +32,6 @@ class Decisions:
     candidates: tuple[Candidate, ...] = ()
     """The plans that were compared by price, the chosen plan first; empty if no plans were compared."""
     edits: list[NodeEdit] = field(default_factory=list)
-    gradient_blocks: tuple[tuple[str, ...], ...] = ()
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
     notes: list[str] = field(default_factory=list)
 
@@ -83,7 +82,6 @@ class Decisions:
             pads=self.pads,
             edits=tuple(self.edits),
             scales_loss=problem.scale_loss,
-            gradient_blocks=self.gradient_blocks,
             quantised=self.quantised,
             basis=replace(problem, pads_off=True),
             candidates=self.candidates,

@@ -39,9 +39,6 @@ class Problem:
     """Whether loss scaling is built into a graph around this one."""
     kept_high: tuple[Reason, str] | None = None
     """(reason, op) if this whole graph stays fp32; the graph is then the body of that op, such as a loop. None if it may run low."""
-    block_size: int = 0
-    """Largest number of weight elements in one gradient block (weights that share an autograd node); 0 if there are no blocks, so that
-    each weight is cast where it is read."""
     fold_masks: Literal["", "fixed", "any"] = ""
     """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that have
     to be tested in each call, which only a graph without a compiler can do."""

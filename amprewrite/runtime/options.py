@@ -18,13 +18,6 @@ from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.recipes import BASE
 
-WHERE_READ = frozenset({"cpu"})
-"""Kinds of devices on which a graph casts each weight where it reads the weight, because launches on these devices cost nothing.
-
-Compared with a cast of many weights at once this saves 3 to 10 % of a training step of BERT, GPT-2, Llama, ViT and T5 with 12 small
-layers (torch 2.13, bf16).
-"""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -36,8 +29,8 @@ class Options:
     overrides: tuple[Override, ...] = ()
     backend: str | Callable[..., Any] = "eager"
     cache_weights: bool | str = True
-    """False: in each call a graph casts each weight where it reads the weight. True: one launch may cast many weights, and the calls inside
-    one `generate()` may share the copies. "step": as True, and training keeps the copies, too, until an optimizer steps."""
+    """True: a graph casts each weight where it reads the weight, and calls without gradients in a block that keeps copies share them.
+    "step": as True, and all eager graphs keep copies until an optimizer steps. False: no copy is kept."""
     strict: bool = False
     given: ModelPlan | None = None
     """An earlier plan that the rewrite follows; None: the rewrite makes a plan."""
@@ -60,18 +53,6 @@ class Options:
     """Rules for the products (matmuls) that may read fp8 copies of their operands; None: no product runs in fp8."""
     frozen: tuple[str, ...] | None = None
     """Names of the fp32 parameters that took gradients before the model was frozen; None: the model is not frozen."""
-
-    def casts_at_once(self, compiles: bool, training: bool, device: str, kept: bool) -> bool:
-        """True if one launch casts many weights; False if a graph casts each weight where it reads the weight.
-
-        `compiles`: the backend compiles the graph. `kept`: copies outlive the call in inference. A compiled graph uses one launch only for
-        inference with `kept` copies, because otherwise the compiler fuses the casts in the graph and frees their results early. An eager
-        graph uses one launch if copies outlive the call, and on every device that is not in WHERE_READ.
-        """
-        if compiles and self.backend != "eager":
-            return bool(self.cache_weights) and kept and not training
-        kept = self.cache_weights == "step" if training else kept
-        return bool(self.cache_weights) and (kept or device not in WHERE_READ)
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool | str, products: ProductPolicy | None) -> Policy:

@@ -1,8 +1,10 @@
 """Queries about dispatch modes, transforms of torch.func, fake tensors and wrapper subclasses."""
 
 import torch
+from torch import Tensor
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "exit_autocast",
     "is_any_autocast_enabled",
     "is_legacy_batched",
+    "is_plain",
     "is_traceable_wrapper_subclass",
     "is_wrapped_by_transform",
     "tracing_context",
@@ -38,3 +41,11 @@ is_wrapped_by_transform = torch._C._functorch.is_functorch_wrapped_tensor
 """True if a tensor is wrapped by a running transform of torch.func, for example as a batched tensor of vmap."""
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 """True if a tensor is batched by `torch.autograd.grad(..., is_grads_batched=True)`."""
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True if `tensor` is ordinary strided memory: not a subclass, not a wrapper of a torch.func transform, not traced."""
+    if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
+        return False
+    wrapped = is_wrapped_by_transform(tensor) or is_legacy_batched(tensor)
+    return not (wrapped or torch._is_functional_tensor(tensor))

@@ -34,8 +34,7 @@ class WeightCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
-        sources = [args[0]] if name == "_to_copy" else args[1] if name == "_foreach_copy_" else []
-        self.count += sum(isinstance(t, torch.Tensor) and t.data_ptr() in self.parameters for t in sources)
+        self.count += name == "_to_copy" and args[0].data_ptr() in self.parameters
         return func(*args, **(kwargs or {}))
 
 

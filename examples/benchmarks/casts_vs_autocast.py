@@ -2,7 +2,7 @@
 
     python examples/benchmarks/casts_vs_autocast.py [--dtype bf16] [--layers 12] [--only bert,vit]
 
-Counts `aten._to_copy` and `aten._foreach_copy_` between floating dtypes. "activation" counts the casts of the plan that are not of weights.
+Counts `aten._to_copy` between floating dtypes. "activation" counts the casts of the plan that are not of weights.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
-from amprewrite.runtime import options as runtime_options
 
 Case = tuple[nn.Module, dict[str, Any]]
 
 
 class Casts(TorchDispatchMode):
-    """Counts copies from one floating dtype to another; one launch that copies many tensors is one."""
+    """Counts copies from one floating dtype to another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +34,6 @@ class Casts(TorchDispatchMode):
         to = kwargs.get("dtype")
         if func._overloadpacket is torch.ops.aten._to_copy and to is not None and to.is_floating_point:
             self.count += args[0].is_floating_point() and args[0].dtype != to
-        elif func._overloadpacket is torch.ops.aten._foreach_copy_:
-            self.count += any(target.dtype != source.dtype for target, source in zip(args[0], args[1], strict=True))
         return func(*args, **kwargs)
 
 
@@ -125,7 +122,6 @@ def main() -> None:
     options.add_argument("--only", default=",".join(CASES))
     asked = options.parse_args()
     warnings.simplefilter("ignore")
-    runtime_options.WHERE_READ = frozenset()  # launches are counted for a GPU, which casts many weights at once
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[asked.dtype]
 
     print(f"casts a training step, {asked.dtype}, {asked.layers} layers, torch {torch.__version__}\n")

@@ -44,7 +44,7 @@ class Clock(hf.StoppingCriteria):
 
 
 class Casts(TorchDispatchMode):
-    """Counts launches that cast, and the bytes that they read; one multi-tensor launch counts once."""
+    """Counts launches that cast, and the bytes that they read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,16 +52,10 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name == "_foreach_copy_":
-            self._add(args[1])
-        elif name == "_to_copy" and args[0].is_floating_point() and result.dtype != args[0].dtype:
-            self._add([args[0]])
+        if func.overloadpacket.__name__ == "_to_copy" and args[0].is_floating_point() and result.dtype != args[0].dtype:
+            self.launches += 1
+            self.bytes += args[0].nbytes
         return result
-
-    def _add(self, sources: list[Tensor]) -> None:
-        self.launches += 1
-        self.bytes += sum(source.numel() * source.element_size() for source in sources)
 
 
 def llama(layers: int, width: int) -> nn.Module:

@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 import amprewrite
-from amprewrite.runtime import options as runtime_options
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import OPS
 
@@ -208,7 +207,6 @@ def main() -> None:
     parser.add_argument("--ops", action="store_true", help="list the ops of which ours has another number than O2")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    runtime_options.WHERE_READ = frozenset()  # launches are counted for a GPU, which casts many weights at once
     table = Table(title="One training step; times are modelled, against autocast's (above 1: faster)", title_justify="left")
     for column in ("net", "dtype", "way", "launches", "casts", "GB"):
         table.add_column(column, justify="left" if column in ("net", "dtype", "way") else "right", no_wrap=True)

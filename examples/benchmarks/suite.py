@@ -5,7 +5,6 @@
     fp32, tf32          the model as it is; with TF32 matmuls (CUDA)
     autocast            torch.autocast, with torch.amp.GradScaler in fp16
     ours                amprewrite.rewrite, eager
-    ours-where          the same, with each weight cast where it is read (cache_weights=False)
     o2                  the model wholly in half with fp32 master weights, written by hand
     half                the limit: model, inputs and optimizer wholly in the low format, nothing kept in fp32
     ...+inductor        fp32, autocast, ours and half through torch.compile
@@ -55,7 +54,7 @@ EVERY = NETS | MORE
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = 0.05
 """How far the first loss may lie from fp32's, relative: all ways agree far better, a wrong one does not."""
-EAGER = ("fp32", "tf32", "autocast", "ours", "ours-where", "o2", "half")
+EAGER = ("fp32", "tf32", "autocast", "ours", "o2", "half")
 COMPILED = ("fp32+inductor", "autocast+inductor", "ours+inductor", "half+inductor")
 SCALE = 1024.0
 """What losses are multiplied by in fp16 where gradients are compared, and in O2."""
@@ -101,9 +100,9 @@ class Way:
         self.scaler = torch.amp.GradScaler(device.type) if self.kind == "autocast" and dtype == torch.float16 else None
         self.context: Any = (lambda: torch.autocast(device.type, dtype)) if self.kind == "autocast" else contextlib.nullcontext
         self.run: Any = self.model
-        if self.kind.startswith("ours"):
-            backend, cached = "inductor" if compiled else "eager", self.kind == "ours"
-            self.run = amprewrite.rewrite(self.model, dtype=dtype, optimizer=self.optimizer, backend=backend, cache_weights=cached)
+        if self.kind == "ours":
+            backend = "inductor" if compiled else "eager"
+            self.run = amprewrite.rewrite(self.model, dtype=dtype, optimizer=self.optimizer, backend=backend)
         elif compiled:
             self.run = torch.compile(self.model)
         self.facts: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Turn an edited fx graph into the callable that Dynamo runs in place of the captured graph.
 
-With a weight cache one launch casts many weights (see `hoist_weight_casts`).
+With a weight cache it can read kept copies of weights (see `hoist_weight_casts`).
 """
 
 from __future__ import annotations
@@ -61,19 +61,16 @@ def emit(
     cache: WeightCache | None,
     low: Format | None = None,
     training: bool = False,
-    blocks: Sequence[Sequence[str]] = (),
-    outside: bool = True,
 ) -> Emitted:
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
-    `example_inputs` are the inputs of the captured graph and of passes. In a block that keeps copies, copies from `cache` replace weight
-    casts; with `outside`, in all other calls, too. `low` is the format of these casts, None if there are none.
-
-    `training` says that the graph was captured with gradients; `blocks` then lists, by name, the weights that share an autograd node.
+    `example_inputs` are the inputs of the captured graph and the inputs that passes added. Copies that `cache` keeps replace the weight
+    casts; None if each weight is cast where it is read. `low` is the format of these casts, None if there are none. `training` says that
+    the graph was captured with gradients.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
     refused: Refusals = {}
-    run = _lower(module, example_inputs, backend, cache, training, blocks, outside, refused)
+    run = _lower(module, example_inputs, backend, cache, training, refused)
     return Emitted(run, copies, low_alone, refused)
 
 
@@ -83,14 +80,13 @@ def _lower(
     backend: CompiledFn | None,
     cache: WeightCache | None,
     training: bool,
-    blocks: Sequence[Sequence[str]],
-    outside: bool,
     refused: Refusals,
 ) -> CompiledFn:
     """Run the lowering passes on `module`, in place. Returns a callable that takes the captured inputs."""
     edited = EditedGraph(module, {})
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
-    target = Target(backend is None, training, cache if outside else None, blocks, frozen)
+    switches = backend is None and not training  # calls in a block that keeps copies run another callable, made when it is needed
+    target = Target(backend is None, training, None if switches else cache, frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
     force_recompile(module)  # generate the code now: until then `forward` is only a wrapper, and a backend may store this wrapper
@@ -99,7 +95,7 @@ def _lower(
         return runs_op_by_op(module, module.forward, refused)
 
     if backend is None:
-        run: CompiledFn = careful(module) if cache is None or outside else with_kept_weights(module, cache, careful)
+        run: CompiledFn = with_kept_weights(module, cache, careful) if switches and cache is not None else careful(module)
     else:
         copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]
         copies += [stored_copy(frozen[index], dtype, layout, training) for index, dtype, layout in edited.stored]
@@ -112,10 +108,10 @@ def _lower(
             restore_checkpoints(eager)
             run = runs_op_by_op(eager, run, refused)
         run = with_widened_results(run, edited.widened) if edited.widened else run
-    run = with_quantised_weights(run, edited.quantised) if edited.quantised else run
+    run = with_quantised_weights(run, edited.quantised)
     if frozen:
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
-    return with_cached_weights(run, hoisted, cache) if cache is not None and hoisted else run
+    return run if cache is None else with_cached_weights(run, hoisted, cache)
 
 
 def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

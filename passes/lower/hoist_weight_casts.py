@@ -1,20 +1,17 @@
-"""Make the casts of many weights at once, through the weight cache.
+"""Let a graph read kept low copies of weights, where somebody asked for them. Otherwise each weight is cast where it is read.
 
-1. A graph without gradients takes low copies of its weights as further inputs. On a CPU it does so only in calls in a block that keeps
-   copies. In any other call it casts each weight where it reads the weight.
-2. A graph with gradients makes the copies itself and links them to the weights by one autograd node for each block of weights
-   (`graphs/fx/weights/linked_copies.py`). So gradients are returned in fp32 and unscaled, in a few launches. With a loss scale, the same
-   nodes unscale the gradients of weights that the graph reads in fp32.
+1. A graph without gradients takes kept copies as further inputs, in calls in a block that keeps copies. A compiler makes one callable of a
+   graph, so a compiled graph takes copies in all calls if it was captured in such a block.
+2. A graph with gradients (`cache_weights="step"`) reads the kept copy in place of each cast. An autograd node links the copy to its weight.
 
-All copies are made before the first of them is read. So the casts of a parameter that the graph writes, through any alias, are not moved.
+A copy is kept from before the call. For that reason the casts of a parameter that the graph writes, through any alias, stay.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +20,6 @@ import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import (
-    NODE,
     bodies,
     example_value,
     is_checkpoint,
@@ -36,12 +32,11 @@ from amprewrite.graphs.fx.node_facts import (
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.graphs.fx.weights.linked_copies import CastBlock, cast_block, marked
-from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache, kept_cast, marked
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.passes.apply.insert_casts import CAST
-from amprewrite.passes.apply.scale_loss import INVERSE
+from amprewrite.passes.lower.keep_quantised import keep_quantised, with_quantised_weights
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
 
@@ -50,6 +45,8 @@ Copy = tuple[torch.dtype, Layout]
 """The dtype of a copy of a weight, and its padded layout."""
 _STAYS = {"_dynamo_static_input_type": "unguarded"}
 """Metadata by which torch._dynamo.mark_static_address marks an input: CUDA graphs then read it at its address, without copying it."""
+_CACHE = "amprewrite_weight_cache"
+"""The attribute of a graph that holds the cache from which it reads kept copies."""
 _FOLDS = ("linear", "matmul")
 """Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
@@ -61,26 +58,25 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         cache = target.weight_cache
-        if cache is None:
-            if target.eager and not target.training:
-                mark_copies(edited.module)
-            return
 
         def chosen(place: int) -> bool:
             return place not in target.frozen
 
-        if target.training:
+        if cache is None:
+            if target.eager and not target.training:
+                mark_copies(edited.module, chosen)
+        elif target.training:
             edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
-            cast_in_blocks(edited.module, cache, target.blocks, chosen)
+            read_kept(edited.module, cache, chosen)
         else:
             edited.hoisted = hoist_weight_casts(edited.module, chosen=chosen)
 
 
-def mark_copies(module: torch.fx.GraphModule) -> None:
+def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
     """Give the cast of a weight the requires_grad flag of the weight, if a product whose kernel depends on this flag reads the cast."""
     found = [
         (node, cast)
-        for node, cast in weight_casts(module, training=False)
+        for node, cast in weight_casts(module, False, chosen)
         if any(op_name(user.target) in _FOLDS and user.args[1:2] == (node,) and _folds_perhaps(user.args[0]) for user in node.users)
     ]
     inputs = module.graph.find_nodes(op="placeholder")
@@ -140,39 +136,23 @@ def hoist_weight_casts(
     return list(made)
 
 
-def cast_in_blocks(
-    module: torch.fx.GraphModule, cache: WeightCache, blocks: Sequence[Sequence[str]], chosen: Callable[[int], bool] = lambda _: True
-) -> None:
-    """Replace the casts of each block of weights by one node, before the first op that reads a copy.
+def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable[[int], bool] = lambda _: True) -> None:
+    """Replace casts of weights in a graph with gradients by reads of the copies that `cache` keeps, in place.
 
-    The node is outside any torch.func transform around that op. `blocks` are the weights that share a node, by their names in the plan. Any
-    other weight has a node of its own. Weights on different devices never share one, because autograd runs a node on one device.
+    A read is outside any torch.func transform around the cast, because the copy belongs to no transform.
     """
     graph, openings = module.graph, transform_openings(module.graph)
     inputs = graph.find_nodes(op="placeholder")
-    order = {node: at for at, node in enumerate(graph.nodes)}
-    of = {name: number for number, block in enumerate(blocks) for name in block}
-    shared: dict[Any, dict[Hoisted, list[torch.fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    for node, cast in weight_casts(module, True, chosen):
-        weight = inputs[cast[0]]
-        shared[of.get(weight.meta.get(NODE), cast), example_value(weight).device][cast].append(node)
-    inverse = next((node for node in inputs if node.target == INVERSE), None)
-    for number, block in enumerate(shared.values()):
-        readers = [user for nodes in block.values() for node in nodes for user in node.users]
-        if not readers:
-            continue
-        first = min(readers, key=order.__getitem__)
-        (place, dtypes, layouts), name = zip(*block, strict=True), f"amprewrite_block_{number}"
-        setattr(module, name, CastBlock(dtypes, layouts, cache))
-        with graph.inserting_before(outside(openings, inputs[place[0]], first)):
-            made = graph.call_function(cast_block, (graph.create_node("get_attr", name), inverse, *(inputs[at] for at in place)))
-            for at, nodes in enumerate(block.values()):
-                item = graph.call_function(operator.getitem, (made, at))
-                item.meta = dict(nodes[0].meta)
-                for node in nodes:
-                    node.replace_all_uses_with(item)
-                    graph.erase_node(node)
-    if shared:
+    casts = [(node, cast) for node, cast in weight_casts(module, True, chosen) if node.target is not unscale_gradient]
+    for node, (place, dtype, layout) in casts:
+        inverse = node.args[2] if node.target is cast_in else node.args[3] if len(node.args) > 3 else None
+        with graph.inserting_before(outside(openings, inputs[place], node)):
+            made = graph.call_function(kept_cast, (graph.create_node("get_attr", _CACHE), inputs[place], dtype, layout, inverse))
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+    if casts:
+        setattr(module, _CACHE, cache)
         module.recompile()
 
 
@@ -258,6 +238,8 @@ def _goes_elsewhere(source: torch.fx.Node) -> bool:
 
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
     """Return a callable that calls `run` with cached copies after its inputs, for calls without gradients."""
+    if not hoisted:
+        return run
     places, dtypes, layouts = zip(*hoisted, strict=True)
 
     def call(*inputs: Any) -> Any:
@@ -280,8 +262,10 @@ def with_kept_weights(
             return cast_where_read(*inputs)
         if not takes_kept:
             other, _ = copy_graph(module)
-            hoisted = hoist_weight_casts(other)
-            takes_kept.append(with_cached_weights(callable_of(other), hoisted, cache) if hoisted else cast_where_read)
+            edited = EditedGraph(other, {}, hoisted=hoist_weight_casts(other))
+            keep_quantised(edited, len(edited.hoisted))
+            run = with_quantised_weights(callable_of(other), edited.quantised)
+            takes_kept.append(with_cached_weights(run, edited.hoisted, cache))
         return takes_kept[0](*inputs)
 
     return call

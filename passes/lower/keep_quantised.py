@@ -30,21 +30,24 @@ class KeepQuantised(Pass[Target, EditedGraph]):
     name = "keep-quantised"
 
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        graph, copies = edited.module.graph, len(edited.hoisted) + len(edited.stored)
-        if target.training or not copies:
-            return
-        inputs = graph.find_nodes(op="placeholder")
-        places, last = {node: place for place, node in enumerate(inputs) if place >= len(inputs) - copies}, inputs[-1]
-        for node in graph.find_nodes(op="call_function", target=quantise):
-            if node.args[0] in places:
-                parts = []
-                for part in ("data", "scale"):
-                    with graph.inserting_after(last):
-                        last = graph.placeholder(f"{node.name}_{part}")
-                    parts.append(last)
-                edited.quantised.append((places[node.args[0]], node.args[1:]))
-                node.target, node.args = from_kept, (node.args[0], *parts)
-        edited.module.recompile()
+        if not target.training:
+            keep_quantised(edited, len(edited.hoisted) + len(edited.stored))
+
+
+def keep_quantised(edited: EditedGraph, copies: int) -> None:
+    """Let a graph take the fp8 copies of the low copies of weights, which are its last inputs, as further inputs. `copies` counts these."""
+    graph, inputs = edited.module.graph, edited.module.graph.find_nodes(op="placeholder")
+    places = {node: place for place, node in enumerate(inputs) if place >= len(inputs) - copies}
+    for node in graph.find_nodes(op="call_function", target=quantise):
+        if node.args[0] in places:
+            last, parts = graph.find_nodes(op="placeholder")[-1], []
+            for part in ("data", "scale"):
+                with graph.inserting_after(last):
+                    last = graph.placeholder(f"{node.name}_{part}")
+                parts.append(last)
+            edited.quantised.append((places[node.args[0]], node.args[1:]))
+            node.target, node.args = from_kept, (node.args[0], *parts)
+    edited.module.recompile()
 
 
 def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
@@ -57,6 +60,8 @@ def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
 
 def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[QuantisedInput]) -> Callable[..., Any]:
     """Return a callable that calls `run` with fp8 copies after its inputs. A copy is kept until its low copy changes."""
+    if not quantised:
+        return run
     kept = WeakIdKeyDictionary()
 
     def copy(value: Tensor, how: tuple[Any, ...], streams: dict[int, int]) -> Scaled:
@@ -77,4 +82,4 @@ def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[Quantise
     return call
 
 
-__all__ = ["KeepQuantised", "quantise_input", "with_quantised_weights"]
+__all__ = ["KeepQuantised", "keep_quantised", "quantise_input", "with_quantised_weights"]

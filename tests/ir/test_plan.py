@@ -171,7 +171,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         pytest.param("{}", "has no 'regions'; write one with plan.to_json()", id="another object"),
         pytest.param(
             damaged(lambda d: d.update(version=99)),
-            "version 99, this amprewrite reads 1 to 3; make the plan anew",
+            "version 99, this amprewrite reads 1 to 4; make the plan anew",
             id="a later version",
         ),
         pytest.param(damaged(lambda d: d.pop("version")), "version None", id="no version"),
@@ -356,6 +356,18 @@ def test_a_plan_of_version_one_is_migrated() -> None:
             cast["epoch"] = cast.pop("write_version")
     assert amprewrite.CastPlan.from_json(json.dumps(old)) == plan
     for damage in ({"regions": 3}, {"regions": [4]}, {"regions": [{"casts": [5]}]}):
+        with pytest.raises(PlanError):
+            amprewrite.CastPlan.from_json(json.dumps(old | damage))
+
+
+def test_a_plan_of_version_three_is_migrated() -> None:
+    """It listed weights whose gradients one autograd node returned."""
+    plan = amprewrite.plan(torch.nn.Linear(8, 8), (torch.randn(2, 8),), dtype="bf16")
+    old = json.loads(plan.to_json()) | {"version": 3}
+    for region in old["regions"]:
+        region["gradient_blocks"] = [["weight", "bias"]]
+    assert amprewrite.CastPlan.from_json(json.dumps(old)) == plan
+    for damage in ({"regions": 3}, {"regions": [4]}):
         with pytest.raises(PlanError):
             amprewrite.CastPlan.from_json(json.dumps(old | damage))
 

@@ -22,7 +22,6 @@ from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes import plan_region
 from amprewrite.passes.driver import read_problem
-from amprewrite.passes.plan.plan_gradient_blocks import MOST, blocks
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import BF16
 from amprewrite.tables.vocabulary import Colour, Edit
@@ -107,67 +106,6 @@ def test_what_is_switched_off_is_not_done(name: str, what: Edit) -> None:
         out = amp(X)
     assert edits(amp.plan) == edits(off)
     assert torch.isfinite(out).all()
-
-
-class Mlp(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-
-def shared_nodes(out: Tensor) -> list[int]:
-    """How many weights each autograd node behind `out` leads to that gives gradients to copies of weights."""
-    seen, waiting = {out.grad_fn}, [out.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        new = {each for each, _ in node.next_functions if each is not None} - seen if node is not None else set()
-        seen |= new
-        waiting += new
-    return sorted(sum(each is not None for each, _ in node.next_functions) for node in seen if node and node.name() == "_LinkBackward")
-
-
-def with_blocks(plan: amprewrite.CastPlan, *blocks: tuple[str, ...]) -> amprewrite.CastPlan:
-    return replace(plan, regions=(replace(plan.regions[0], gradient_blocks=blocks),))
-
-
-@pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_weights_share_an_autograd_node_as_the_plan_says(dtype: str) -> None:
-    torch.manual_seed(0)
-    model, x = Mlp(), torch.randn(4, 8)
-    amp = amprewrite.rewrite(model, dtype=dtype)
-    out = amp(x)
-    (weights,) = amp.plan.regions[0].gradient_blocks
-    assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
-    assert shared_nodes(out) == [6]
-    assert "its gradient comes back together with those of 5 more" in amp.plan.explain("2.weight")
-    other = with_blocks(amp.plan, weights[:4])
-    assert amp.plan.diff(other) == "weights whose gradients come together: [6] -> [4]"
-    again = amprewrite.rewrite(model, dtype=dtype, plan=type(other).from_json(other.to_json()))
-    told = again(x)
-    assert shared_nodes(told) == [1, 1, 4]
-    assert again.plan.regions[0].gradient_blocks == (weights[:4],)
-    ours = [torch.autograd.grad(each.sum(), list(model.parameters())) for each in (out, told)]
-    assert all(map(torch.equal, *ours))
-
-
-@pytest.mark.parametrize(
-    "blocks, why", [((("2.weight", "ghost"),), "ghost .* is no weight"), ((("2.weight",), ("2.weight",)), "2.weight .* is in two")]
-)
-@pytest.mark.usefixtures("launches")
-def test_blocks_that_fit_no_graph_are_refused(blocks: tuple[tuple[str, ...], ...], why: str) -> None:
-    amp = amprewrite.rewrite(Mlp(), dtype="bf16")
-    amp(torch.randn(4, 8))
-    with pytest.raises(PlanError, match=why):
-        amprewrite.rewrite(Mlp(), dtype="bf16", plan=with_blocks(amp.plan, *blocks))(torch.randn(4, 8))
-
-
-def test_blocks_are_runs_of_bounded_size() -> None:
-    size = 1 << 25
-    assert blocks([], size) == ()
-    assert blocks([10] * 3, size) == ((0, 1, 2),)
-    assert blocks([size, 10, size, 10], size) == ((0,), (1, 3), (2,))
-    assert blocks([size // 2] * 3, size) == ((0, 1), (2,))
-    assert [len(block) for block in blocks([10] * (MOST + 1), size)] == [MOST, 1]
 
 
 def test_a_name_without_an_edit_is_refused() -> None:

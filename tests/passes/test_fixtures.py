@@ -141,7 +141,6 @@ def _written(decisions: Decisions) -> list[str]:
         *(f"product {each}" for each in decisions.quantised.products),
         *(f"fp8     {copy}" for copy in decisions.quantised.copies),
         *(f"edit    {edit}" for edit in decisions.edits),
-        *(f"block   {' '.join(block)}" for block in decisions.gradient_blocks),
         *(f"weighed {each.name}, {each.casts} casts" for each in decisions.candidates),
         *(f"note    {note}" for note in decisions.notes),
     ]
@@ -222,7 +221,7 @@ def edited(name: str, words: list[str], module: torch.fx.GraphModule) -> str:
     run_passes(passes.TIDY, plan, graph)
     places = enumerate(graph.module.graph.find_nodes(op="placeholder")) if "frozen" in words else ()
     frozen = {place: FrozenWeight(torch.zeros(8, 8, dtype=low.dtype), (8, 8), (8, 1)) for place, node in places if node.name == "l_w_"}
-    target = Target("compiled" not in words, training, WeightCache() if "cached" in words else None, plan.gradient_blocks, frozen)
+    target = Target("compiled" not in words, training, WeightCache() if "cached" in words else None, frozen)
     return _before_and_after(name, passes.LOWER, target, graph)
 
 

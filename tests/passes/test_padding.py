@@ -129,7 +129,6 @@ def test_fifty_steps_are_those_without_pads(name: str, dtype: str) -> None:
 # weights ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("dtype", EPS)
 def test_padded_weights_run_no_kernel_but_what_clears_their_memory(dtype: str) -> None:
     """A step runs as many kernels as without pads, but for the pad and the slice at the edges, and one that clears each padded copy."""
@@ -177,7 +176,6 @@ def test_memory_of_padded_weights_does_not_pile_up() -> None:
     assert len(cache) == after <= 8
 
 
-@pytest.mark.usefixtures("launches")
 def test_inference_pads_a_weight_once() -> None:
     amp = padded(seeded("cnn with batch norm")).eval()
     with torch.no_grad():

@@ -111,7 +111,7 @@ def _kernels(devices: list[str]) -> Iterator[tuple[str, str]]:
     if not torch.cuda.is_available():
         yield "Triton", "not used: it serves CUDA devices, and there is none"
     else:
-        yield "Triton", "used for casts and pads" if find_spec("triton") is not None else "missing: torch does its work in more passes"
+        yield "Triton", "used for fp8 copies" if find_spec("triton") is not None else "missing: eager graphs run no product in fp8"
     for device in devices:
         weight = nn.Parameter(torch.zeros(2, device=device))
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,9 +111,7 @@ class Target:
     training: bool
     """True if the graph was captured with gradients."""
     weight_cache: WeightCache | None
-    """Cache that makes the graph's low copies of weights; None if the graph casts each weight where it reads the weight."""
-    blocks: Sequence[Sequence[str]] = ()
-    """Groups of weights, by their names in the plan. The low copies of a group share one autograd node in training."""
+    """Cache that keeps the low copies of weights that the graph reads; None if the graph casts each weight where it reads the weight."""
     frozen: Mapping[int, FrozenWeight] = field(default_factory=dict)
     """The frozen weights among the inputs of the graph, by position."""
 

@@ -168,9 +168,6 @@ class RegionPlan:
     """Name of the device for which the candidates were priced; "" without candidates."""
     scales_loss: bool = False
     """Whether gradients are multiplied by the loss scale inside this region."""
-    gradient_blocks: tuple[tuple[str, ...], ...] = ()
-    """Blocks of weights that share an autograd node: one launch casts the weights of a block, and one node returns their gradients. A
-    weight to which the graph may write is nevertheless cast at each read."""
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
     """Products that read fp8 copies of their operands. It is not written to JSON if there are none."""
 
@@ -336,7 +333,7 @@ class ModelPlan:
             )
             edits = tuple(edit for edit in region.edits if edit.what is not Edit.WIDE_PRODUCT or prefix + edit.node not in new)
             edits += tuple(NodeEdit(node.name, Edit.WIDE_PRODUCT) for node in nodes if prefix + node.name in wide)
-            return replace(region, nodes=nodes, casts=(), edits=edits, pads=PadPlan(), gradient_blocks=(), candidates=(), basis=None)
+            return replace(region, nodes=nodes, casts=(), edits=edits, pads=PadPlan(), candidates=(), basis=None)
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
@@ -404,9 +401,6 @@ class ModelPlan:
         ]
         gone = {name: formats for name, (formats, _) in mine_gemms.items() if name not in their_gemms and formats != other.low}
         lines += [f"{name}: {formats} -> {other.low}" for name, formats in gone.items()]
-        pairs = [pair for pair in zip(self.regions, other.regions, strict=False) if all(region.training for region in pair)]
-        blocks, others = ([len(block) for pair in pairs for block in pair[side].gradient_blocks] for side in (0, 1))
-        lines += [f"weights whose gradients come together: {blocks or 'none'} -> {others or 'none'}"] * (blocks != others)
         return "\n".join(map(printable, lines))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SCHEMA = 3
+SCHEMA = 4
 """The latest version."""
 
 
@@ -31,7 +31,16 @@ def _reasons_are_fewer(data: dict[str, Any]) -> None:
                 node["reason"] = "MAGNIFIED"
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _epochs_are_write_versions, 2: _reasons_are_fewer}
+def _no_gradient_blocks(data: dict[str, Any]) -> None:
+    """Migrate version 3 to 4: drop the blocks of weights whose gradients one autograd node returned."""
+    for region in data["regions"] if isinstance(data["regions"], list) else ():
+        if isinstance(region, dict):
+            region.pop("gradient_blocks", None)
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {
+    1: _epochs_are_write_versions, 2: _reasons_are_fewer, 3: _no_gradient_blocks
+}  # fmt: skip
 """For each older version, a function that edits a parsed plan of that version into the next version."""
 
 

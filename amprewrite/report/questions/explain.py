@@ -65,8 +65,6 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
     lines += [f"  it reads a cast copy of {cast.value} in {cast.to}" for cast in region.casts if bare in cast.users]
     lines += region.quantised.about(bare) + region.pads.about(bare)
     lines += [f"  {edit}" for edit in region.edits if edit.node == bare]
-    together = next((len(block) for block in region.gradient_blocks if bare in block), 1)
-    lines += [f"  its gradient comes back together with those of {together - 1} more"] * (together > 1)
     if asked is not None or heavy_high:
         lines += [f"  {line}" for line in what_would_change(node, bare, plan.low, asked)]
     return lines

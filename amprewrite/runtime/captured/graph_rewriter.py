@@ -18,7 +18,6 @@ from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
 from amprewrite.graphs.fx.run.first_run import Refusals
 from amprewrite.graphs.fx.uncaptured import enters_regions
 from amprewrite.graphs.fx.weights.frozen_weight import stand_in_for_frozen
-from amprewrite.graphs.fx.weights.linked_copies import block_size
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.ir.pass_base import failing_as_pass
@@ -128,8 +127,6 @@ class GraphRewriter(CallRecord):
         if captured.problem.scale_loss and takes_gradients(module.graph):
             captured.know(scale_loss=False)
             captured.note("its gradients are not scaled: it takes gradients itself")
-        if captured.problem.training and self._casts_at_once(entry, True, captured.problem.device):
-            captured.know(block_size=block_size())
         return captured
 
     def read(
@@ -175,13 +172,12 @@ class GraphRewriter(CallRecord):
             unedited = emit(module, example_inputs, backend, None)
             return Region(entry.place, self.training, self.checks, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
         problem, grad = captured.problem, captured.problem.training
-        at_once = self._casts_at_once(entry, grad, problem.device)
-        cache = self.cache if at_once or (not grad and not compiled and self.options.cache_weights and not self._sharded()) else None
+        cache = self._cache(grad, compiled)
 
         def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Running:
             device = scale_device(rewritten.graph) if problem.scale_loss else None
             scales = () if device is None else self.training.forward_scale(device).on(device)
-            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks, at_once)
+            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad)
             return made.run, rewritten if scales else None, self._reads(entry, made, inputs), made.refused
 
         region = Region(entry.place, self.training, self.checks, plan, *emitted(rewritten, example_inputs, plan))
@@ -219,10 +215,14 @@ class GraphRewriter(CallRecord):
             self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
             return self.calibration
 
-    def _casts_at_once(self, entry: Entry, training: bool, device: str) -> bool:
-        """True if one launch casts many weights for the graphs of module `entry`; False if each weight is cast where a graph reads it."""
-        kept = self.cache.block() is not None
-        return self.options.casts_at_once(entry.compiles, training, device, kept) and not self._sharded()
+    def _cache(self, training: bool, compiled: bool) -> WeightCache | None:
+        """Return the cache that keeps copies for a graph; None if the graph casts each weight where it reads the weight, in all calls.
+
+        A compiler makes one callable of a graph, so a compiled graph reads copies only if they are kept when it is captured.
+        """
+        asked = self.options.cache_weights
+        wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
+        return self.cache if wanted and not self._sharded() else None
 
     def _sharded(self) -> bool:
         """True if FSDP2 shards a module. Then add a note: version counters do not show that FSDP2 writes weights for every forward."""

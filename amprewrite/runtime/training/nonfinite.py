@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.graphs.fx.ops.on_device import local_part, on_device
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
@@ -80,7 +79,7 @@ def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
     with torch.inference_mode(False), torch.no_grad():
         if dense:
             infinities_to_nan(dense)
-        return any_of(_flags(kept, checked=True)) if kept else None
+        return any_of(_flags(kept)) if kept else None
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
@@ -123,11 +122,8 @@ def _fresh(noted: Sequence[Tensor]) -> Tensor | None:
     return (any_of(noted) if len(noted) > 1 else noted[0].clone()) if noted else None
 
 
-def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | None = None) -> list[Tensor]:
-    """Return flags that together cover all gradients. The flag `start` is among them, and this function may write to it.
-
-    With `checked`, gradients that were checked when they were made are not read again: their recorded flags are returned (finite_flags.py).
-    """
+def _flags(gradients: Iterable[Tensor], start: Tensor | None = None) -> list[Tensor]:
+    """Return flags that together cover all gradients. The flag `start` is among them, and this function may write to it."""
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
@@ -139,15 +135,9 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | N
         buckets[gradient.device, gradient.dtype].append(gradient)
     found: dict[torch.device, Tensor] = {} if start is None else {start.device: start}
     for (where, _), members in buckets.items():
-        known, left = finite_flags(members) if checked else ([], members)
-        here = [flag for flag in known if flag.device == where]
-        if here:
-            found.setdefault(where, here[0])  # the kernel below adds its result to this flag, so that a device has one flag
-        flags += [flag for flag in known if flag is not found.get(where)]
-        if left:
-            if where not in found:
-                found[where] = _flag(0.0, where)
-            unscale_and_check(left, found[where], _one(where))
+        if where not in found:
+            found[where] = _flag(0.0, where)
+        unscale_and_check(members, found[where], _one(where))
     return [*found.values(), *flags]
 
 

@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amprewrite
 from amprewrite.graphs.fx.ops import fp8_units, scaled_casts
-from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
 from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 from amprewrite.tables.formats import E4M3
 from amprewrite.tables.recipes import PRESETS, RECIPES
+from amprewrite.torch_internals.dispatch import is_plain
 
 BF16 = torch.bfloat16
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)

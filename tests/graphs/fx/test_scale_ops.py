@@ -11,8 +11,7 @@ from torch import Tensor, fx
 
 from amprewrite.graphs.fx.ops import scale_ops
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
-from amprewrite.graphs.fx.weights.linked_copies import CastBlock, cast_block
-from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache, kept_cast
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -27,19 +26,19 @@ def error(got: Tensor, want: Tensor) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def net(x: Tensor, w1: Tensor, w2: Tensor, scale: Tensor | None, inverse: Tensor | None, many: bool = False) -> Tensor:
+def net(x: Tensor, w1: Tensor, w2: Tensor, scale: Tensor | None, inverse: Tensor | None, kept: bool = False) -> Tensor:
     """Two layers as a rewritten region has them; in fp32 without a scale."""
     if scale is None or inverse is None:
         return torch.tanh(x @ w1) @ w2
     low = torch.float16
     x = cast_in(x, low, inverse)
-    w1, w2 = linked([w1, w2], low, inverse) if many else (cast_in(w1, low, inverse), cast_in(w2, low, inverse))
+    w1, w2 = linked([w1, w2], low, inverse) if kept else (cast_in(w1, low, inverse), cast_in(w2, low, inverse))
     return scale_gradient((torch.tanh(x @ w1) @ w2).float(), scale)
 
 
 def linked(weights: list[Tensor], dtype: torch.dtype, inverse: Tensor) -> list[Tensor]:
-    """Copies of weights through one autograd node."""
-    return cast_block(CastBlock([dtype] * len(weights), [()] * len(weights), WeightCache()), inverse, *weights)
+    """Kept copies of weights, each linked to its weight."""
+    return [kept_cast(WeightCache(until_step=True), weight, dtype, (), inverse) for weight in weights]
 
 
 @pytest.fixture
@@ -135,30 +134,30 @@ def test_a_second_backward_leaves_the_gradient_that_enters_it(dtype, shape):
     assert torch.equal(bend, torch.full(shape, 6.0 / 16))
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["one by one", "many"])
+@pytest.mark.parametrize("kept", [False, True], ids=["cast", "kept"])
 @pytest.mark.parametrize("exponent", range(6, 15, 2))
-def test_gradient_penalty_is_fp32s(leaves, exponent, many):
+def test_gradient_penalty_is_fp32s(leaves, exponent, kept):
     results = []
     for factors in (pair(exponent), (None, None)):
         x, w1, w2 = leaves
-        (gradient,) = torch.autograd.grad(net(x, w1, w2, *factors, many).sum(), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(net(x, w1, w2, *factors, kept).sum(), x, create_graph=True)
         penalty = (gradient.norm(dim=1) - 1).square().mean()
         results.append(torch.autograd.grad(penalty, (w1, w2)))
     assert all(error(low, high) < 2e-3 for low, high in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["one by one", "many"])
+@pytest.mark.parametrize("kept", [False, True], ids=["cast", "kept"])
 @pytest.mark.parametrize("exponent", range(6, 15, 2))
-def test_maml_inner_steps_are_fp32s(leaves, exponent, many):
+def test_maml_inner_steps_are_fp32s(leaves, exponent, kept):
     results = []
     for factors in (pair(exponent), (None, None)):
         x, *weights = leaves
         fast = weights
         for _ in range(3):
-            loss = net(x, *fast, *factors, many).square().mean()
+            loss = net(x, *fast, *factors, kept).square().mean()
             gradients = torch.autograd.grad(loss, fast, create_graph=True)
             fast = [w - 0.1 * g for w, g in zip(fast, gradients, strict=True)]
-        loss = (net(x, *fast, *factors, many) - 1).square().mean()
+        loss = (net(x, *fast, *factors, kept) - 1).square().mean()
         results.append(torch.autograd.grad(loss, weights))
     assert all(error(low, high) < 2e-3 for low, high in zip(*results, strict=True))
 
@@ -181,17 +180,17 @@ def test_derivatives_of_batched_gradients_do_not_depend_on_the_scale(leaves):
     def batched(results: Tensor, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(results, sources, torch.eye(2), create_graph=True, is_grads_batched=True)
 
-    def third(scale: Tensor | None, inverse: Tensor | None, many: bool = False) -> tuple[Tensor, ...]:
+    def third(scale: Tensor | None, inverse: Tensor | None, kept: bool = False) -> tuple[Tensor, ...]:
         x, w1, w2 = leaves
-        y = net(x, w1, w2, scale, inverse, many)
+        y = net(x, w1, w2, scale, inverse, kept)
         first = batched(torch.stack([y.square().mean(), y.cos().mean()]), (w1, w2))
         means = torch.stack([sum(g[place].square().mean() for g in first) for place in range(2)])
         second = batched(means * 1e-2, (w1, w2))
         return *first, *second, *torch.autograd.grad(sum(g.square().mean() for g in second) * 10, (w1, w2))
 
     want = third(None, None)
-    for exponent, many in ((6, True), (10, False), (14, True)):
-        assert all(error(low, high) < 5e-3 for low, high in zip(third(*pair(exponent), many), want, strict=True))
+    for exponent, kept in ((6, True), (10, False), (14, True)):
+        assert all(error(low, high) < 5e-3 for low, high in zip(third(*pair(exponent), kept), want, strict=True))
 
 
 def test_multiplying_plainly_would_be_wrong(leaves):

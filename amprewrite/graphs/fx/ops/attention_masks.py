@@ -17,11 +17,10 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.node_facts import example_value, transformed_nodes
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.tables.formats import saturate
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
 from amprewrite.tables.vocabulary import Edit
-from amprewrite.torch_internals.dispatch import disable_dispatch_modes
+from amprewrite.torch_internals.dispatch import disable_dispatch_modes, is_plain
 
 PURE = ops_with(Trait.MAKES_MASK) | {saturate.__name__}
 """Names of the ops that build masks, and of the clamp that the pass `insert-casts` puts before the low copy of a mask."""

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.graphs.fx.ops.wide_products import wide_product
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import E4M3
 from amprewrite.tables.recipes import BASE, READS, ROWS, Recipe
-from amprewrite.torch_internals.dispatch import disable_dispatch_modes
+from amprewrite.torch_internals.dispatch import disable_dispatch_modes, is_plain
 from amprewrite.torch_internals.kernels import scaled_mm
 
 T = TypeVar("T")

@@ -1,8 +1,7 @@
 """Functions that a padded graph calls: to add and remove padding, to cast and pad a weight, and to run batch norm on padded channels.
 
-The *logical* sizes of a tensor exclude padding, its *physical* sizes include it. Padding a weight costs no more than its cast. If the
-copy of a weight is made outside of the graph, the cast writes into the logical part of memory that is zero elsewhere (`graphs/fx/weights`).
-In a graph the copy is a cast and a pad, which a compiler fuses.
+The *logical* sizes of a tensor exclude padding, its *physical* sizes include it. Padding a weight costs no more than its cast: the cast
+writes into the logical part of memory that is zero elsewhere. Under a compiler it is a cast and a pad, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, leaving
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.plans.pad_plan import Layout, physical
+from amprewrite.torch_internals.dispatch import is_plain
 
 
 # -- changes of size ---------------------------------------------------------------------------
@@ -79,33 +79,30 @@ def _closed(x: Tensor, layout: Layout) -> Tensor:
 
 
 # -- weights --------------------------------------------------------------------------------------
-def _channels_last(x: Tensor) -> bool:
-    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+def _padded_copy(w: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """Return `w.to(dtype)` padded as in `layout`. Autograd records nothing."""
+    if not is_plain(w):  # traced by a compiler, or a tensor subclass
+        return pad_dims(w.to(dtype), layout)
+    last = w.dim() == 4 and not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last)
+    copy = torch.zeros(physical(tuple(w.shape), layout), dtype=dtype, device=w.device)
+    copy = copy.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    logical_part(copy, layout).copy_(_opened(w, layout, 0)[0])
+    return copy
 
 
-def empty_padded(like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Return memory for a copy of `like` as `dtype`, padded as in `layout`: zeros if anything is padded, otherwise uninitialised."""
-    if not layout:
-        return torch.empty_like(like, dtype=dtype)
-    memory_format = torch.channels_last if _channels_last(like) else torch.contiguous_format
-    return torch.zeros(physical(tuple(like.shape), layout), dtype=dtype, device=like.device).contiguous(memory_format=memory_format)
-
-
-def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return views (source, target) of `w` and `copy`: copying source to target writes `w` into `copy`, padded as in `layout`."""
-    return (_opened(w, layout, 0)[0], logical_part(copy, layout)) if layout else (w, copy)
-
-
-def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None) -> Tensor:
+def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
     """Return `w.to(dtype)` padded as in `layout`. The gradient of `w` has the shape and the dtype of `w`.
 
-    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; with None the gradient is only cast.
+    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; with None the gradient is only cast. `kept` is this copy of
+    `w` if it exists already. The result then shares its memory.
     """
-    if not layout:
+    if kept is not None and not (w.requires_grad and torch.is_grad_enabled()):
+        return kept.detach()
+    if not layout and kept is None:
         return w.to(dtype) if inverse is None else cast_in(w, dtype, inverse)
     if not (w.requires_grad and torch.is_grad_enabled()):
-        return pad_dims(w.to(dtype), layout)
-    made: Tensor = _PadCast.apply(w, dtype, layout, inverse)
+        return _padded_copy(w, dtype, layout)
+    made: Tensor = _PadCast.apply(w, dtype, layout, inverse, kept)
     return made
 
 
@@ -113,16 +110,19 @@ class _PadCast(torch.autograd.Function):
     """Autograd node of `pad_cast`. scale_ops.py gives the reason for the old style of `forward(ctx, ...)`."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
+    def forward(ctx: Any, w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None, kept: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.dtype, ctx.layout, ctx.inverse, ctx.shape = w.dtype, layout, inverse, w.shape
-        return pad_dims(w.to(dtype), layout)
+        return _padded_copy(w, dtype, layout) if kept is None else kept.detach()
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
+        if gradient is None:  # happens if the forward itself computes gradients, but only of other weights
+            return None, None, None, None, None
         inner = logical_part(gradient, ctx.layout)
         inner = leaving(inner, ctx.inverse, ctx.dtype) if ctx.inverse is not None else inner.to(ctx.dtype)
-        return inner.reshape(ctx.shape), None, None, None
+        return inner.reshape(ctx.shape), None, None, None, None
 
 
 # -- batch norm -------------------------------------------------------------------------------------

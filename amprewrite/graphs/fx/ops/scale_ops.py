@@ -4,8 +4,8 @@ Inside a rewritten region every gradient is `scale` times the true gradient. Out
 crosses the border of the region keeps its value (or is cast), and its gradient is multiplied by a factor:
 
 1. `scale_gradient` at a differentiable output: the gradient enters the region here, and is multiplied by the scale.
-2. `cast_in` at a weight, `leaving_many` at a block of weights, `unscale_gradient` at an input: the gradient leaves the region here, and is
-   multiplied by the inverse of the scale in fp32.
+2. `cast_in` at a weight, `unscale_gradient` at an input: the gradient leaves the region here, and is multiplied by the inverse of the scale
+   in fp32.
 
 Derivatives of any order stay right because two functions cross the border, and each is the backward of the other:
 
@@ -29,19 +29,16 @@ takes 15 us as a plain `.to`, 19 us in the old style, and 31 us with `setup_cont
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
-from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_many
 from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.torch_internals.autograd import in_forward_mode
 from amprewrite.torch_internals.dispatch import is_legacy_batched
-from amprewrite.torch_internals.kernels import unscale_and_check
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
@@ -78,9 +75,6 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     factor = on_device(factor, gradient.device)
     if gradient.dtype.itemsize >= 4:  # not `.float().mul_()`: for fp32 it would write to the gradient itself
         return (gradient * factor).to(dtype)
-    made = unscale_many((gradient,), factor) if dtype == torch.float32 else None
-    if made is not None:
-        return made[0]
     if gradient.is_cpu or gradient.dim() == 0 or type(gradient) is not Tensor or gradient.is_sparse:
         product = gradient.float().mul_(factor)
     else:
@@ -96,56 +90,6 @@ def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.is_grad_enabled():
         return _applied(_Times, gradient, factor, factor.clone(), dtype)
     return _times(gradient, factor, dtype)
-
-
-def leaving_many(
-    gradients: Sequence[Tensor | None], factor: Tensor | None, dtypes: Sequence[torch.dtype], needs: Sequence[bool]
-) -> Iterator[Tensor | None]:
-    """Yield, for each gradient, the result of `leaving`; None for a gradient that is None or that `needs` marks as not needed.
-
-    Where possible, one kernel takes many gradients. The gradients are checked for inf and NaN while they are multiplied, and the
-    check is recorded (`finite_flags.py`). Without a `factor` they are only cast. All gradients and `factor` must be on one device.
-    """
-    wanted = list(zip(gradients, dtypes, needs, strict=True))
-    present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
-    if torch.is_grad_enabled():
-        products = [g.to(dtype) if factor is None else leaving(g, factor, dtype) for g, dtype in present]
-    elif all(dtype == torch.float32 and is_plain(g) for g, dtype in present):
-        products = _leaving_plain([g for g, _ in present], factor)
-    else:
-        products = [g.to(dtype) if factor is None else _times(g, factor, dtype) for g, dtype in present]
-    rest = iter(products)
-    return (next(rest) if need and g is not None else None for g, _, need in wanted)
-
-
-def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None) -> list[Tensor]:
-    """Return `gradients` in fp32, times `factor`; without a `factor` they are only cast.
-
-    One launch casts, another multiplies and checks all. The inputs are not changed. Without a `factor`, a gradient in fp32 is returned
-    itself, not copied.
-    """
-    low = [place for place, gradient in enumerate(gradients) if gradient.dtype != torch.float32]
-    made, left = list(gradients), low if factor is None else list(range(len(gradients)))
-    flag = None if factor is None else torch.zeros_like(factor)
-    if factor is not None and low and (fused := unscale_many([gradients[place] for place in low], factor, flag)) is not None:
-        for place, widened in zip(low, fused, strict=True):
-            made[place] = widened
-        left = [place for place in left if place not in set(low)]
-    for place, copy in zip(left, _copies([gradients[place] for place in left]), strict=True):
-        made[place] = copy
-    if factor is not None and flag is not None and left:
-        unscaled = [made[place] for place in left]
-        unscale_and_check(unscaled, flag, factor)
-        record_finite_flag(unscaled, flag)
-    return made
-
-
-def _copies(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return fp32 copies of `gradients`, each in memory that nothing else reads or writes."""
-    made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    if made:
-        copy_many(gradients, made)
-    return made
 
 
 def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others: Any) -> Tensor:

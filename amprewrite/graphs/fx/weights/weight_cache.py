@@ -1,9 +1,9 @@
 """Keep low copies of weights longer than one call: for a block of calls, or until an optimizer steps.
 
-PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. So by default a
-copy serves one call of one graph, and nothing is kept.
+PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. So by default
+nothing is kept.
 
-1. Outside of a block every call makes new copies, all in one multi-tensor launch.
+1. Outside of a block every weight is cast where a graph reads it (`passes/lower/hoist_weight_casts.py`).
 2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open a block; the block of `cache_weights="step"` never closes.
 3. A kept copy is dropped if PyTorch counted a write to its weight, if an optimizer stepped the weight, or if the user calls
    `weights_changed()`.
@@ -27,13 +27,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain
-from amprewrite.graphs.fx.ops.pad_ops import copy_ends, empty_padded, pad_cast
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.uncaptured import GradMode, unselected
 from amprewrite.graphs.fx.weights.compare import differs, same, sample
 from amprewrite.graphs.fx.weights.step_listeners import AFTER_STEPS
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, StaleWeightsError
+from amprewrite.torch_internals.autograd import in_forward_mode
+from amprewrite.torch_internals.dispatch import is_plain
 
 LOOKED_AT = 2
 """Number of kept copies that one call compares with their weights. Each call takes the next copies in turn."""
@@ -311,28 +312,31 @@ class _Answer:
 
 # -- copies ------------------------------------------------------------------------------
 def make_copies(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-    """Return a new copy of each weight, with its dtype and padding. Plain weights are copied in one launch. Autograd records nothing.
+    """Return a new copy of each weight, with its dtype and padding. Autograd records nothing.
 
     A copy has the `requires_grad` of its weight, because products choose by this flag between one mm and an expanded bmm (should_fold in
     ATen/native/LinearAlgebra.cpp).
     """
-    wanted, copies = list(zip(weights, dtypes, layouts, strict=True)), list[Tensor]()
-    sources, targets = list[Tensor](), list[Tensor]()
     with GradMode(on=False):
-        for weight, dtype, layout in wanted:
-            if is_plain(weight):
-                copies.append(empty_padded(weight, dtype, layout))
-                source, target = copy_ends(weight, copies[-1], layout)
-                sources.append(source)
-                targets.append(target)
-            else:
-                copies.append(pad_cast(weight, dtype, layout))
-        if targets:
-            copy_many(sources, targets)
-    for weight, copy in zip(weights, copies, strict=True):
-        if weight.requires_grad:
-            copy.requires_grad_()
-    return copies
+        copies = [pad_cast(*each) for each in zip(weights, dtypes, layouts, strict=True)]
+    return list(map(marked, copies, weights))
+
+
+def marked(copy: Tensor, weight: Tensor) -> Tensor:
+    """Return `copy` with the `requires_grad` of `weight`. No gradient is recorded, but products choose their kernel by this flag."""
+    return copy.requires_grad_(weight.requires_grad)
+
+
+def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
+    """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the copy that `cache` keeps.
+
+    Tensor subclasses and duals of forward-mode AD are cast anew, because a copy that is kept has no tangent.
+    """
+    if in_forward_mode() or not is_plain(weight):
+        return pad_cast(weight, dtype, layout, inverse)
+    with unselected():
+        (kept,) = cache.take([weight], [dtype], [layout])
+        return pad_cast(weight, dtype, layout, inverse, kept)
 
 
 def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
