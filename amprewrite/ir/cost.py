@@ -7,9 +7,8 @@ The model is Williams et al. (2009). Its rules here:
 2. A cast takes a launch and the transfer of its bytes. In training the gradient is cast back, once for all readers of the value.
 3. A kernel that promotes mixed dtypes reads a low operand next to a high one without a cast. In training the gradient is still cast back.
    In inference the kernel is a little slower, because it converts as it reads.
-4. By default every call makes low copies of parameters. These copies and their gradients cost only the transfer of their bytes, since a few
-   launches make all of them. Copies that are kept between calls (`cache_weights="step"`, frozen weights, a file) cost nothing in a pass
-   without gradients.
+4. The cast of a parameter costs as much as any other cast, at every call. Copies that are kept between calls (`cache_weights="step"`,
+   frozen weights, a file) cost nothing in a pass without gradients.
 5. One plan may serve both training and inference. `CostModel.training` is then the weight of training in the price.
 6. If memory has a price (`rewrite(..., memory=...)`), a training step also pays for the bytes of every result and copy, because the
    backward may keep them.
@@ -76,8 +75,6 @@ class CostModel:
     timings: Measured | None = None
     memory: float = 0.0
     """Price of one byte that is kept for the backward, in seconds."""
-    together: bool = False
-    """Whether the low copies of all parameters are made in one launch, and their gradients are cast back in a few launches."""
 
     @property
     def time(self) -> CostModel:
@@ -123,8 +120,6 @@ class CostModel:
             return 0
         measured = self.timings.cast(node.numel, self.low) if self.timings is not None else None
         moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
-        if node.role == "parameter" and self.together:
-            return _ticks(moved if measured is None else max(measured - self.device.launch, 0.0))
         kept = node.numel * self.low.bytes * self.memory if training and node.role != "parameter" else 0.0
         return _ticks((self.device.launch + moved if measured is None else measured) + kept)
 

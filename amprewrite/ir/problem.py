@@ -109,8 +109,7 @@ class Problem:
     def own_costs(self) -> CostModel:
         """The prices of this graph by itself: of a training step if the graph trains, otherwise of a pass without gradients."""
         row = self.planned_for or device_row(self.device)
-        kept, together = self.policy.cache_weights == "step", bool(self.policy.cache_weights)
-        return CostModel(row, self.policy.low, self.training, kept, self.timings, self.policy.memory, together)
+        return CostModel(row, self.policy.low, self.training, self.policy.keeps_copies, self.timings, self.policy.memory)
 
     @property
     def apart(self) -> Problem:

@@ -55,11 +55,11 @@ class Options:
     """Names of the fp32 parameters that took gradients before the model was frozen; None: the model is not frozen."""
 
 
-def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool | str, products: ProductPolicy | None) -> Policy:
+def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:
     """Return the policy that `options` give on the device `row`, and call `note` with each restriction, such as a device without a gain.
 
-    `kept`: how long low copies of weights are kept, as a value of `cache_weights`. `products`: the part of `options.products` that the
-    kernels on the device can run (see `fp8_trial.runnable`).
+    `kept`: whether a block keeps low copies of weights now. `products`: the part of `options.products` that the kernels on the device can
+    run (see `fp8_trial.runnable`).
     """
     low = options.low
     if low is None:
@@ -74,7 +74,7 @@ def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: 
     elif products is not None and products.preset.priced and not row.fp8:
         note(f"products: {row.name} multiplies no fp8, so products run in bf16; device='h100' plans for a device that does")
     return Policy(
-        low or FP32, options.lists, options.overrides, cache_weights=options.cache_weights and kept, device=options.device,
+        low or FP32, options.lists, options.overrides, keeps_copies=bool(options.cache_weights) and kept, device=options.device,
         measure=options.measure, memory=options.memory, parity=options.parity, products=products,
         may_decline=options.low is None and options.backend == "eager" and not options.overrides,
     )  # fmt: skip

@@ -160,10 +160,9 @@ class _Chooser:
         modes = {_rule(problem, name).mode for name in problem.calls if name in problem.graph.nodes}
         low = problem.policy.low
         watch = stopwatch(problem.device, low.dtype) if "measure" in modes else None
-        kept, together = problem.costs.cached_weights, problem.costs.together
-        training = problem.costs.training >= 0.5
-        self.model = PadCost(row, low, training, cached_weights=kept, together=together)
-        self.watch = PadCost(row, low, training, watch, cached_weights=kept, together=together)
+        kept, training = problem.costs.cached_weights, problem.costs.training >= 0.5
+        self.model = PadCost(row, low, training, cached_weights=kept)
+        self.watch = PadCost(row, low, training, watch, cached_weights=kept)
         self.gains: dict[str, float] = {}
         self.why: dict[str, str] = {}
         self.prices = PadPrices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)

@@ -31,7 +31,7 @@ def planned(
     found: list[RegionPlan] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        asked = {"parity": facts.pop("parity", 1.0), "cache_weights": facts.pop("cache_weights", True)}
+        asked = {"parity": facts.pop("parity", 1.0), "keeps_copies": facts.pop("keeps_copies", False)}
         policy = Policy(BF16, device="h100", products=replace(parse_products(products), fused=fused), **asked)
         captured = read_problem(module, policy, training=training)
         captured.know(**facts)
@@ -105,7 +105,7 @@ def test_few_rows_convert_nothing() -> None:
 def test_few_rows_pay_where_copies_of_weights_are_kept() -> None:
     """The product waits for memory then, and a weight in fp8 is half as many bytes."""
     shapes = [(1, 64, 8192), (8192, 8192), (8192, 8192)]
-    anew, kept = (planned(block, shapes, "fp8", False, parity=None, cache_weights=how).quantised for how in (True, "step"))
+    anew, kept = (planned(block, shapes, "fp8", False, parity=None, keeps_copies=how).quantised for how in (False, True))
     assert gemms(anew) == [] and gemms(kept) == ["linear.out", "linear_1.out"]
 
 

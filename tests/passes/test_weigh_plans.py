@@ -72,8 +72,8 @@ def test_the_plan_says_whether_weights_are_copied_at_every_call() -> None:
         case.know(policy=replace(case.problem.policy, **policy)).decide().run(*WEIGH)  # type: ignore[arg-type]
         return [note for note in case.plan.notes if "copies of weights" in note]
 
-    assert len(notes(False)) == len(notes(False, cache_weights=False)) == 1
-    assert notes(False, cache_weights="step") == notes(True) == []
+    assert len(notes(False)) == 1
+    assert notes(False, keeps_copies=True) == notes(True) == []
 
 
 def test_the_summary_shows_all_and_names_the_device() -> None:

@@ -168,8 +168,7 @@ class Job:
         self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
     ) -> None:
         self.name = name
-        # with "step", casts of weights have no price: a file stores each weight in the format of its readers
-        self.policy = replace(policy, cache_weights="step")
+        self.policy = replace(policy, keeps_copies=True)  # a file stores each weight in the format of its readers
         self.low, self.keep_io = policy.low, keep_io
         self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
         self.notes, self.exported = list(notes), exported

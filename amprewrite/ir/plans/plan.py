@@ -81,7 +81,7 @@ class Cast:
     saturate: bool = False
     """Whether the value is clamped to the format's range before the cast, because it holds a mask with finite numbers beyond the range."""
     weight: bool = False
-    """Whether the value is a parameter. Without gradients, one launch copies it together with the other weights of its graph."""
+    """Whether the value is a parameter."""
     write_version: int = 0
     """Version of the value that is copied: each in-place write to its memory makes a new version, and so does a change of the grad mode."""
 

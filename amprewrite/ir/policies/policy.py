@@ -85,7 +85,8 @@ class Policy:
     low: Format
     lists: str | OpLists = "default"
     overrides: tuple[Override, ...] = ()
-    cache_weights: bool | str = True
+    keeps_copies: bool = False
+    """Whether calls without gradients keep the low copies of weights for the next call, so that casts of weights have no price there."""
     device: str = ""
     """Name of the device for which to plan, from `amprewrite.tables.devices.NAMED`; "" for the device at hand."""
     measure: bool = False

@@ -42,8 +42,6 @@ class PadCost:
     """Seconds that padding saves in a step, for each product that was timed."""
     cached_weights: bool = True
     """True if calls without gradients keep the low copies of parameters for the next call."""
-    together: bool = False
-    """True if one launch makes all low copies of parameters that are not kept."""
 
     @property
     def itemsize(self) -> int:
@@ -68,10 +66,9 @@ class PadCost:
 
         The copy is made at every call, or once if copies are kept.
         """
-        moved = 8 * numel / self.device.bandwidth
-        if self.training or not (self.cached_weights or self.together):
-            return self.device.launch + moved
-        return 0.01 * self.device.launch + (0.0 if self.cached_weights else moved)
+        if self.cached_weights and not self.training:
+            return 0.01 * self.device.launch
+        return self.device.launch + 8 * numel / self.device.bandwidth
 
     def slice(self, numel: int) -> float:
         """Return the seconds of one slice to `numel` elements, which may need a dense copy, plus in training the pad of its gradient."""

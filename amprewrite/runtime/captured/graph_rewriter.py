@@ -240,7 +240,7 @@ class GraphRewriter(CallRecord):
 
     def policy_for(self, device: str) -> Policy:
         """Return the policy for a model on `device`, such as "cuda". A note is added if the device gains nothing from the low format."""
-        kept = "step" if self.cache.block() else self.options.cache_weights
+        kept = self.cache.block() is not None
         return policy_on(self._row(device), self.options, self.note, kept, runnable(self.options.products, device, self.note))
 
     def _in_parts(self) -> bool:
