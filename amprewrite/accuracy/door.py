@@ -28,7 +28,7 @@ def search_options(
     accuracy: str | None,
     metric: Any,
 ) -> Options:
-    """Return `options` with a calibration and with the ops that must stay high, found by running the model on batches.
+    """Return `options` with a calibration and with the ops that must stay fp32, found by running the model on batches.
 
     `example` holds the example inputs of one call, which serve as a batch without `calibration`. `rewrite` documents the other arguments
     and the errors.

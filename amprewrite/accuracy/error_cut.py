@@ -79,10 +79,11 @@ class GraphErrors:
         self.flops = {name: self.graph[name].flops + 1 for name in self.heavy}
 
     def kept(self, price: float, heavies: bool) -> set[str]:
-        """Return the open ops that run in fp32 in the cheapest plan, if a unit of squared error costs `price`.
+        """Return the ops that run in fp32 in the cheapest plan, if a unit of squared error costs `price`.
 
-        Open ops are the ops whose format the plan may choose. With `heavies`, the plan chooses only for open ops on the allowlist, and all
-        other open ops are high. Without `heavies`, open ops on the allowlist are low, and the plan chooses for the other open ops.
+        Only ops whose format the plan may choose (open ops) are returned. With `heavies`, the plan chooses for the open ops on the
+        allowlist, and all other open ops run in fp32. Without `heavies`, open ops on the allowlist run low, and the plan chooses for the
+        others.
         """
         network = Network()
         by_tie: dict[str, int] = {}

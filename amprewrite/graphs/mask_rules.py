@@ -23,7 +23,10 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 class MaskRules(ABC, Generic[Value]):
-    """Judges masks and other numbers beyond the range, for one graph and one low format. A subclass reads the ops of the graph."""
+    """Decides whether ±max may replace masks and other numbers beyond the range, for one graph and one low format.
+
+    A subclass reads the ops of the graph.
+    """
 
     def __init__(self, low: Format) -> None:
         self.low = low

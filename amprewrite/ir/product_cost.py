@@ -57,8 +57,8 @@ class ProductPrices:
     def copy(self, recipe: Recipe, role: str, way: str, numel: int) -> Iterator[tuple[str, int]]:
         """Yield (name, price) of each kernel that makes one fp8 copy of a matrix with `numel` elements.
 
-        `role` is the role of the matrix in the product, `way` the layout of the copy (see `tables/recipes.py`). Copies of one value share
-        kernels of the same name.
+        `role` is "x", "w" (operands of a product) or "g" (gradient of its result). `way` is the layout of the copy: STRAIGHT (not
+        transposed) or TURNED. Copies of one value share kernels of the same name.
         """
         by_rows, held = recipe.scaling(role, way) == ROWS, role == W
         if not (self.fused or self.kernel):

@@ -132,7 +132,10 @@ def scales_itself(node: Node) -> bool:
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns results of the checkpoint `node` that its body also reads, so that no scaling fits in between."""
+    """True if the graph returns a result of the checkpoint `node` that the checkpoint's body reads, too.
+
+    No op can then scale the gradient between the result and the body's readers, so the whole checkpoint counts as outside.
+    """
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
     return leaves and is_checkpoint(node) and _reads_results(node)
 

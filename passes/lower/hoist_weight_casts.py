@@ -253,7 +253,7 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
 def with_kept_weights(
     module: torch.fx.GraphModule, cache: WeightCache, callable_of: Callable[[torch.fx.GraphModule], CompiledFn]
 ) -> CompiledFn:
-    """Return a callable that casts weights where it reads them. In a block that keeps copies, it takes the kept copies instead."""
+    """Return a callable that casts weights where it reads them, except while copies are kept, as inside `frozen_weights()`."""
     cast_where_read = callable_of(module)
     takes_kept: list[CompiledFn] = []
 

@@ -214,10 +214,10 @@ class _Choice:
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """Return (name of an op that ranks the result of `product`, or ""; True if only outputs, rankings and denied ops read the result).
+    """Return (name of an op such as `topk` that ranks the result of `product`, or ""; True if nothing else reads the result).
 
-    The search follows the result through views and other clear ops, alone or with a weight, and through softmax. The ops that read a
-    softmax do not count for the second value.
+    Outputs and denied ops may read it as well. The search follows the result through views and other clear ops, alone or with a weight, and
+    through softmax. The ops that read a softmax do not count for the second value.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}

@@ -53,8 +53,8 @@ def exported(
     """Return the exported fp32 model, the example inputs by name, the policy for the file, and notes.
 
     `products` replaces the option of the model if it is not None. `calibrated` is True if the caller gave samples, which fp8 products need
-    for their scales. Raises PolicyError for invalid arguments,
-    CaptureError if torch.onnx.export fails or its file does not compute the same as the model.
+    for their scales. Raises PolicyError for invalid arguments, CaptureError if torch.onnx.export fails or its file does not compute the
+    same as the model.
     """
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")

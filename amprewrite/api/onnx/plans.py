@@ -96,7 +96,7 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carr
 
 
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
-    """Keep high the ops that the model runs with torch.autocast disabled. Return a list with a note; empty if there are no such ops.
+    """Keep in fp32 the ops that the model runs with torch.autocast disabled. Return a list with a note; empty if there are no such ops.
 
     `ops` are the names of these ops. In a file, regions of torch.autocast and regions such as torch.no_grad look the same. So the ops of
     all regions are kept in fp32, except ops on the allowlist whose names are not in `ops`.

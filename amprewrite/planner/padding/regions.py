@@ -235,7 +235,7 @@ class Regions:
         return found
 
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
-        """Choose which of several axes of a dim to pad: axes that are padded anyway or, if these do not suffice, the one growing least."""
+        """Choose which axes of a merged dim to pad: axes that are padded anyway or, if these do not suffice, the axis that grows least."""
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
         marked = tuple(leaf for leaf in leaves if leaf in units)

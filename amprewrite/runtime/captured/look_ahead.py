@@ -60,7 +60,7 @@ def worth_watching(problem: Problem) -> bool:
 
 
 class LookAhead:
-    """Runs the first calls of one graph, each after an observed run of the same graph in fp32.
+    """Runs the first calls of one graph. Before each, it observes a run of the same graph in fp32, to find values that would overflow.
 
     `plan` is the plan of the graph. `learn` adds ranges to the calibration and returns the new calibration. `again` plans and emits the
     graph anew for the given inputs, and returns its plan. `warn` warns the user.

@@ -76,7 +76,7 @@ def results_of(value: Any) -> list[Tensor]:
 
 
 def furthest(wanted: Iterable[Tensor], had: Sequence[Tensor]) -> float:
-    """Return the largest distance of a tensor in `wanted` from the nearest tensor of the same shape in `had`.
+    """Return the largest distance of a tensor in `wanted` from the nearest tensor of the same shape in `had` (see `distance`).
 
     The result is 0 if `wanted` is empty or all its tensors are in `had`, and inf if a tensor of `wanted` has a shape that `had` lacks.
     """

@@ -123,7 +123,7 @@ class Noted:
         return self._recorded or self._heard is not None or bool(self._flags)
 
     def ended(self, params: Sequence[Tensor]) -> None:
-        """Check the gradients of `params` after a backward, and keep the flag."""
+        """Check the gradients of `params` after a backward, and keep the overflow flag of the check."""
         flag = found_after_backward(params)
         self._ended = True
         if self._heard is not None:

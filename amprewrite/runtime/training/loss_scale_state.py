@@ -26,7 +26,7 @@ _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interva
 class LossScaleReport:
     """The scale, the counts of steps and of skipped steps, and the last overflow. `str()` gives them in one or two lines.
 
-    A set of steps holds one step of each optimizer that steps between two forwards.
+    Steps of several optimizers between two forwards count as one, here called a set of steps.
     """
 
     kind: str

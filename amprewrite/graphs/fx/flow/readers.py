@@ -38,10 +38,10 @@ def trained_values(nodes: Mapping[str, torch.fx.Node]) -> frozenset[str]:
 
 
 def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> tuple[str, ...]:
-    """Return the values of `trained` with more than MOST_READERS readers that send gradients, such as the memory of an encoder.
+    """Return the values of `trained` with more than MOST_READERS readers that send gradients back.
 
-    torch.autocast casts such a value for every reader and adds up the gradients of the copies in fp32. It keeps one copy of each weight, so
-    parameters are left out.
+    An example is the result of an encoder, which every layer of a decoder reads. torch.autocast casts such a value for every reader and
+    adds up the gradients of the copies in fp32. It keeps one copy of each weight, so parameters are left out.
     """
     names = {node: name for name, node in nodes.items()}
     found = list[str]()

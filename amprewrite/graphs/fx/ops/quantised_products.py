@@ -44,7 +44,7 @@ def ways(role: str, gemms: tuple[str, ...]) -> tuple[str, ...]:
 def quantise(
     value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> Quantised:
-    """Return the fp8 copies of `value` that `gemms` read, with a link for its gradient.
+    """Return the fp8 copies of `value` that `gemms` read, with a memoryless tensor (link) through which `value` gets its gradient.
 
     `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. With `largest`, the scale of the tensor is a

@@ -44,9 +44,9 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
     """Return the reason why all ops of a body graph stay fp32 in training with a narrow format or a loss scale; None if they need not.
 
-    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled: ops around a nonlinear backward of
-    user code then get unscaled gradients, which a low format may flush to zero. The backward itself may overflow, because no sample run
-    shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
+    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled. Then a nonlinear backward written
+    by the user needs unscaled gradients, which the ops around it would flush to zero in a low format. The backward itself may overflow,
+    because no sample run shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None

@@ -201,11 +201,11 @@ def _operands(
     write_versions: Callable[[torch.fx.Node, Fact], int],
     no_grad: set[torch.fx.Node],
 ) -> list[Operand]:
-    """Return the fp32 tensors that an op reads, each with the format in which the op needs it (`Demand`).
+    """Return the fp32 tensors that an op reads, each with the format in which the op needs it (`Demand`) and its write version.
 
-    Readers share a cast of a value only within one write version. Code under no_grad and code with gradients get different versions. A
-    returned value has the version of the op that made it, whatever the grad mode at the end of the graph. An operand that the op writes
-    to is needed in the op's own format.
+    Readers share a cast of a value only within one write version, which changes when the value is written in place. Code under no_grad and
+    code with gradients get different versions. A returned value has the version of the op that made it, whatever the grad mode at the end
+    of the graph. An operand that the op writes to is needed in the op's own format.
     """
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):

@@ -25,8 +25,8 @@ def exchanges_infinities(captured: Captured) -> bool:
 def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> Iterator[str]:
     """Yield a description of each value that leads to an infinity because `plan` makes it, or a copy of it, in the low format.
 
-    Such a value is too large, or it is flushed to zero and then read by an op with a pole at zero. `seen` holds the ranges of an fp32 run,
-    by fingerprint of the graph.
+    Such a value is too large, or it becomes zero and an op that returns an infinity for zero (`log`, `reciprocal`) reads it. `seen` holds
+    the ranges of an fp32 run, by fingerprint of the graph.
     """
     yield from too_large(captured, plan, seen)
     smallest = ROOM * captured.problem.policy.low.smallest_subnormal

@@ -47,9 +47,8 @@ class GradScalers:
 def refuse_grad_scaler(optimizer: Optimizer, frames: list[FrameType], kwargs: dict[str, Any]) -> None:
     """Raise LossScaleError if a GradScaler steps `optimizer`.
 
-    `frames` are those of its `step` and of the callers, `kwargs` the step's keyword arguments.
-
-    The scaler sets `found_inf` on an optimizer that skips steps by itself. For other optimizers the scaler is found among the callers only.
+    `frames` are the stack frames of its `step` and of the callers, `kwargs` the keyword arguments of the step. The scaler sets `found_inf`
+    on an optimizer that skips steps by itself. For other optimizers the scaler is found among the callers only.
     """
     scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
     for frame in frames:
