@@ -100,7 +100,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintShares(), PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
-"""The deciding passes for each `rule` of the op lists. The pipeline "given" is for a problem with a plan to follow."""
+"""The deciding passes for each `rule` of the op lists. The pipeline "given" is for a graph that must follow a given plan."""
 WEIGH: tuple[Deciding, ...] = (
     WeighPlans(BY_COST),  # after the edited graph has passed its checks: compare the price of the plan with plans by other rules
 )

@@ -27,9 +27,9 @@ class Call:
     """One call of an op, with its arguments and the shapes of its results."""
 
     name: str
-    """Name of the call's op-graph node in the op graph."""
+    """Name of the call's node in the op graph."""
     op: str
-    """ATen base name; for an op-graph node that is no op, its role."""
+    """ATen base name; for a node that is no op, its role (see `OpNode.role`)."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     shapes: tuple[Shape, ...] = ()

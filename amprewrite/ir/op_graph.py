@@ -22,7 +22,7 @@ class Demand(Enum):
     """The dtype in which an op needs one of its operands."""
 
     COLOUR = "colour"
-    """The dtype of the op's own colour."""
+    """The dtype in which the op runs: the low format if its colour is low, fp32 if its colour is high."""
     PROMOTE = "promote"
     """Like COLOUR, but the kernel promotes mixed operands itself: a low operand may stay low next to a high operand."""
     HIGH = "high"
@@ -77,7 +77,7 @@ class OpNode:
     role: str = "op"
     """"op", or "input", "parameter", "buffer", "constant" or "output" for a node that is no op."""
     pinned: tuple[Colour, Reason, str] | None = None
-    """(colour, reason, detail) if a fact forces the colour of this node; None if lists and passes decide."""
+    """(low or high, reason, detail) if a fact forces the format of this node; None if lists and passes decide."""
     precision_group: str = ""
     """Name of the precision group of the node; "" for none. Nodes of a group share memory or a kernel, so they must have one colour."""
     relative: bool = False
@@ -85,7 +85,7 @@ class OpNode:
     may_saturate: bool = False
     """Whether the result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
-    """For a product of counts (see `ir/evidence/counts.py`): name of the operand that a low format would round. Otherwise ""."""
+    """For a matrix product of whole numbers, such as positions, that a low format would round: the operand at risk. Otherwise ""."""
 
     @property
     def carries_fp32(self) -> bool:

@@ -84,7 +84,7 @@ class Problem:
     keep_high: KeepHigh | None = None
     """Nodes that an accuracy search keeps in fp32; None without a search."""
     agreed: Agreed = NOTHING_AGREED
-    """Colours of ops that were decided in other graphs of the model."""
+    """Colours (low or high) of ops that were decided in other graphs of the model."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Nodes whose ops raised an error on low inputs when tried, each with the error message."""
     pad: PadPolicy | None = None
@@ -96,7 +96,7 @@ class Problem:
     pads_off: bool = False
     """Whether to plan no padding, for example because the padded graph failed its check."""
     given: RegionPlan | None = None
-    """The region of the user's plan that this graph must follow; None if the passes decide."""
+    """The plan of one graph, from the plan that the user gave, that this graph must follow; None if the passes decide."""
     notes: tuple[str, ...] = ()
     """Notes made while the graph was read. The plan shows them."""
 

@@ -33,7 +33,7 @@ DEEP = 32
 """Least number of sums of a residual stream that stays fp32. Their roundings are independent, so 32 of them are off by about six times the
 error of one. Networks of a dozen layers have 25 sums and stay below this limit."""
 FEW = 16
-"""Largest number of ops on a path from a sum back to the earlier sum that it continues. Three or four are usual."""
+"""Largest number of ops on a path from a sum back to the earlier sum that it updates. Three or four are usual."""
 SUMS, FACTORS = ops_with(Trait.ADDS_UP), ops_with(Trait.SCALES)
 LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
 

@@ -33,7 +33,7 @@ from amprewrite.tables.vocabulary import Colour
 
 Side = npt.NDArray[np.bool_]
 Key = tuple[str, int]
-"""(name of a value, the write version in which it is read)."""
+"""(name of a value, its write version: the number of in-place writes and changes of the grad mode before it is read)."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Copies:
     low: list[int] = field(default_factory=list)
     """Readers that need a low copy of the value when they run low."""
     high: list[int] = field(default_factory=list)
-    """Readers that need a high copy of the value when they run in fp32."""
+    """Readers that need an fp32 copy of the value when they run in fp32."""
     senders: list[int] = field(default_factory=list)
     """Readers whose gradients have to be cast to the format of a low value when they run in fp32."""
     mixers: list[int] = field(default_factory=list)
@@ -58,11 +58,11 @@ class _Mixer:
     """
 
     op: int
-    """Vertex of the op."""
+    """Vertex, in the flow network, of the op."""
     anchor: Key
-    """The operand of which a copy is made."""
+    """The operand of which an fp32 copy is made."""
     others: tuple[int, ...]
-    """Vertices of the makers of the other operands, without makers that always run low."""
+    """Vertices of the ops that make the other operands, without ops that always run low."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Assignment:
     """Result of `cheapest`: which open ops run low."""
 
     low: frozenset[str]
-    """Names of the open ops that run low; all other open ops run in fp32."""
+    """Names of the ops that run low, of the ops whose format no rule has fixed (open ops). All other open ops run in fp32."""
     gap: int
     """Upper bound, in ticks of 0.1 ns, on the saving of a better assignment; 0 if this assignment is optimal."""
 

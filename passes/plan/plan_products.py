@@ -50,7 +50,7 @@ from amprewrite.tables.recipes import (
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind
 
 Key = tuple[str, str]
-"""(name of a product, one of its GEMMs)."""
+"""(name of a matrix product, one of its GEMMs: "out", "grad_in" or "grad_weight")."""
 RANKS, SHARES = ops_with(Trait.RANKS), ops_with(Trait.SHARES_OUT)
 
 

@@ -36,7 +36,7 @@ STEPS, KINKS, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.HAS_KINKS)
 LEVEL = AVERAGES | NORMS
 """Averages and norms. They magnify a rounding only if the value may have an offset (`Held.EXACT`), or in a batch norm."""
 WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
-"""Ops that magnify a rounding of a value that no product has rounded: logarithms and softmax."""
+"""Ops that magnify the rounding error of a value that no product has rounded before: logarithms and softmax."""
 
 
 class RepaintAsAutocast(Pass[Problem, Decisions]):

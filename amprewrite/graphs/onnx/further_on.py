@@ -57,7 +57,7 @@ class Readers(MaskRules[ir.Value]):
     def __init__(self, graph: ir.Graph, low: Format) -> None:
         super().__init__(low)
         self._leaving: dict[ir.Value, list[ir.Value]] = {}
-        """Maps each result of a body to the values that it may become outside of the body or in the next iteration."""
+        """Maps each result of a body (subgraph) to the values that it may become outside of the body or in the next iteration."""
         for node in graph.all_nodes():
             for body in bodies(node):
                 for value in body.outputs:

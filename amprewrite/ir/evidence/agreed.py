@@ -27,7 +27,7 @@ Place = tuple[str, str]
 Call = tuple[str, int]
 """(line of the model's code, number of earlier calls of the op by this line)."""
 FREE = (Reason.BODY, Reason.OPAQUE, Reason.TRANSFORMED)
-"""Reasons of colours that may differ between graphs: the node holds a subgraph, or is inside a torch.func transform."""
+"""Reasons of colours (low or high) that may differ between graphs: the node holds a subgraph, or is inside a torch.func transform."""
 APART = (*FREE, Reason.DEVICE)
 """Reasons of colours that other graphs do not take over: the reasons in FREE, and a device on which the whole graph stays fp32."""
 
@@ -58,7 +58,8 @@ class Agreed:
     whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)
     """The reason for each colour in `places`, as text, from the graph that decided the colour."""
     products: Agreed | None = None
-    """Decisions about fp8 in the same form: a low product runs in fp8, a high product does not. None if no graph has decided."""
+    """Decisions about fp8 in the same form: here low means that a product runs in fp8, and high that it does not. None if no graph has
+    decided."""
 
     def of(self, ops: Iterable[ColouredOp]) -> dict[str, Colour]:
         """Return {name: agreed colour (low or high)} for `ops`, which belong to one graph. Ops without an agreed colour are left out."""

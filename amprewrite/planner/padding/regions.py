@@ -26,10 +26,10 @@ from amprewrite.planner.padding.rules.table import rule_of
 COPY = 100
 """Factor on the price of a second low copy of a weight, in another size. It is high, so that all readers use a copy of one size."""
 ROUNDS = 60
-"""Largest number of times that the cut is repeated because of content. After that nothing in the graph is padded."""
+"""Largest number of times that the cut is repeated because an op cannot take the numbers in padding. After that nothing is padded."""
 
 Place = tuple[str, Slot, int]
-"""One dim of an operand or result: (name of the call, slot, dim). `rule.py` explains slots."""
+"""One dim of an operand or result: (name of the call, slot, dim). A slot is the name of an operand or the index of a result."""
 Variable = tuple[Place, int]
 """(one dim that stands for its group, axis): the cut decides whether all dims of this group are padded along the axis."""
 
@@ -86,13 +86,13 @@ class Regions:
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """The axes of the dims: `of_value` by value, `of_use` by (value, reader). A reader behind a barrier has axes of its own."""
     group: dict[Place, Place] = field(default_factory=dict)
-    """Parents in a union-find of dims, which joins the dims of a call that are padded together. Dims without a tie are absent."""
+    """Parents in a union-find of dims, which joins the dims of a call that are padded together. Dims that may not be padded are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By call: axes whose extent is fixed by its rule, such as three chunks or four gates."""
     extent: dict[int, int] = field(default_factory=dict)
     """By axis that some op wants padded: its extent with padding."""
     padded: set[Variable] = field(default_factory=set)
-    """The variables for which the cut chose padding."""
+    """The variables (group of dims, axis) for which the cut chose padding."""
     content: dict[str, Content] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

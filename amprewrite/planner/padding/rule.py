@@ -26,13 +26,13 @@ from amprewrite.ir.op_calls import Call, Ref, Shape
 MIXED = "mixed"
 Content = float | str
 Slot = str | int
-"""An operand, given by the name of its value, or a result, given by its index."""
+"""An operand of a call, given by the name of its value, or a result, given by its index."""
 Part = tuple[Slot, int] | int
 """A part of a dim: (slot, dim), or the extent of an axis that is never padded, such as a number of gates."""
 Leg = tuple[Part, ...]
-"""One side of a tie: parts, outer to inner, that form one dim. For example, (4, (slot, dim)) is a weight dim of an LSTM with four gates."""
+"""One description of a dim: its parts, outer to inner. For example, (4, (slot, dim)) is a weight dim of an LSTM with four gates."""
 BROADCAST = "broadcast"
-"""Content of an operand that is broadcast along a padded dim of the result, so that it has no padding there."""
+"""In place of the numbers in an operand's padding: the operand is broadcast along a padded dim of the result, and has no padding there."""
 LARGEST = 1e4
 """Largest magnitude that padding may hold. A larger number may overflow fp16 in the next op."""
 
@@ -60,15 +60,15 @@ class Rule:
     """
 
     ties: list[tuple[Leg, ...]] = field(default_factory=list)
-    """The ties of the call. All legs of one tie are the same dim."""
+    """Which dims of operands and results are the same dim, so that they are padded together. Each tie lists descriptions of one dim."""
     wants: list[tuple[Slot, int]] = field(default_factory=list)
     """Dims, as (slot, dim), whose sizes should be multiples of a few elements for the op's kernel."""
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
-    """Returns the content of the results' padding, given the content of the operands' padding. May raise Hazard."""
+    """Returns the numbers in the padding of the results, given those in the padding of the operands. May raise Hazard."""
     ignored: set[str] = field(default_factory=set)
     """Names of operands that may have any size, because the op reads only their dtype or sizes, or pads them itself."""
     why_opaque: str = ""
-    """The reason why some dims of the call have no ties; "" if all have ties, or if the reason is not recorded."""
+    """The reason why some dims of the call must not be padded; "" if all may be padded, or if the reason is not recorded."""
     pointwise: bool = False
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 

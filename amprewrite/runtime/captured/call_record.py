@@ -27,7 +27,7 @@ class State(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        """Number of nested calls of entries that run now."""
+        """Number of nested calls of the model and of its submodules from outside of its graphs that run now."""
         self.transformed = 0
         """Number of running calls inside a torch.func transform or a level of forward-mode derivatives."""
         self.generating = 0
@@ -37,7 +37,7 @@ class State(threading.local):
         self.ran: list[Region] = []
         """Regions that the innermost running call has run so far."""
         self.path: str | None = None
-        """Path of the entry of the outermost running call; None if no call of an entry runs."""
+        """Path of the module whose call is the outermost that runs now; None if no module of the model is called."""
         self.forwards = 0
         """Number of outermost calls that have begun, without recomputations."""
         self.given_up = 0
@@ -93,9 +93,9 @@ class CallRecord:
     root: nn.Module
     state: State = field(default_factory=State)
     calls: dict[tuple[Region, ...], None] = field(default_factory=dict)
-    """Keys: the regions that an outermost call ran, in order and without repetitions. Cleared when an entry is captured anew."""
+    """Keys: the rewritten graphs that a call of the model ran, in order and without repetitions. Cleared when graphs are captured anew."""
     last: tuple[Region, ...] = ()
-    """The regions that the latest outermost call ran."""
+    """The rewritten graphs that the latest call of the model ran."""
     unreadable: list[Skipped] = field(default_factory=list)
     """Modules that Dynamo can never capture, such as TorchScript modules, each with the reason."""
     notes: dict[str, None] = field(default_factory=dict)

@@ -79,11 +79,11 @@ class Graphs:
         self.anew: Anew | None = None
         """The reason why the next call captures anew; None if it need not. Recomputations of earlier forwards still run these graphs."""
         self.full = False
-        """True if some frame has as many graphs as Dynamo's limit allows. Calls that fit none of these graphs run as written."""
+        """True if Dynamo's limit allows no further graph for some code of the module. Calls that fit none of the graphs run as written."""
         self.empty: bool | None = None
-        """True if Dynamo read all of the entry's code and found no tensor op; False if it gave up the code; None if neither happened."""
+        """True if Dynamo read all of the module's code and found no tensor op; False if it gave up the code; None if neither happened."""
         self.in_parts = not entry.captured
-        """True if code of the model may run between the graphs of the entry."""
+        """True if code of the model may run between the graphs of the module."""
         self._captures: Counter[int | None] = Counter()
         session = entry.session
         self._alone = self._beside_hooks = entry.function

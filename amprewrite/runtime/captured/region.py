@@ -41,7 +41,7 @@ class Region:
     """
 
     whole = False
-    """True if the graph is all of its entry's forward."""
+    """True if the graph is all of its module's forward."""
     enters_regions = False
     """True if the graph enters regions such as `torch.no_grad()`, which an error in the graph must leave."""
 

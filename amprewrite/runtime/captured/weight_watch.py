@@ -33,7 +33,7 @@ from amprewrite.tables.boundary.members import named_buffers_in, named_parameter
 from amprewrite.tables.formats import Format
 
 BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
-"""All ways in which a weight may not fit."""
+"""All ways in which a weight may not fit the low format's range."""
 FIRST_LOOK, LAST_DOUBLING = 16, 1024
 """Numbers of calls. Weights are checked at the first number, at each doubling of it up to the last, and then at multiples of the last."""
 

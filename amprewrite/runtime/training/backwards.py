@@ -47,8 +47,7 @@ _MOST_FLAGS = 16
 """Largest number of flags of backwards that are kept apart. Above this number they are combined into one flag."""
 _MOST_SETS = 2
 """An overflow that a step has read counts again at this many later steps, if new backwards ran before them. Without this limit a loop would
-skip for ever if it discards gradients at a moment that is not checked: after the forward, before a loss that reads weights itself.
-"""
+skip for ever if it discards gradients at a moment that is not checked: after the forward, before a loss that reads weights itself."""
 _SAMPLE = 16
 """About this many gradients are remembered at a step whose overflow flag the host has not read; otherwise all are remembered."""
 

@@ -261,5 +261,4 @@ class StepGate(StepRecord):
 
 _BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)
 """Functions called before each optimizer step, by which a StepGate can guard an optimizer that it did not know. Hooks that the gate adds
-then run before the same step.
-"""
+then run before the same step."""

@@ -87,7 +87,8 @@ class StepRecord:
     _overflowed: bool = field(default=False, init=False)
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
     use: ScaleUse = field(init=False)
-    """Decides which forwards use the loss scale. `use.unscaled`: the gradients of a step now are of a forward that used 1 in its place."""
+    """Decides which forwards use the loss scale. `use.unscaled` is True if the gradients of a step now come from a forward that used 1
+    instead."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the overflow flags that backwards left for gradients of `optimizer`."""

@@ -44,7 +44,7 @@ ABOVE_ZERO: dict[str, Callable[[float], float]] = {
     "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x), "log": math.log, "log2": math.log2, "log10": math.log10,
     "reciprocal": lambda x: 1 / x, "log1p": math.log1p,
 }  # fmt: skip
-"""Functions that ops compute. They are applied only to content above zero, since most have an infinite value or slope at zero."""
+"""Functions that ops compute. They are applied only to padding above zero, since most have an infinite value or slope at zero."""
 AT_ZERO = ops_with(Trait.KEEPS_ZERO)
 _ONE_INPUT, _NO_LARGER = ops_with(Trait.ONE_INPUT), ops_with(Trait.NO_LARGER)
 
