@@ -438,9 +438,9 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """Respond to a failure of the edited graph by less padding. Return False if nothing is padded, or if a given plan fixes the pads.
+    """Respond to a failure of the edited graph by less padding. Return False if nothing is padded, or if a given plan fixes the padding.
 
-    The op that failed is no longer padded. If it was unpadded already, or is unknown, the whole graph is planned without pads.
+    The op that failed is no longer padded. If it was unpadded already, or is unknown, the whole graph is planned without padding.
     """
     problem = captured.problem
     if not decisions.pads or problem.given is not None:

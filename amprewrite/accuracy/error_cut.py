@@ -158,7 +158,7 @@ class GraphErrors:
                 network.arc(end(name), end(value), cost)
 
     def why(self, name: str) -> str:
-        """Return a sentence on the largest error among the edges of node `name`; "its neighbours are kept" if no error was measured."""
+        """Return a sentence on the largest error that a rounding at node `name` causes; "its neighbours are kept" if none was measured."""
         touching = {edge: squared for edge, squared in self.edges.items() if name in edge}
         if not touching:
             return "its neighbours are kept"
@@ -211,7 +211,10 @@ class Chain:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Yield the nodes that a cut keeps in fp32 at each of `prices`, and at prices in between if several nodes of `heavy` change."""
+        """Yield the nodes that a cut keeps in fp32 at each of `prices`, and at prices in between if several nodes of `heavy` change.
+
+        `heavy` holds the matmuls and convolutions, as pairs of graph fingerprint and node name.
+        """
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
             if left and len((last - first) & heavy) > 1:

@@ -201,7 +201,7 @@ def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
 
 
 def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) -> None:
-    """Raise PolicyError if both options are given, or if the one given is invalid for `metric`."""
+    """Raise PolicyError if `tolerance` and `accuracy` are both given, or if the one given is invalid for `metric`."""
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
     if accuracy is not None and not is_word(accuracy, "autocast"):

@@ -117,7 +117,8 @@ def sensitivity(
 def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Metric) -> list[tuple[Captured, Edges]]:
     """Return, for each captured graph that runs, the squared output error of every edge, as the mean over `batches`.
 
-    Raises CalibrationError if a batch cannot be run, nothing can be captured, or no floating output depends on inputs or weights.
+    An edge is a value with one of its readers: its error comes from rounding the value to `low` for this reader only. Raises
+    CalibrationError if a batch cannot be run, nothing can be captured, or no floating output depends on inputs or weights.
     """
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)

@@ -57,7 +57,7 @@ class _TrialSession(Session):
         """Do nothing: the real rewrite warns of parts that are not captured."""
 
     def _check_products(self) -> None:
-        """Do nothing: the plans of a trial's regions are empty, so there are no products to check."""
+        """Do nothing: the plans of the graphs in a trial are empty, so there are no products to check."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,10 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copies:
-    """The readers of one value, as vertices, by the copies and casts of the value that they cause. A vertex may be listed twice."""
+    """The readers of one value, as vertices of the cut graph, by the copies and casts of the value that they cause.
+
+    A vertex may be listed twice.
+    """
 
     low: list[int] = field(default_factory=list)
     """Readers that need a low copy of the value when they run low."""
@@ -67,7 +70,7 @@ class _Mixer:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Result of `cheapest`: which open ops run low."""
+    """Result of `cheapest`: which of the ops without a given colour run low."""
 
     low: frozenset[str]
     """Names of the ops that run low, of the ops whose format no rule has fixed (open ops). All other open ops run in fp32."""
@@ -118,7 +121,7 @@ class _Search:
             self.vertices[node.name] = vertex
 
     def _end(self, name: str) -> int:
-        """Return the vertex of a node: its own vertex if the node is open, otherwise the source (low) or the sink (high)."""
+        """Return a node's vertex in the cut graph: its own if its colour is searched, otherwise the source (low) or the sink (high)."""
         vertex = self.vertices.get(name)
         if vertex is not None:
             return vertex

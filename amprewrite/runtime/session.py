@@ -357,11 +357,11 @@ class Session(GraphRewriter):
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """Code that ran outside the rewritten graphs, for each entry since its graphs were last captured anew."""
+        """Code that ran outside the rewritten graphs, for each rewritten module, since its graphs were last captured from scratch."""
         return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:
-        """Return the plan of the graphs of `regions`. A region that occurs several times is listed once."""
+        """Return the plan of the rewritten graphs `regions`. A graph that occurs several times is listed once."""
         return self._plan([region.plan for region in dict.fromkeys(regions)])
 
     def plan_of_all(self) -> ModelPlan:

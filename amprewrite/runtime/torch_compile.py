@@ -164,7 +164,7 @@ class CompiledSession(Session):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
-        """Rewrite another captured graph for this session, and return its region.
+        """Rewrite another captured graph for this session, and return the rewritten graph as a `Region`.
 
         Warns and raises SkipFrame, so that the frame runs as written, if Dynamo would put a hook on an input after the graph writes it.
         Raises CaptureError instead if Dynamo may not break the graph.

@@ -103,7 +103,7 @@ def gemms_of(product: MatrixProduct, training: bool) -> tuple[str, ...]:
 
 @dataclass
 class _Choice:
-    """Chooses the GEMMs that run in fp8, for the low products of one problem."""
+    """Chooses the GEMMs that run in fp8, among the low products of one graph."""
     problem: Problem
     products: Mapping[str, MatrixProduct]
 

@@ -32,7 +32,7 @@ SOFT = (Reason.CONSTANT, Reason.CANCELS)
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
-    """Return the region of `plan` that fits the graph of `problem`.
+    """Return the region of `plan` (its entry for one graph) that fits the graph of `problem`.
 
     Raises PlanError if no region fits, or if the region makes an op low that must be high.
     """

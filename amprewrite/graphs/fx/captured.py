@@ -83,7 +83,7 @@ class Captured:
 
     @property
     def results(self) -> dict[int, str]:
-        """Names in the op graph of the graph's results, by position. Results that are no nodes are left out."""
+        """Names, in the op graph, of the nodes that compute the graph's results, by position. Results that are no nodes are left out."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
         given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function returns (results, saved values)

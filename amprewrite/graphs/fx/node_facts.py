@@ -202,7 +202,10 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
 
 
 def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
-    """Return the op table's row for a call. If the arguments make it another op, this op's row: `interpolate` with mode="area" pools."""
+    """Return the op table's row for a call. If the arguments turn the call into another op, this is the row of the other op.
+
+    Example: `interpolate` with mode="area" is an average pooling.
+    """
     if row is None or not row.forms:
         return row
     given = _given(node)

@@ -123,7 +123,10 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
 
 
 def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
-    """Map each of `calls`, the calls of one op in one module, to the known call that it matches. Calls without a match are left out."""
+    """Map each of `calls`, the calls of one op in one module, to the call in `known` that it matches. Others are left out.
+
+    `known` holds the calls of the same op in an earlier graph.
+    """
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):
         return {call: call for call in calls if call in known}

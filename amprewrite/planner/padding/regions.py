@@ -452,7 +452,7 @@ def value_name(call: Call, i: int) -> str:
 
 
 def _merged(factors: Factors) -> Factors:
-    """Simplify the factors of a dim: join neighbouring axes without padding, and join unpadded axes to the padded axis outside them."""
+    """Simplify the factors (axes) of a dim: join neighbouring axes without padding, and join unpadded axes to the padded axis outside."""
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and n == m:

@@ -33,11 +33,11 @@ _SOURCE = file_label(__file__)
 
 
 class CacheReadHigh(Exception):
-    """Raised during capture, and caught in `Session.step`, if the graph reads keys or values of a low cache in fp32."""
+    """Raised during capture, and caught in `Session.step`, if the graph reads keys or values in fp32 from a KV cache stored low."""
 
 
 class _KeepsLow:
-    """The methods that a layer of a low cache gets. Its keys and values are stored in an inner layer of its former class."""
+    """The methods that a layer of a KV cache gets, so that keys and values are stored low: in an inner layer of its former class."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self

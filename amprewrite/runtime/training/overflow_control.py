@@ -45,7 +45,7 @@ from amprewrite.tables.formats import NARROW_DTYPES
 
 @dataclass(eq=False)
 class StepGate(StepRecord):
-    """Guards the optimizers of one model: steps whose gradients overflowed are skipped, and the loss scale is updated after each step."""
+    """Skips the optimizer steps of one model whose gradients overflowed, and updates the loss scale after each step."""
 
     on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
     """Called with the weights once it is clear that the model is trained although no optimizer is known."""
@@ -135,7 +135,7 @@ class StepGate(StepRecord):
         self._knows_optimizer()
 
     def _knows_optimizer(self) -> bool:
-        """True if an optimizer is guarded. If none is, calls number 1, 2, 4, 8, ... search the process for one."""
+        """True if the steps of an optimizer are checked. If none are, calls number 1, 2, 4, 8, ... search the process for one."""
         if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
             self._unguarded += 1
             if self._unguarded & (self._unguarded - 1) == 0:

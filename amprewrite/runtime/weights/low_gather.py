@@ -194,7 +194,7 @@ class GatheredLow:
     """The modules of one rewritten model whose weights are sent low, and checks that no code reads the rounded weights in fp32."""
 
     def __init__(self, gathers: dict[str, LowGather]) -> None:
-        """`gathers`: what sends the weights low, by the path of its module."""
+        """`gathers`: for each module whose weights are sent low, by its path, the object that sends them."""
         self.gathers, self._of = gathers, {name: gather for gather in gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:

@@ -55,7 +55,7 @@ def read_small_steps(
 
 
 class _Steps(SmallSteps[torch.fx.Node]):
-    """Finds the small steps of one fx graph."""
+    """Finds the sums of one fx graph that change a value in many small steps, like the steps of a diffusion sampler."""
 
     def __init__(self, graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float]) -> None:
         self.names = {node: name for name, node in nodes.items()}

@@ -62,7 +62,7 @@ def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.n
 
 
 def facts(values: np.ndarray, fmt: Format) -> Facts:
-    """Return the facts about a constant in a low format."""
+    """Return statistics of a constant that is rounded to a low format: the numbers that overflow or become 0, and the errors."""
     if not values.size:
         return Facts(0, 0, False, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):

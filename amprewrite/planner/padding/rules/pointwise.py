@@ -104,7 +104,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 
 # -- pointwise ------------------------------------------------------------------------------
 def pointwise(view: View) -> Rule:
-    """Return the padding rule of an op with one tensor operand. All dims may be padded. The op is applied to the padding's content."""
+    """Return the padding rule of an op with one tensor operand. All dims may be padded. The op also changes the numbers in the padding."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     rule = Rule(content=_unary(call.op))
