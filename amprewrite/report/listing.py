@@ -108,14 +108,14 @@ def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
     return found
 
 
-def fold_table(plan: ModelPlan, most: int = SCREEN, width: int = 80) -> list[tuple[str, str]]:
-    """Return a table with one module per row as (kind, text) of each line, with at most `most` lines of `width` characters."""
+def fold_table(plan: ModelPlan, most: int = SCREEN) -> list[tuple[str, str]]:
+    """Return a table with one module per row as (kind, text) of each line, with at most `most` lines of 80 characters."""
     root = module_tree(plan)
     rows = folded(root, most - 1)
     titles = ("ops", "low", "high", "casts", "weights", "FLOPs", "low", "bytes")
     cells = [_cells(row) for _, row in rows]
     widths = [max(len(title), *(len(row[column]) for row in cells)) for column, title in enumerate(titles)]
-    left = width - sum(widths) - 2 * len(widths)
+    left = 80 - sum(widths) - 2 * len(widths)
     found = [("title", _row("module", titles, left, widths))]
     for (depth, row), values in zip(rows, cells, strict=True):
         name = "  " * depth + (printable(row.name) or "the model")

@@ -1,4 +1,5 @@
-"""Extras: parts of amprewrite that can be removed. After an extra's files and its line in EXTRAS are deleted, all other parts still work.
+"""Extras: parts of amprewrite that can be removed. Delete an extra's files, its line in EXTRAS, and the lines of pyproject.toml that end in
+"# extra:" and its name. All other parts still work.
 
 Passes that only save time are extras as well: `FusePatterns`, `SplitLosses` and `KeepConstants`, each with a line in `passes/__init__.py`.
 """
@@ -29,7 +30,7 @@ _DRAWINGS = tuple(f"amprewrite/report/{name}" for name in ("drawings.py", "html"
 _GATHERS = ("amprewrite/api/gather_low.py", "amprewrite/runtime/weights/low_gather.py")
 _ONNX = ("amprewrite/api/onnx", "amprewrite/graphs/onnx", "amprewrite/tables/ops/onnx_names.py")
 _MEASURED = tuple(f"amprewrite/graphs/fx/run/{name}.py" for name in ("measure", "price_cache"))
-EXTRAS = {
+EXTRAS: dict[str, Extra] = {
     "exact rounding": Extra("amprewrite.runtime.compiler.exact.backend", ("amprewrite/runtime/compiler/exact",)),
     "compile backend": Extra("amprewrite.api.compile_backend", _BACKEND, ("compile_backend", "compiled")),
     "accuracy": Extra("amprewrite.accuracy.door", ("amprewrite/accuracy",), ("calibrate", "debug", "sensitivity", "verify")),

@@ -35,8 +35,6 @@ SMALLEST = 1e-12
 """Lower limit of amax, the largest magnitude of a tensor or row, so that a tensor of zeros has a finite scale, too."""
 ALIGNMENT = E4M3.pad_multiple
 """Both dims of a weight must be multiples of this for fp8. Rows of x and g need no alignment, since they are padded when quantised."""
-PAIRS = frozenset({(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)})
-"""Pairs of operand formats that a CUDA GEMM accepts."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ own autocast regions and in torch.func transforms stay written out. If gradients
 the result of a pattern, because the kernel may save them for backward. Conversions to fp32 inside a pattern are left out, because the
 kernel makes them. The pass edits a copy of the captured graph.
 
-It knows the ops of such patterns by name: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`, `amax`, `max`,
-`getitem`, `detach`.
+It knows the ops of such patterns by name: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `mean`, `var`, `amax`,
+`max`, `getitem`, `detach`.
 """
 
 from __future__ import annotations
@@ -212,10 +212,10 @@ def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
     return float(number), other
 
 
-def _over_last(node: Any, op: str, inside: set[Node]) -> Any:
-    """Return the operand of a mean or sum (`op`) over the last dim with keepdim, and add the op to `inside`; None for any other node."""
+def _mean_over_last(node: Any, inside: set[Node]) -> Any:
+    """Return the operand of a mean over the last dim with keepdim, and add the mean to `inside`; None for any other node."""
     node = _bare(node, inside)
-    if _op(node) != op or node.kwargs.get("dtype") is not None or _argument(node, 2, "keepdim") is not True:
+    if _op(node) != "mean" or node.kwargs.get("dtype") is not None or _argument(node, 2, "keepdim") is not True:
         return None
     dim = _argument(node, 1, "dim")
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
@@ -328,7 +328,7 @@ def _layer_norm(end: Node) -> Pattern | None:
         return None
     centred, root, weight = parts
     difference, spread = _two(_bare(centred, inside), "sub"), _plus(root, inside)
-    if difference is None or spread is None or not _same(_over_last(difference[1], "mean", inside), difference[0], inside):
+    if difference is None or spread is None or not _same(_mean_over_last(difference[1], inside), difference[0], inside):
         return None
     inside.add(_bare(centred, inside))
     x = _bare(difference[0], inside)
@@ -345,7 +345,7 @@ def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
         dim = _argument(node, 1, "dim")
         inside.add(node)
         return biased and dim in (-1, (-1,), [-1]) and node.kwargs.get("keepdim") is True and _same(node.args[0], x, inside)
-    squares = _over_last(node, "mean", inside)
+    squares = _mean_over_last(node, inside)
     factors = _factors(squares, inside) if isinstance(squares, Node) else []
     return len(factors) == 2 and all(_same_difference(f, centred, inside) for f in factors)
 
@@ -367,7 +367,7 @@ def _rms_norm(end: Node) -> Pattern | None:
     width = _width(end)
     parts = _scaled(_factors(end, inside), width)
     spread = _plus(parts[1], inside) if parts is not None else None
-    squares = _over_last(spread[1], "mean", inside) if spread is not None else None
+    squares = _mean_over_last(spread[1], inside) if spread is not None else None
     if parts is None or spread is None or not isinstance(squares, Node):
         return None
     x, factors = _bare(parts[0], inside), _factors(squares, inside)

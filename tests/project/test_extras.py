@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -66,6 +67,23 @@ def without(copy: Path, files: tuple[str, ...], registry: str, lines: str) -> No
     (copy / registry).write_text(shorter)
 
 
+def without_extra(copy: Path, name: str) -> None:
+    """Delete an extra as the README says."""
+    without(copy, EXTRAS[name].files, "amprewrite/tables/extras.py", f'^    "{name}": ')
+    settings = (copy / "pyproject.toml").read_text()
+    (copy / "pyproject.toml").write_text(re.sub(rf"^.*# extra: {name}\b.*\n", "", settings, flags=re.M))
+    assert unfounded(copy) == []
+
+
+def unfounded(copy: Path) -> list[str]:
+    """The packages and entry points of pyproject.toml that the copy has no files for."""
+    settings = tomllib.loads((copy / "pyproject.toml").read_text())
+    points = [settings["project"]["scripts"], *settings["project"]["entry-points"].values()]
+    modules = [*settings["tool"]["setuptools"]["packages"], *(place.partition(":")[0] for group in points for place in group.values())]
+    paths = {module: copy / module.replace("amprewrite.passes", "passes").replace(".", "/") for module in modules}
+    return [module for module, path in paths.items() if not path.is_dir() and not path.with_suffix(".py").is_file()]
+
+
 def use(copy: Path, *gone: str) -> str:
     """What the library prints in the copy, which lacks the public names `gone`."""
     code = USE.format(copy=str(copy), gone=gone)
@@ -78,15 +96,15 @@ def use(copy: Path, *gone: str) -> str:
 @pytest.mark.parametrize("name", EXTRAS)
 def test_the_rest_works_without_an_extra(name: str, tmp_path: Path) -> None:
     copied(tmp_path)
-    without(tmp_path, EXTRAS[name].files, "amprewrite/tables/extras.py", f'^    "{name}": ')
+    without_extra(tmp_path, name)
     assert "linear" in use(tmp_path, *EXTRAS[name].public)
 
 
 @pytest.mark.long
 def test_the_core_works_without_all_extras(tmp_path: Path) -> None:
     copied(tmp_path)
-    for name, extra in EXTRAS.items():
-        without(tmp_path, extra.files, "amprewrite/tables/extras.py", f'^    "{name}": ')
+    for name in EXTRAS:
+        without_extra(tmp_path, name)
     for name, file in PASSES.items():
         without(tmp_path, (f"passes/{file}",), "passes/__init__.py", name)
     assert "linear" in use(tmp_path, *(name for extra in EXTRAS.values() for name in extra.public))

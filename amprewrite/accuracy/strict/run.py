@@ -28,7 +28,7 @@ from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
-from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values
+from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values, copied
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.runtime.parts import part_paths
@@ -230,11 +230,5 @@ def _prefixed(row: Row, prefix: str, several: bool) -> Row:
 
 
 def _copied(leaf: Any) -> Any:
-    """Return a copy of an input. The copy of a tensor that is no leaf is no leaf either.
-
-    Otherwise the model could not write it in place, since PyTorch forbids this for a leaf that requires gradients.
-    """
-    if not isinstance(leaf, torch.Tensor):
-        return copy.deepcopy(leaf)
-    made = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    return made if leaf.is_leaf else made.clone()
+    """Return a copy of an input."""
+    return copied(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

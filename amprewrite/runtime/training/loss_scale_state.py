@@ -134,4 +134,4 @@ def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None
-    return tuple(map(Tensor.tolist, numbers))
+    return tuple([number.item() for number in numbers])

@@ -39,7 +39,8 @@ def instances_of(base: type[T]) -> Iterator[T]:
     classes: set[type] = {base}
     ahead: list[type] = [base]
     while ahead:
-        new = [cls for cls in type.__subclasses__(ahead.pop()) if cls not in classes]
+        below: list[type] = type.__subclasses__(ahead.pop())
+        new = [cls for cls in below if cls not in classes]
         classes.update(new)
         ahead += new
     objects = gc.get_objects()
