@@ -262,7 +262,7 @@ class Chain:
         return len(self._sets)
 
     def words(self, index: int) -> str:
-        """Describe the plan at `index` of the chain by the number of nodes that it keeps in fp32."""
+        """Describe the plan at `index` of the chain of ever larger sets of fp32 nodes by the number of nodes that it keeps in fp32."""
         kept, raised = len(self._sets[index][0]), self.raised[index]
         if index == 0:
             return "the planner's own choice"
@@ -270,7 +270,7 @@ class Chain:
         return f"{kept} nodes kept high{matmuls}"
 
     def keep_high(self, index: int) -> KeepHigh:
-        """Return the nodes that the plan at `index` of the chain keeps in fp32, by graph, each with a sentence why."""
+        """Return the nodes that the plan at `index` of the chain keeps in fp32, by graph, each with a sentence that says why."""
         kept = self._sets[index][0]
         graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
         return KeepHigh(graphs)

@@ -83,7 +83,7 @@ class CostModel:
 
     @property
     def place(self) -> str:
-        """Name of the device and the origin of its prices, such as "h100 (modelled)" or "cpu (measured)"."""
+        """Name of the device, and whether its prices were modelled or measured: "h100 (modelled)" or "cpu (measured)"."""
         return f"{self.device.name} ({'modelled' if self.timings is None else 'measured'})"
 
     def op(self, node: OpNode, fmt: Format, read: int) -> int:

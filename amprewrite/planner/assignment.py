@@ -93,7 +93,7 @@ def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode
 
 
 class _Search:
-    """The flow network of one graph, and a branch-and-bound search over its promoting ops (`_Mixer`)."""
+    """The flow network of one graph, and a branch-and-bound search over the ops that promote types (rule 3 of this file)."""
 
     def __init__(self, graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> None:
         self.graph, self.colours, self.model = graph, colours, model
@@ -217,9 +217,9 @@ class _Search:
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Return the second bound on the price of `mixer`, an op that may read mixed formats, as (arcs, constant to add).
+        """Return rule 3's second bound on the price of `mixer`, an op that may read mixed formats, as (arcs, constant to add).
 
-        Rule 3 of this file explains it. `fixed` maps vertices whose colour the search has fixed to True if low, False if high.
+        `fixed` maps vertices whose colour the search has fixed to True if low, False if high.
         """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0
@@ -235,7 +235,10 @@ class _Search:
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if the first bound is too low: in the assignment `side`, the op of `mixer` is high and all its operands are low."""
+        """True if the assignment `side` breaks the first bound (rule 3 of this file) on the price of an op that promotes types.
+
+        That is so if the op of `mixer` is high and all its operands are low: the op then pays for a copy that the bound leaves out.
+        """
         return bool(not side[mixer.op] and side[self._end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 
     def _true_cost(self, side: Side) -> int:
@@ -300,7 +303,7 @@ class _Search:
     def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
         """Yield two subproblems, which fix the colour of one operand to low and to high; none if the bounds are exact.
 
-        A subproblem is (fixed colours, indices of the mixers that use the second bound).
+        A subproblem is (fixed colours, indices in `self.mixers` of the ops whose price has the second bound).
         """
         for index in sorted(second):
             mixer = self.mixers[index]

@@ -72,8 +72,8 @@ class CastPlan(ModelPlan):
     def counts(self) -> str:
         """Return a few lines of text with counts.
 
-        They count heavy ops that stay fp32, ops by colour, casts by kind, the share of FLOPs in the low format, and custom ops of libraries
-        that are on no op list. Notes, and parts that were not captured, follow.
+        They count matmuls and convolutions that stay fp32, ops by colour, casts by kind, the share of FLOPs in the low format, and custom
+        ops of libraries that are on no op list. Notes, and parts that were not captured, follow.
         """
         from amprewrite.report.questions.explain import heavy
 

@@ -118,13 +118,13 @@ class Session(GraphRewriter):
         return self.call(entry, args, kwargs)
 
     def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise RoundedRead if a check refuses the call. `ran`: the regions (rewritten graphs) that ran in the call."""
+        """Raise RoundedRead if a check finds that the call read rounded weights. `ran`: the rewritten graphs that ran in the call."""
         for check in self.checks.calls:
             whole = not entry.graphs_of_forward.left_out and len(ran) == 1 and ran[0].whole and ran[0].place == entry.place
             check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Set up the state for an outermost call. `given_up`: the number of frames that Dynamo gave up before the call."""
+        """Set up the state for a call of the model inside no other call of it. `given_up`: frames Dynamo gave up before the call."""
         state = self.state
         self.cache.look(self.weight_names)
         self._look_for_new_modules()

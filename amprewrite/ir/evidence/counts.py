@@ -88,8 +88,8 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
     """Return `graph` with `counted` set on every matrix product that would round whole numbers such as positions (rules 3 and 4).
 
-    `counts` holds the `Count` of values by name; absent values are not counted. `summed` returns the number of elements over which a
-    product sums.
+    `counts` tells of each value, by name, whether it consists of such numbers (see `Count`). A value without an entry does not. `summed`
+    returns the number of elements over which a product sums.
     """
     found = {node.name: replace(node, counted=text) for node in graph if (text := _counted(node, counts, summed)) != node.counted}
     return graph.exchanged(found) if found else graph

@@ -398,7 +398,7 @@ class Regions:
 
     # -- 4. content ---------------------------------------------------------------------------
     def check(self) -> bool:
-        """Compute the numbers in all padding. Return False if an op cannot take them: a barrier or refusal was added, so cut again."""
+        """Compute the numbers in all padding. Return False if an op cannot take them: the dims to pad must then be chosen again."""
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
         for call in self.calls.values() if self.padded else ():

@@ -56,7 +56,8 @@ def bare_name(plan: ModelPlan, node: NodePlan) -> str:
 def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
     """Return sentences on a node's format and reason, its casts, and changes that would alter its format.
 
-    With `asked`, changes are tried. Without it, only a heavy op in fp32 gets a sentence on its general condition.
+    With `asked`, such changes are found by planning the graph with them. Without it, only a matrix product or convolution in fp32 gets a
+    sentence on a change that could make it low.
     """
     bare, region = bare_name(plan, node), region_of(plan, node)
     heavy_high = is_heavy_high(region, node)

@@ -142,7 +142,7 @@ class Graphs:
         self.entry.session.state.failures.append(failure)
 
     def no_graph(self, read: bool) -> None:
-        """Record that Dynamo made no graph of the entry's own code. `read`: True if it read all of the code, False if it gave up."""
+        """Record that Dynamo made no graph of the module's own forward. `read`: True if Dynamo read all of it, False if it gave up."""
         self.empty = read and self.empty is not False
 
     def leave_early_hooks(self, module: torch.fx.GraphModule) -> None:

@@ -58,7 +58,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Moved:
-    """A weight whose fit has changed since capture: it fits now and did not before, or the other way round."""
+    """A weight that fits the low format's range now and did not at capture, or the other way round."""
 
     name: str
     size: float
@@ -93,7 +93,10 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """Yield the ways not to fit the low format for which an op that reads the weight `name` stays fp32, also in bodies of checkpoints."""
+    """Yield the ways not to fit the low format (too large, all flushed to zero) for which an op that reads the weight `name` stays fp32.
+
+    The graphs of checkpoint bodies count as well.
+    """
     for reader in captured.problem.graph.readers(name):
         node = captured.nodes[reader.name]
         part = captured.parts.get(node)

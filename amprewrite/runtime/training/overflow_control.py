@@ -62,7 +62,7 @@ class StepGate(StepRecord):
         self._forget_optimizers()
 
     def attach(self, optimizer: Optimizer, copies: bool = False, group: Any = None) -> None:
-        """Guard `optimizer`: a step is skipped if gradients overflowed, and each step updates the loss scale.
+        """Guard `optimizer`: skip each of its steps whose gradients overflowed, and update the loss scale after each step.
 
         `copies`: the optimizer steps copies of the parameters, kept elsewhere, and the loop copies gradients to them, as with offloading.
         `group`: a process group whose ranks step other parts of the model. If one rank skips a step, all skip it.
@@ -91,7 +91,7 @@ class StepGate(StepRecord):
             self.attach(optimizer)
 
     def retire(self) -> None:
-        """Stop guarding optimizers, because the model is no longer rewritten."""
+        """Stop skipping steps of optimizers, because the model is no longer rewritten."""
         for optimizer in self._guarded:
             guard_of(optimizer).remove(self)
         _BEFORE_STEPS.discard(self._adopt)
@@ -232,7 +232,7 @@ class StepGate(StepRecord):
         self._unguarded, self.loss_scale.withheld = 0, False
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Guard `optimizer` if it can be guarded and owns parameters of this model."""
+        """Attach `optimizer` (see `attach`) if hooks can skip its steps and it owns parameters of this model."""
         if optimizer in self._guarded or not self.loss_scale.enabled or not can_be_guarded(optimizer):
             return
         first = next(iter(self.parameters()), None)

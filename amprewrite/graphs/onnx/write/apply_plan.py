@@ -29,7 +29,7 @@ COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
 
 
 def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: Format) -> None:
-    """Edit `model` in place. Raises PassError if the casts in the edited model are not those of the plan."""
+    """Insert the casts and type changes of `plan` into `model`, in place. Raises PassError if the resulting casts are not the plan's."""
     colours = {node.name: node.colour for node in plan.nodes}
     for node in model.graph.all_nodes():  # remove marks of an earlier rewrite
         for key in (CAST, COLOUR, REASON):

@@ -48,7 +48,7 @@ def instances_of(base: type[T]) -> Iterator[T]:
 
 
 def can_be_guarded(optimizer: Optimizer) -> bool:
-    """True if PyTorch runs hooks at the steps of `optimizer`, and its steps may be skipped.
+    """True if hooks can skip the steps of `optimizer`: PyTorch runs hooks at its steps, and a skipped step is harmless.
 
     An optimizer that never called `Optimizer.__init__` has no hooks. If it is a wrapper (Lookahead), the optimizer inside has them. The
     steps of a differentiable optimizer are part of the autograd graph of a loss, and a skipped step would cut off the gradient.
