@@ -227,7 +227,7 @@ class GraphRewriter(CallRecord):
     def _sharded(self) -> bool:
         """True if FSDP2 shards a module. Then add a note: version counters do not show that FSDP2 writes weights for every forward."""
         if found := any(map(is_sharded, self.root.modules())):
-            self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
+            self.note("low copies of weights are not kept here: FSDP gathers the weights anew for every forward")
         return found
 
     def weight_names(self) -> dict[int, str]:

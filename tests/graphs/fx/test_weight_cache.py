@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
+from amprewrite.graphs.fx.weights import weight_cache
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.runtime.model.rewritten import session_of
 
@@ -224,6 +225,16 @@ def test_copies_die_with_their_weights():
         assert len(cache) == 1 and died() is None
     copy_one(cache, weight)
     assert len(cache) == 0, "outside of a block nothing is kept"
+
+
+def test_searches_for_dead_weights_are_fewer_than_copies(monkeypatch):
+    """A search reads all copies, and a step with kept copies makes one after another."""
+    searches: list[int] = []
+    monkeypatch.setattr(weight_cache, "_drop_dead", lambda copies: searches.append(len(copies)))
+    cache, weights = WeightCache(until_step=True), [nn.Parameter(torch.ones(2)) for _ in range(64)]
+    for weight in weights:
+        copy_one(cache, weight)
+    assert len(cache) == 64 and sum(searches) <= 64
 
 
 def test_copies_follow_shape_and_strides():

@@ -78,6 +78,8 @@ class Block:
     whole: bool = False
     """True if every element of the copies is compared when the block closes, False if only a sample of each copy is."""
     copies: Copies = field(default_factory=dict)
+    searched_from: int = 1
+    """Number of copies from which the next new copy searches for copies of dead weights. So a search costs little for each copy."""
     turn: int = 0
     asked: _Answer | None = None
     """A comparison that an accelerator began at an earlier call, and whose result was not read yet; None if there is none."""
@@ -126,6 +128,10 @@ class WeightCache:
             taken.append(found.copy if found is not None and found.counted_fresh(weight) else None)
         stale = [place for place, copy in enumerate(taken) if copy is None]
         if stale:
+            if len(copies) >= block.searched_from:
+                with self._lock:
+                    _drop_dead(copies)
+                block.searched_from = max(1, 2 * len(copies))
             made = self._make_kept([weights[place] for place in stale], [keys[place] for place in stale], copies)
             for place, copy in zip(stale, made, strict=True):
                 taken[place] = copy
@@ -134,8 +140,6 @@ class WeightCache:
     def _make_kept(self, weights: Sequence[Tensor], keys: Sequence[Key], keep: Copies) -> list[Tensor]:
         """Return a new copy for each weight and key. Copies of plain weights are stored in `keep`."""
         states = [_state(weight) if is_plain(weight) else None for weight in weights]
-        with self._lock:
-            _drop_dead(keep)
         with torch.inference_mode(False):  # not inference tensors, because a later call outside of inference mode may read the kept copies
             made = make_copies(weights, [key[1] for key in keys], [key[2] for key in keys])
         with self._lock:
