@@ -45,10 +45,10 @@ class Progress:
 
 
 def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
-    """Return the decisions on each region of `plan` after the pass called `name`. Regions decided without this pass are left out.
+    """Return the decisions on each graph of `plan` after the pass called `name`. Graphs decided without this pass are left out.
 
-    Raises PlanError if no region's pipeline has such a pass. Raises PlanError for a plan from a file, too: it cannot be decided
-    again, since it does not hold the problem (graph, policy and evidence).
+    Raises PlanError if no graph's pipeline has such a pass. Raises PlanError for a plan from a file, too: it cannot be decided again, since
+    it does not hold the problem (graph, policy and evidence).
     """
     found = tuple(_progress(region, name) for region in plan.regions if _has(region, name))
     if not found:

@@ -85,7 +85,7 @@ class StepGate(StepRecord):
         self._attached.add(optimizer)
 
     def attach_if_own(self, optimizer: Optimizer) -> None:
-        """Guard `optimizer` if it owns parameters of the model and is not guarded yet for this model. Without a loss scale, do nothing."""
+        """Attach `optimizer` (see `attach`) if it owns parameters of the model and is not attached. Without a loss scale, do nothing."""
         optimizer = optimizer_inside(optimizer)
         if self.loss_scale.enabled and optimizer not in self._guarded and self._owns(optimizer):
             self.attach(optimizer)

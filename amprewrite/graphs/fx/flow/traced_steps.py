@@ -113,9 +113,10 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return found
 
     def _factor(self, given: Any, node: torch.fx.Node, how: str = "") -> Factor | None:
-        """Return the argument `given` of `node` as a factor, if it is a number, a schedule, a learnt factor or noise; otherwise None.
+        """Return the argument `given` of `node` as a factor, if it is one of the kinds that this file lists; otherwise None.
 
-        `how` is the use of the factor: "" to multiply by it, "divided by", or "rest" to multiply by one minus the factor.
+        The kinds are numbers, schedules, learnt factors and noise. `how` is the use of the factor: "" to multiply by it, "divided by", or
+        "rest" to multiply by one minus the factor.
         """
         value = example_value(given) if isinstance(given, torch.fx.Node) else given
         if type(value) in (int, float):
@@ -169,7 +170,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
         """True if the op `beside` may use `node` as a step size: it varies along one dim at most, and along fewer than the result.
 
-        The value must also be in `exact`, or in `learnt` if `beside` is a `mul` or `div`.
+        It must also be computed without parameters (be in `exact`), or be a learnt factor (in `learnt`) if `beside` is a `mul` or `div`.
         """
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)

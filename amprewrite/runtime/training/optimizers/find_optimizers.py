@@ -64,7 +64,7 @@ def differentiates(optimizer: Optimizer) -> bool:
 
 
 def optimizer_inside(optimizer: Any) -> Optimizer:
-    """Return `optimizer` if it can be guarded, otherwise the torch optimizer that it wraps. Raises PolicyError if none can be guarded.
+    """Return `optimizer` if hooks can skip its steps, otherwise the torch optimizer that it wraps. Raises PolicyError if there is none.
 
     A wrapper may derive from torch.optim.Optimizer and still have no hooks, such as accelerate's wrapper.
     """
