@@ -48,8 +48,6 @@ class Measured:
     """Seconds of an op, by (name of the node, name of the format)."""
     casts: dict[int, float] = field(default_factory=dict)
     """Seconds of a cast from fp32 to the low format, by number of elements."""
-    fresh: int = 0
-    """Number of calls of ops that were timed in this run. All other times were read from disk."""
     refused: int = 0
     """Number of calls of ops that cannot be timed alone. Their prices come from the device table."""
 

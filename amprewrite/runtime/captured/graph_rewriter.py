@@ -174,18 +174,18 @@ class GraphRewriter(CallRecord):
         problem, grad = captured.problem, captured.problem.training
         cache = self._cache(grad, compiled)
 
-        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Running:
+        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any]) -> Running:
             device = scale_device(rewritten.graph) if problem.scale_loss else None
             scales = () if device is None else self.training.forward_scale(device).on(device)
             made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad)
             return made.run, rewritten if scales else None, self._reads(entry, made, inputs), made.refused
 
-        region = Region(entry.place, self.training, self.checks, plan, *emitted(rewritten, example_inputs, plan))
+        region = Region(entry.place, self.training, self.checks, plan, *emitted(rewritten, example_inputs))
 
         def again(inputs: tuple[Any, ...]) -> RegionPlan:  # takes inputs, because a closure over `example_inputs` would keep them alive
             with self.lock:
                 rewritten, plan = rewrite_graph(captured)
-                region.become(plan, *emitted(rewritten, inputs, plan))
+                region.become(plan, *emitted(rewritten, inputs))
                 self.agree(plan)
                 return plan
 

@@ -49,7 +49,6 @@ def measure(captured: Captured) -> Measured:
             elif seconds is not None and isinstance(where, int):
                 found.casts[where] = seconds
             advance()
-    found.fresh = len(new)
     if new:
         write_prices(new)
     return found
