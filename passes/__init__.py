@@ -25,6 +25,7 @@ from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
 from amprewrite.passes.lower.split_losses import SplitLosses
 from amprewrite.passes.lower.suit_compiler import SuitCompiler
 from amprewrite.passes.lower.tidy import Tidy
+from amprewrite.passes.lower.unscale_together import UnscaleTogether
 from amprewrite.passes.normalise.follow_writes import FollowWrites
 from amprewrite.passes.normalise.free_backwards import FreeBackwards
 from amprewrite.passes.normalise.fuse_patterns import FusePatterns
@@ -126,6 +127,7 @@ LOWER: tuple[Lowering, ...] = (
     SuitCompiler(),  # for a compiler, record the source of each input, and let it save low values for backward instead of fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
+    UnscaleTogether(),  # without a compiler, unscale the gradients of many weights by one node, because Python for each costs time
 )
 
 

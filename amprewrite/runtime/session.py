@@ -72,7 +72,8 @@ class Session(GraphRewriter):
             dynamo.refuse_ambient_autocast()
             refuse_tracers()
             if why := transform_at_work():
-                self._check_reads(entry, ())
+                if self.checks.calls:
+                    self._check_reads(entry, ())
                 return self._transformed(entry, args, kwargs, why)
         if not nested and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
@@ -83,8 +84,9 @@ class Session(GraphRewriter):
         given_up, reasons, captured = dynamo.frames_given_up(), dynamo.reasons(), entry.captured
         if not nested:
             self._begin_forward(entry, recomputes, given_up)
-        result, ran, failures = self._run_watched(entry, recomputes, args, kwargs)
-        self._check_reads(entry, ran)
+        result, ran, failures = self._run_watched(entry, recomputes, given_up, args, kwargs)
+        if self.checks.calls:
+            self._check_reads(entry, ran)
         if nested:
             state.ran.extend(ran)
         else:
@@ -133,10 +135,13 @@ class Session(GraphRewriter):
         self.training.begin_forward()
 
     def _run_watched(
-        self, entry: Entry, recomputes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: Entry, recomputes: bool, given_up: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Region, ...], list[Failure]]:
-        """Run `entry`, and return its result, the rewritten graphs (regions) that ran, and the failures of Dynamo in this call."""
-        state, given_up, captured = self.state, dynamo.frames_given_up(), entry.captured
+        """Run `entry`, and return its result, the rewritten graphs (regions) that ran, and the failures of Dynamo in this call.
+
+        `given_up`: the number of frames that Dynamo gave up before the call.
+        """
+        state, captured = self.state, entry.captured
         outer = state.ran, state.failures
         state.ran, state.depth, state.captured = [], state.depth + 1, state.captured + captured
         failures = state.failures = []

@@ -23,7 +23,10 @@ from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.extras import EXTRAS, load_extra
 
 ROOT = Path(__file__).resolve().parents[2]
-PASSES = {"FusePatterns": "normalise/fuse_patterns.py", "SplitLosses": "lower/split_losses.py", "KeepConstants": "lower/keep_constants.py"}
+PASSES = {
+    "FusePatterns": "normalise/fuse_patterns.py", "SplitLosses": "lower/split_losses.py", "KeepConstants": "lower/keep_constants.py",
+    "UnscaleTogether": "lower/unscale_together.py",
+}  # fmt: skip
 USE = """
 import torch, amprewrite
 assert amprewrite.__file__.startswith({copy!r})

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import amprewrite
 from amprewrite.tables import devices
 
-MOST_FILES = 10
-"""Files before the first call. Two hold the state of training and of steps, where the session and two protocols were before."""
+MOST_FILES = 6
+"""Files before the first call."""
 MOST_RETURNS = 7
 """Of the whole walk. Reading, deciding and applying each go down to `graphs` or `planner` and come back."""
 NAMES = {str(path): name for name, path in MODULES.items()}

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +18,11 @@ from runtime_help import data, low, matmul_dtypes, mlp
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import amprewrite
+import amprewrite.passes
 from amprewrite import AmpRewriteWarning
+from amprewrite.runtime.captured import graph_rewriter
+from amprewrite.runtime.model.rewritten import session_of
 from amprewrite.tables.errors import CaptureError
 
 
@@ -99,3 +111,80 @@ def test_code_that_is_not_captured_runs_under_the_users_settings():
         steady(Asks(nn.Linear(8, 8), nn.Linear(8, 8)))
     assert asked == [False] * 4
     assert not torch._dynamo.config.suppress_errors
+
+
+# -- how many functions of this library run -------------------------------------------------------------------------
+OURS = tuple(str(Path(package.__file__).parent) for package in (amprewrite, amprewrite.passes))
+MOST_IN_A_CALL, MOST_IN_A_STEP = 34, 168
+"""Functions of this library that run in a steady call with gradients in bf16, and in a whole steady step of training in fp16."""
+
+
+class Blocks(nn.Module):
+    """Blocks of a norm and two products, like those of a transformer without attention."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def functions_run(steady: Callable[[], Any]) -> int:
+    """The number of calls of functions of this library in one run of `steady`."""
+    count = 0
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(OURS)
+
+    for _ in range(6):  # graphs are captured, the loss scale finds its optimizer, the optimizer makes its state
+        steady()
+    sys.setprofile(watch)
+    try:
+        steady()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def step(depth: int, optimizer: type[torch.optim.Optimizer]) -> Callable[[], None]:
+    gc.collect()  # an earlier model would look at the steps of this optimizer
+    amp = amprewrite.rewrite(Blocks(depth), dtype="fp16")
+    steps = optimizer(amp.parameters(), lr=1e-3)
+
+    def run() -> None:
+        steps.zero_grad()
+        amp(data()).square().mean().backward()
+        steps.step()
+
+    return run
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_runs_as_many_functions_for_many_weights_as_for_few(optimizer: type[torch.optim.Optimizer]) -> None:
+    few, many = (functions_run(step(depth, optimizer)) for depth in (2, 12))
+    assert 50 < few == many <= MOST_IN_A_STEP
+
+
+def test_a_call_runs_few_functions() -> None:
+    amp = amprewrite.rewrite(Blocks(12), dtype="bf16")
+    assert 10 < functions_run(lambda: amp(data())) <= MOST_IN_A_CALL
+
+
+def test_two_threads_share_the_state_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a loss scale it is made when it is first read, and two first reads at the same time make it once."""
+    made, before = list[int](), graph_rewriter.Training
+
+    def slow(*args: Any) -> Any:
+        made.append(len(made))
+        time.sleep(0.1)
+        return before(*args)
+
+    monkeypatch.setattr(graph_rewriter, "Training", slow)
+    session = session_of(amprewrite.rewrite(mlp(), dtype="bf16"))
+    assert made == []
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: session.training, range(2))
+    assert one is other and made == [0]

@@ -56,6 +56,8 @@ class GraphRewriter(CallRecord):
 
     entries: dict[str, Entry] = field(default_factory=dict)
     checks: ReadChecks = field(default_factory=ReadChecks)
+    training: Training = field(init=False, repr=False, compare=False)
+    """The loss scale in use: scales of forwards, guards of optimizers. Without a loss scale it is made when it is first read."""
     children: tuple[nn.Module | None, ...] | None = None
     """Children of the root at the latest search for new modules. None asks for a search after the running call, which captured a graph."""
 
@@ -64,13 +66,29 @@ class GraphRewriter(CallRecord):
         self.overflowed = False  # True once a first call overflowed: exports, too, are then planned with observed ranges
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
-        loss_scale = parse_loss_scale(self.options.loss_scale, low)
+        self.loss_scale = parse_loss_scale(self.options.loss_scale, low)
         kept = self.options.keep_high
         for text in filter(None, (kept.note if kept else "", dynamo.rounding_of(self.options.backend), frozen_note(self.root))):
             self.note(text)
         self.schedule = Schedule()
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
-        self.training = Training(self.root, loss_scale, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once)
+        self._first = frozenset(map(id, parameters_in(self.root)))
+        if self.loss_scale.enabled:
+            self._begin_training()  # now: an optimizer may step before the first call, which its closure makes
+
+    def __getattr__(self, name: str) -> Any:
+        """Make `training` when it is first read."""
+        if name != "training":
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        with self.lock:  # first calls in two threads get the same object
+            if "training" not in self.__dict__:
+                self._begin_training()
+            return self.__dict__["training"]
+
+    def _begin_training(self) -> None:
+        self.training = Training(
+            self.root, self.loss_scale, self._first, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once
+        )
 
     def add_entry(self, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None) -> None:
         """Register the module at `path` as an entry: a module that is called from outside of graphs, and so has captured graphs of its own.

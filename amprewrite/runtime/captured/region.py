@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.run.first_run import Refusals
+from amprewrite.graphs.fx.run.first_run import FirstRun, Refusals
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, pushed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.lower.emit import CompiledFn
@@ -71,17 +72,12 @@ class Region:
 
         In fp16, each of the first calls first observes an fp32 run. `forward` is the number of this forward of the model.
         """
-        if not self.enters_regions:
-            return self._looking_ahead(inputs, forward)
-        with closed_if_raised():
-            return self._looking_ahead(inputs, forward)
-
-    def _looking_ahead(self, inputs: tuple[Any, ...], forward: int) -> Any:
         first = self.look_ahead
-        if first is None:
+        if first is None and not self.enters_regions:
             return self._call(inputs)
-        result = first.call(self._call, inputs, forward)
-        if first.left < 0:
+        with closed_if_raised() if self.enters_regions else contextlib.nullcontext():
+            result = self._call(inputs) if first is None else first.call(self._call, inputs, forward)
+        if first is not None and first.left < 0:
             self.look_ahead = None
         return result
 
@@ -114,10 +110,12 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """After the first call, plan the graph anew if ops refused low operands, so that these ops stay fp32."""
+        """After the first call, plan the graph anew if ops refused low operands. Otherwise run its own code from now on."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)
+        elif isinstance(self.run, FirstRun):
+            self.run = self.run.later
 
     def _watched(self, *inputs: Any) -> Any:
         """Run the graph op by op, and find the first result or gradient that is not finite."""

@@ -208,7 +208,7 @@ def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _options_with_scale(model: nn.Module) -> Options:
     """Return the options of a model with its current loss scale, so that a copy continues with this scale."""
     session = session_of(model)
-    return replace(session.options, loss_scale=session.training.loss_scale)
+    return replace(session.options, loss_scale=session.loss_scale)
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:

@@ -80,15 +80,13 @@ class BackwardEnd:
         self._under_way.add(number)
         self.began()
         apart = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._queue(number, _ROUNDS if apart else 0)
+        call_after_backward(functools.partial(self._end, number, _ROUNDS if apart else 0))
 
     @uncaptured
-    def _queue(self, number: int, rounds: int) -> None:
-        callback = functools.partial(self._queue, number, rounds - 1) if rounds else functools.partial(self._end, number)
-        call_after_backward(callback)
-
-    @uncaptured
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, rounds: int) -> None:
+        if rounds:
+            call_after_backward(functools.partial(self._end, number, rounds - 1))
+            return
         self._under_way.discard(number)
         self.ended(number)
 

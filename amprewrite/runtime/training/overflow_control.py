@@ -49,6 +49,11 @@ class StepGate(StepRecord):
 
     on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
     """Called with the weights once it is clear that the model is trained although no optimizer is known."""
+    first: frozenset[int] = frozenset()
+    """Ids of the parameters when the model was rewritten; without any, of the parameters now.
+
+    They identify parameters that FSDP1 takes out of the model during a forward.
+    """
     adopt: bool = field(default=True, init=False)
     """True if this object searches for optimizers of its model; False once the model is no longer rewritten."""
     _stray: bool = field(init=False)
@@ -57,8 +62,7 @@ class StepGate(StepRecord):
     """Ids of all parameters of known optimizers; None until they are needed in the current forward."""
 
     def __post_init__(self) -> None:
-        self._first = {id(p) for p in self.parameters()}
-        """Ids of the parameters at the start. They identify parameters that FSDP1 takes out of the model during a forward."""
+        self.first = self.first or frozenset(map(id, self.parameters()))
         self._forget_optimizers()
 
     def attach(self, optimizer: Optimizer, copies: bool = False, group: Any = None) -> None:
@@ -208,7 +212,7 @@ class StepGate(StepRecord):
         own = self._own()
         if any(id(p) in own for p in params_of(optimizer)):
             return True
-        return any(id(p) in self._first and is_flattened(p) for p in params_of(optimizer))
+        return any(id(p) in self.first and is_flattened(p) for p in params_of(optimizer))
 
     def _own(self) -> set[int]:
         """Return the ids of the model's current parameters."""

@@ -151,8 +151,7 @@ class LatestInputs:
     def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return (parameters, other inputs) that require gradients. `inputs` are those of a call, without the loss scale at their end."""
         learning = [inputs[index] for index in self._own if inputs[index].requires_grad]
-        fed = [inputs[index] for index in self._fed if index < len(inputs) and isinstance(inputs[index], Tensor)]
-        return learning, [value for value in fed if value.requires_grad]
+        return learning, [t for at in self._fed if at < len(inputs) and isinstance(t := inputs[at], Tensor) and t.requires_grad]
 
     def keep(self, inputs: Sequence[Any]) -> None:
         """Remember the inputs of a call, with the loss scale at their end."""

@@ -29,16 +29,16 @@ class Training:
     """Loss scaling of one model: its loss scale, the StepGate that guards its optimizers, and the probe that finds its overflows.
 
     `in_parts()` is true if code of the model may run between the graphs of the running forward. `on_overflow` and `on_stuck` are as in
-    StepRecord. `warn` warns the user.
+    StepRecord, `first` as in StepGate. `warn` warns the user.
     """
 
     def __init__(
-        self, root: nn.Module, loss_scale: LossScale, in_parts: Callable[[], bool], on_overflow: Callable[[], str | None],
-        on_stuck: Callable[[], bool], warn: Callable[[str], None],
+        self, root: nn.Module, loss_scale: LossScale, first: frozenset[int], in_parts: Callable[[], bool],
+        on_overflow: Callable[[], str | None], on_stuck: Callable[[], bool], warn: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.root, self.loss_scale, self.in_parts, self.probe = root, loss_scale, in_parts, OverflowProbe(root)
         self.gate = StepGate(
-            loss_scale, parameters_of(root), on_overflow=on_overflow, on_clean=self.probe.disarm, on_stuck=on_stuck,
+            loss_scale, parameters_of(root), on_overflow=on_overflow, on_clean=self.probe.disarm, on_stuck=on_stuck, first=first,
             on_unscaled=lambda weights: warn(unscaled_message(weights, self.gate.parameters())),
         )  # fmt: skip
         self._thread = _Thread()

@@ -140,10 +140,12 @@ class Guard:
         own = {id(p) for p in gate.parameters()}
         return [p for p in params if id(p) in own or id(p) not in others]
 
-    def look(self, optimizer: Optimizer) -> Tensor | None:
-        """Return a flag: above 0 if gradients hold inf or NaN, or held it after a backward that still counts; None without gradients."""
-        params = params_of(optimizer)
-        noted = [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)]
+    def look(self, optimizer: Optimizer, gates: list[StepRecord], params: list[Tensor]) -> Tensor | None:
+        """Return a flag: above 0 if gradients hold inf or NaN, or held it after a backward that still counts; None without gradients.
+
+        `gates` are those of the guard, `params` the parameters of `optimizer`.
+        """
+        noted = [flag for gate in gates for flag in gate.noted(optimizer).due(params)]
         return find_nonfinite(params, noted, self._beside)
 
     def gates(self) -> list[StepRecord]:
@@ -166,7 +168,8 @@ class Guard:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):
             return self._before_closure(optimizer, args, kwargs, closure)
-        found = self.look(optimizer)
+        params = params_of(optimizer)
+        found = self.look(optimizer, gates, params)
         wrappers = wrappers_among(frames, optimizer)
         if found is None:
             self._went(False, wrappers)
@@ -174,7 +177,7 @@ class Guard:
         fused = self._skips_by_itself(optimizer)
         overflow = None if fused and not wrappers else found.item() > 0
         self._went(found if overflow is None else overflow, wrappers)
-        self._tell(gates, optimizer, found, overflow)
+        self._tell(gates, optimizer, params, found, overflow)
         if fused:
             self._found = optimizer.found_inf = found  # type: ignore[attr-defined]
             return None
@@ -183,7 +186,7 @@ class Guard:
     def _before_closure(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._closure = guarded = guarded_closure(optimizer, closure, self.look)
+        self._closure = guarded = guarded_closure(optimizer, closure, lambda each: self.look(each, self.gates(), params_of(each)))
         if guarded.idles:
             args = (_stand_in(optimizer), *args[1:])
         if "closure" in kwargs:
@@ -207,7 +210,7 @@ class Guard:
             return
         if closure.overflow:
             closure.rewind()
-        self._tell(self.gates(), optimizer, closure.found, closure.overflow)
+        self._tell(self.gates(), optimizer, params_of(optimizer), closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
         """Record whether the latest step was skipped, and report it to `wrappers`."""
@@ -216,8 +219,9 @@ class Guard:
             tell(wrapper, self.skipped)
             self._told.add(wrapper)
 
-    def _tell(self, gates: list[StepRecord], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
-        params = params_of(optimizer)
+    def _tell(
+        self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None
+    ) -> None:
         for gate in gates:
             gate.noted(optimizer).heard(found, overflow, params)
         unused = {id(gate.loss_scale) for gate in gates if gate.use.unscaled}

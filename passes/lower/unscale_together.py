@@ -1,0 +1,106 @@
+"""Without a compiler, unscale the gradients of many weights by one autograd node, so that a step runs no Python code for each weight.
+
+1. A node of `unscale_together` is inserted in front of the first op that reads a weight of its block. Casts that unscaled gradients become
+   plain casts, whose backward runs no Python code.
+2. A block ends at MOST weights, or before it exceeds ELEMENTS, because each gradient has to wait for the rest of its block. Its weights are
+   on one device, since autograd runs a node on one device. Either all of them are read by casts alone, or none.
+3. A weight that the graph writes keeps a node of its own. So do all weights of a graph that switches gradients on or off.
+
+    before   low = cast_in(w, float16, inverse)                    after   weights = unscale_together(inverse, True, w, v)
+             other = cast_in(v, float16, inverse)                          low = to(weights[0], float16)
+                                                                           other = to(weights[1], float16)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph, Target
+from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, example_value, memory_of, outside, transform_openings
+from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
+from amprewrite.graphs.fx.ops.unscale_together import unscale_together
+from amprewrite.ir.pass_base import Pass
+from amprewrite.passes.apply.scale_loss import INVERSE
+from amprewrite.passes.lower.hoist_weight_casts import written_storages
+from amprewrite.tables.ops.op_lists import op_name
+
+MOST = 64
+"""Largest number of weights in a block. torch's multi-tensor kernels take 64 in a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
+ELEMENTS, ELEMENTS_APART = 1 << 24, 1 << 22
+"""Largest numbers of weight elements in a block: up to 64 MB of gradients wait for the last one.
+
+The second is for several ranks that train: 16 MB, less than a bucket of DDP (25 MB), whose reduction waits for the whole block.
+"""
+Node = torch.fx.Node
+
+
+class UnscaleTogether(Pass[Target, EditedGraph]):
+    name = "unscale-together"
+
+    def __call__(self, target: Target, edited: EditedGraph) -> None:
+        graph = edited.module.graph
+        scaled = any(node.target == INVERSE for node in graph.find_nodes(op="placeholder"))
+        if target.eager and target.training and scaled and not any(op_name(node.target) in GRAD_SWITCHES for node in graph.nodes):
+            edited.make_own()
+            unscale_in_blocks(edited.module)
+
+
+def unscale_in_blocks(module: torch.fx.GraphModule) -> None:
+    """Let the weights of each block share a node that unscales their gradients, in place."""
+    graph, openings = module.graph, transform_openings(module.graph)
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    inverse = next(node for node in graph.find_nodes(op="placeholder") if node.target == INVERSE)
+    crossings = _crossings(module)
+    first = {weight: min(map(order.__getitem__, _readers(nodes))) for weight, nodes in crossings.items()}
+    at = list(graph.nodes)
+    for own, block in _blocks({weight: crossings[weight] for weight in sorted(first, key=first.__getitem__)}):
+        with graph.inserting_before(outside(openings, block[0], at[first[block[0]]])):
+            made = graph.call_function(unscale_together, (inverse, own, *block))
+            items = [graph.call_function(operator.getitem, (made, place)) for place in range(len(block))]
+        for weight, item in zip(block, items, strict=True):
+            item.meta = {key: value for key, value in weight.meta.items() if key in ("example_value", "val")}
+            for node in crossings[weight]:
+                if node.target is cast_in:
+                    node.op, node.target, node.args = "call_method", "to", (item, node.args[1])
+                else:
+                    node.replace_all_uses_with(item)
+                    graph.erase_node(node)
+    module.recompile()
+
+
+def _crossings(module: torch.fx.GraphModule) -> dict[Node, list[Node]]:
+    """Return, for each fp32 weight that the graph does not write, the nodes that unscale its gradient, if they have readers."""
+    changing, found = written_storages(module), defaultdict[Node, list[Node]](list)
+    for node in module.graph.nodes:
+        source = node.args[0] if node.target in (cast_in, unscale_gradient) and node.meta.get("weight") and node.users else None
+        stays = isinstance(source, Node) and source.op == "placeholder" and changing.isdisjoint(memory_of(source))
+        if stays and example_value(source).dtype == torch.float32:
+            found[source].append(node)
+    return found
+
+
+def _readers(crossings: Sequence[Node]) -> Iterator[Node]:
+    """Yield the nodes that will read the weight: its casts, and the readers of nodes that only unscale its gradient."""
+    for node in crossings:
+        yield from [node] if node.target is cast_in else node.users
+
+
+def _blocks(crossings: dict[Node, list[Node]]) -> Iterator[tuple[bool, list[Node]]]:
+    """Yield (only casts read the weights, weights) for each block of two weights or more. The keys are in order of use."""
+    apart = torch.distributed.is_available() and torch.distributed.is_initialized()
+    most = ELEMENTS_APART if apart else ELEMENTS
+    open_blocks: dict[tuple[bool, torch.device], list[list[Node]]] = defaultdict(lambda: [[]])
+    sizes: dict[int, int] = defaultdict(int)
+    for weight, nodes in crossings.items():
+        value = example_value(weight)
+        blocks = open_blocks[all(node.target is cast_in for node in nodes), value.device]
+        if len(blocks[-1]) == MOST or sizes[id(blocks[-1])] + value.numel() > most:
+            blocks.append([])
+        blocks[-1].append(weight)
+        sizes[id(blocks[-1])] += value.numel()
+    yield from ((own, block) for (own, _), blocks in open_blocks.items() for block in blocks if len(block) > 1)
