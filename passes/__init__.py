@@ -86,7 +86,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanClamps(),  # clamp constants of low ops to the range of the low format, because they would become infinities
-    PlanKernelNeeds(),  # give norms fp32 statistics and convolutions separate pads where low CPU kernels would be inexact otherwise
+    PlanKernelNeeds(),  # where low CPU kernels are inexact: let norms compute statistics in fp32, and pad convolutions by a separate op
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
@@ -110,8 +110,8 @@ APPLY: tuple[Applying, ...] = (
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
     SpreadCopies(),  # give a value with many readers several low copies, so that fp32 adds up their gradients
     PadApart(),  # move the padding of some convolutions into a separate op, because their low backward leaves gradients unset
-    InsertNormWeights(),  # give the norms that the plan names fp32 weights of one, so that their statistics are fp32 on a CPU, too
-    ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish, and unscale what it returns
+    InsertNormWeights(),  # add fp32 weights of one to the norms that the plan lists, so that their statistics are fp32 on a CPU, too
+    ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale leaving gradients
     FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share its copies
     KeepViews(),  # return a result as a view if the fp32 graph returns a view, because autograd treats views differently
@@ -121,9 +121,9 @@ TIDY: tuple[Applying, ...] = (
 )
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
-    HoistWeightCasts(),  # with a weight cache, read kept copies of weights, so that calls meanwhile cast no weight
+    HoistWeightCasts(),  # with a weight cache, read low copies of weights that are kept between calls, so that later calls cast no weight
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored, so that low copies need no cast
-    KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that calls meanwhile quantise no weight
+    KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that later calls quantise no weight
     SuitCompiler(),  # for a compiler, record the source of each input, and let it save low values for backward instead of fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input

@@ -177,9 +177,10 @@ def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
-    """Return the operand to cast to fp32 if `node`, an op that promotes types, runs in fp32 with low operands only; None for other ops.
+    """Return the operand to cast to fp32 if `node` is to run in fp32 and all operands that it promotes are low; None if it promotes none.
 
-    It is the smallest operand that the kernel promotes, and the first of several that are equally small.
+    One fp32 operand is enough, because type promotion in the kernel then makes the whole computation fp32. The smallest of the promoted
+    operands is cast, and the first of several that are equally small. `nodes` holds the nodes of the graph by name.
     """
     return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
 

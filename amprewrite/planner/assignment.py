@@ -38,9 +38,10 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copies:
-    """The readers of one value, as vertices of the cut graph, by the copies and casts of the value that they cause.
+    """The ops that read one value, in four lists: one list for each kind of copy or cast that a reader may cause.
 
-    A vertex may be listed twice.
+    An op is listed as its vertex in the flow network. A vertex may occur several times in a list, because the ops of a precision group
+    share a vertex, and so do ops whose colour is fixed. Repeats do no harm: `_price_copies` makes sets of the lists.
     """
 
     low: list[int] = field(default_factory=list)

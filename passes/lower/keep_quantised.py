@@ -35,7 +35,12 @@ class KeepQuantised(Pass[Target, EditedGraph]):
 
 
 def keep_quantised(edited: EditedGraph, copies: int) -> None:
-    """Let a graph take the fp8 copies of the low copies of weights, which are its last inputs, as further inputs. `copies` counts these."""
+    """Let a graph read fp8 copies of weights from new inputs, so that it does not make them from low copies in each call.
+
+    The last `copies` inputs of the graph are low copies of weights. Each `quantise` of such an input becomes a `from_kept`, which reads two
+    new inputs behind them: the data and the scale of the fp8 copy. `edited.quantised` gets (position of the low copy, further arguments of
+    `quantise`) for each.
+    """
     graph, inputs = edited.module.graph, edited.module.graph.find_nodes(op="placeholder")
     places = {node: place for place, node in enumerate(inputs) if place >= len(inputs) - copies}
     for node in graph.find_nodes(op="call_function", target=quantise):
@@ -65,7 +70,9 @@ def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[Quantise
     kept = WeakIdKeyDictionary()
 
     def copy(value: Tensor, how: tuple[Any, ...], streams: dict[int, int]) -> Scaled:
-        if value.is_inference() or recording(value.device):  # writes have no version counter, or a CUDA graph records the copy
+        # Keep no copy of an inference tensor, because it has no version counter that shows writes. Keep no copy while a CUDA graph is
+        # recorded, because each replay must make the copy from the current values of the weight.
+        if value.is_inference() or recording(value.device):
             return quantise_input(value, how)
         state = (value._version, value.data_ptr(), streams.get(value.get_device()), how)
         found: tuple[Any, Scaled] | None = kept.get(value)

@@ -184,7 +184,8 @@ class StrictRun:
             self.diverged = self.diverged or place >= len(self.reference) or self.reference[place][0] != number
             if not self.diverged:
                 recording.reference, recording.gradients = self.reference[place][1].reference, self.reference[place][1].gradients
-            scale = self.session.training.loss_scale  # not for gradients that the model itself takes in its forward: they are unscaled
+            scale = self.session.training.loss_scale
+            # Without `backward`, gradients are computed only by the model's own forward, which does not scale them, so the scale is 1.
             recording.scale = scale.value if scale.enabled and self.backward else 1.0
         self.runs.append((number, recording))
         return StrictInterpreter(region, recording).run(*inputs)

@@ -56,7 +56,11 @@ class RoundedRunner:
 
 
 def planned(captured: Captured) -> RegionPlan:
-    """Plan a captured graph again. The first time, also try the edited graph, which finds ops that refuse low inputs."""
+    """Return a plan of a captured graph, in which ops that refuse low inputs stay fp32.
+
+    To find these ops, the first call also edits a copy of the graph by the plan, and runs the copy on fake tensors. Later calls only plan,
+    because `captured` keeps the ops found. A graph with body graphs (activation checkpoints, loops) is edited and run at each call.
+    """
     if captured.tried:
         return plan_region(captured.problem)
     _, plan = rewrite_graph(captured)

@@ -14,19 +14,27 @@ from amprewrite.ir.op_calls import Size
 
 
 class Axes:
-    """All axes of one graph. An axis is an int. Axes may be joined and split later, so pass stored axes through `leaves` before use."""
+    """All axes of one graph. An axis is a dim that one or several tensors have, or one of the factors into which a view splits a dim.
+
+    Each axis has a number, which the methods take and return. `unify` joins axes that turn out to be the same, and splits an axis that
+    turns out to consist of two. So a number stored earlier may be out of date: pass stored axes through `leaves` before use.
+    """
 
     def __init__(self) -> None:
         self._size: list[Size] = []
         self._joined: list[int] = []
+        """For each axis: the axis to which it was joined, or itself."""
         self._parts: dict[int, tuple[int, ...]] = {}
+        """For each axis that was split: the (outer, inner) axes of which it consists."""
 
     def new(self, size: Size) -> int:
+        """Add an axis of extent `size` and return its number."""
         self._size.append(size)
         self._joined.append(len(self._joined))
         return len(self._joined) - 1
 
     def find(self, axis: int) -> int:
+        """Return the axis that stands for `axis` and all axes joined to it."""
         while self._joined[axis] != axis:
             self._joined[axis] = self._joined[self._joined[axis]]
             axis = self._joined[axis]

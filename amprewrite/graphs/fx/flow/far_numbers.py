@@ -43,7 +43,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         self.sizes: dict[torch.fx.Node, float] = {}
         """By value: an upper bound of the magnitude of its constants beyond the range."""
         self.computed_with: set[torch.fx.Node] = set()
-        """The values of `sides` with whose constants some op computes. The constants of the other values only block positions of masks."""
+        """The values of `sides` whose constants some op may compute with. In all other values they only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
         """Yield a `Read` for each op that reads `value`, and for each result that the op makes.
@@ -181,7 +181,12 @@ def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
 
 
 def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node, place: int) -> Read[torch.fx.Node]:
-    """Return the `Read` of `node` by the op `user`, which takes `node` as operand `place` and makes the result `made`."""
+    """Return a `Read`: the facts that show how the op `user` treats constants beyond the low format's range in its operand `node`.
+
+    `place` is the position of the operand, and `row` the row of the op in the op tables. `made` is a result of the op: `user` itself, or a
+    tensor to which the op writes. The rules that know an op by its name do not hold if the op multiplies an operand by `alpha`. For such an
+    op the name in the `Read` is "", so that none of these rules applies.
+    """
     op = "" if user.kwargs.get("alpha", 1) != 1 else row.name
     bounds = list(_bounds(row.name, user)) if row.name in _BOUNDS else []
     lower, upper = (_numbers(bound for bound, is_lower in bounds if is_lower is wanted) for wanted in (True, False))

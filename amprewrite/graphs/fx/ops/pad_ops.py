@@ -118,7 +118,9 @@ class _PadCast(torch.autograd.Function):
     @staticmethod
     @uncaptured
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
-        if gradient is None:  # happens if the forward itself computes gradients, but only of other weights
+        # The forward of a model may itself compute gradients, for example of the bias of a convolution. The backward through these
+        # gradients then gives None to the weights on which they do not depend.
+        if gradient is None:
             return None, None, None, None, None
         inner = logical_part(gradient, ctx.layout)
         inner = leaving(inner, ctx.inverse, ctx.dtype) if ctx.inverse is not None else inner.to(ctx.dtype)

@@ -70,8 +70,9 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         for tensor in map(local_part, shown):
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
-        # A write changes earlier values in the same memory, so observe them again, except if a mask was added to attention scores
-        # (`may_saturate`): the plan may clamp these numbers.
+        # A write changes earlier values in the same memory, so observe these values again. A mask that is written into attention scores
+        # (`may_saturate`) is an exception: its numbers may be clamped to the low format's range, so they must not count as an overflow of
+        # the scores.
         if written(n) and not vertex.may_saturate:
             self._see_again(n, tensors(result) or shown)
         return result

@@ -145,8 +145,8 @@ class RepeatedCalls:
         if given is None:
             value = run()
             lies = storages(value)
-            # The result of a node that writes shares memory only with the written operands. Another operand may be the same fake tensor as
-            # a written operand, but only because this class reused the value of one operand for the other.
+            # The result of an in-place op shares memory only with the operands that the op writes. An operand that the op only reads may
+            # have the same fake tensor as a written operand, because `give` reuses fake tensors, and yet has other memory in a real run.
             may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]
             aliases = tuple(place for place in may_be if lies & storages(values[place]))
             own = not lies <= {storage for place in aliases for storage in storages(values[place])}

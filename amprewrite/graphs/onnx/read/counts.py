@@ -1,4 +1,4 @@
-"""Find the products of an ONNX file that multiply numbers that count something, such as positions (`ir/evidence/counts.py`).
+"""Find the matrix products of an ONNX file in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`).
 
 Constants are judged by their values, weights as well, because a file does not say which of them were learnt. This file has special code for
 `OneHot`, which the vocabulary maps to a scatter.
@@ -20,7 +20,11 @@ from amprewrite.tables.formats import Format
 
 
 def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
-    """Return the graph of `reading` with a mark on every product that would round numbers that count something."""
+    """Return the op graph of `reading` with a mark (`OpNode.counted`) on each matrix product in which `low` would round whole numbers.
+
+    Such numbers are positions, lengths, indices and time steps: rounded to a low format, neighbouring numbers become equal. A marked
+    product runs in fp32.
+    """
     if not any(node.flops for node in reading.graph):
         return reading.graph
     found = dict[ir.Value, Count]()
@@ -50,7 +54,10 @@ def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _entering(value: ir.Value, low: Format) -> Count:
-    """Return the `Count` of a value that a graph takes from outside: whether it holds integers that count something, and how large."""
+    """Return the `Count` of an input of a graph or body: NOT if its dtype has fractions or is unknown, otherwise WHOLE or LARGE.
+
+    Booleans and integers of at most 8 bits are WHOLE. Wider integers are LARGE, because they may be positions of any magnitude.
+    """
     dtype = format_of(value)
     return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), (), low)
 

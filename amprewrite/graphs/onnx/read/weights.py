@@ -99,9 +99,10 @@ def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
 
 
 def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores: bool = False) -> Loss | None:
-    """Return the `Loss` of a constant in the low format; None if a low copy only rounds.
+    """Return the error of the constant `name` if it is stored in the low format `fmt`, as a `Loss`; None if it is only rounded.
 
-    `saturates` is True if the reader uses large numbers as a mask or a bound, `masks_scores` if all readers mask scores by the constant.
+    `found` holds the facts about the constant in `fmt`. `saturates` is True if the reader uses the constant as a mask or a bound, so that
+    numbers beyond the range may be clamped. `masks_scores` is True if all readers mask attention scores with the constant.
     """
     of, kept, saturated = f"of {found.elements} values", True, False
     if found.overflow and not saturates:

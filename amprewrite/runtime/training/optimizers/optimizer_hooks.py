@@ -117,7 +117,7 @@ class Guard:
     def drop(self, ref: weakref.ref[StepRecord]) -> None:
         """Forget the StepRecord of a model that no longer exists or is no longer rewritten.
 
-        After the last one remove the hooks, unless a step is running.
+        If no StepRecord is left, remove the hooks, unless a step is running.
         """
         self._refs = [each for each in self._refs if each is not ref]
         if self._refs or in_a_step():
@@ -281,7 +281,9 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         idle.__dict__[name] = value
     idle.__dict__.pop("step", None)  # a scheduler may have put a `step` that is bound to the real optimizer here
     if type(optimizer).__module__.startswith("torch."):
-        idle.param_groups = []  # Dynamo compiles the step only with a plain list, and torch's optimizers look up no group by index
+        # Dynamo compiles the step only with a plain list. An empty list is safe, because no `step` of torch looks up a group by index,
+        # except LBFGS's, and LBFGS never gets a stand-in.
+        idle.param_groups = []
     else:
         idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
     idle.state = defaultdict(dict)

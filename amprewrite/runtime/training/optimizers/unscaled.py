@@ -82,7 +82,10 @@ def unscaled_message(weights: Sequence[Tensor], parameters: Iterable[Tensor]) ->
 
 
 def _stepped_by(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[str, str] | None:
-    """Return (how the weights are stepped, the remedy) in words. None if the object that steps them scales the loss itself."""
+    """Return two clauses of the warning that gradients are not scaled: how the weights are stepped, and how the user can change this.
+
+    None if the object that steps the weights scales the loss itself, so that no warning is needed.
+    """
     own, optimizers = {id(p) for p in (*parameters, *weights)}, every_optimizer()
     for optimizer in (each for each in optimizers if any(id(p) in own for p in params_of(each))):
         name = type(optimizer).__name__
