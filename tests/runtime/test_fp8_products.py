@@ -130,7 +130,7 @@ def test_a_step_is_bit_for_bit_the_recipe(model: Any, linear: str, preset: str) 
     assert not torch.equal(got[1], low[1])
 
 
-@pytest.mark.parametrize(("preset", "copies"), [("fp8", 216), ("fp8-rowwise", 432), ("fp8-safe", 300)])
+@pytest.mark.parametrize(("preset", "copies"), long_beyond(1, [("fp8", 216), ("fp8-rowwise", 432), ("fp8-safe", 300)]))
 def test_a_llama_of_twelve_layers_makes_no_more_copies_than_it_needs(preset: str, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, kwargs = llama(12)
     amp = amprewrite.rewrite(plain, dtype="bf16", products={**always(preset), "module:lm_head": "bf16"})
@@ -271,7 +271,7 @@ ROWS = [(34, 32), (34, 32), (34, 64)]
 
 
 @PRESET
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", long_beyond(1, ["eager", "aot_eager"]))
 def test_a_frozen_model_quantises_its_weights_once(preset: str, backend: str, counted: list[tuple[int, ...]]) -> None:
     block = Block().eval()
     amp = amprewrite.rewrite(block, dtype="bf16", products=always(preset), backend=backend).eval()
@@ -355,7 +355,7 @@ def test_training_computes_its_scales_whatever_was_calibrated() -> None:
     assert amp.plan.regions[0].training and "constant scale" not in str(amp.plan)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", long_beyond(1, ["eager", "aot_eager"]))
 def test_weights_that_are_kept_until_a_step_are_quantised_once_until_then(backend: str, counted: list[tuple[int, ...]]) -> None:
     amp = amprewrite.rewrite(Block().eval(), dtype="bf16", products="fp8-all", backend=backend, cache_weights="step").eval()
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.5)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from runtime_help import low, matmul_dtypes, ran_low
+from tiers import long_beyond
 
 import amprewrite
 
@@ -58,7 +59,7 @@ def mixtral():
 IDS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, bert])
+@pytest.mark.parametrize("make", long_beyond(1, [llama, gpt2, bert]))
 def test_training_step(make):
     model = make().train()
     model.config.use_cache = False
@@ -78,7 +79,7 @@ def test_training_step(make):
 
 
 @pytest.mark.skipif(not hasattr(EXPERTS, "_grouped_mm_fallback"), reason="torch.compile cannot capture the experts of this transformers")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", long_beyond(1, ["bf16", "fp16"]))
 def test_experts_run_low_forward_and_backward(dtype):
     """Captured, they are calls of an op of transformers, which torch.autocast does not know."""
     model = mixtral()
@@ -145,7 +146,7 @@ def test_gradient_checkpointing():
         torch.testing.assert_close(p.grad, want[name], rtol=0.05, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", long_beyond(1, ["fp16", "bf16"]))
 @torch.no_grad()
 def test_left_padding_with_a_static_cache(dtype):
     """generate() makes the mask outside the model: rows that block all positions hold fp32's lowest number."""
