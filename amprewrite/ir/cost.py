@@ -90,7 +90,7 @@ class CostModel:
         if fmt is not FP32 and node.kind is not OpKind.CLEAR:
             seconds += RISK * self.device.launch
         kept = 0.0 if moves_nothing(node) else self._kept(node.numel * fmt.bytes)
-        return _ticks(seconds * (1 + 2 * self.training) + kept)
+        return ticks(seconds * (1 + 2 * self.training) + kept)
 
     def _kept(self, size: int) -> float:
         return size * self.memory * self.training
@@ -119,7 +119,7 @@ class CostModel:
         measured = self.timings.cast(node.numel, self.low) if self.timings is not None else None
         moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
         kept = node.numel * self.low.bytes * self.memory if training and node.role != "parameter" else 0.0
-        return _ticks((self.device.launch + moved if measured is None else measured) + kept)
+        return ticks((self.device.launch + moved if measured is None else measured) + kept)
 
     def gradient_cast(self, node: OpNode) -> int:
         """Return the price of casting the gradient of `node` back to the format of its value; 0 without training.
@@ -229,5 +229,6 @@ def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Pr
     return Prices(graph, model).of(colours)
 
 
-def _ticks(seconds: float) -> int:
+def ticks(seconds: float) -> int:
+    """Return a time as a whole number of TICK."""
     return round(seconds / TICK)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from amprewrite.ir.cost import TICK
+from amprewrite.ir.cost import ticks
 from amprewrite.tables.devices import Device
 from amprewrite.tables.recipes import BASE, FP8, ROWS, STRAIGHT, Recipe, W
 
@@ -47,12 +47,12 @@ class ProductPrices:
 
     def waits_for_host(self, rows: int, inner: int, columns: int) -> bool:
         """True if the host takes longer for a GEMM in fp8 and its copies than the device takes for the GEMM in bf16."""
-        return not self.fused and self._gemm(rows, inner, columns, BASE.name, WIDE) < _ticks(EAGER_HOST)
+        return not self.fused and self._gemm(rows, inner, columns, BASE.name, WIDE) < ticks(EAGER_HOST)
 
     def _gemm(self, rows: int, inner: int, columns: int, rate: str, size: int) -> int:
         arithmetic = 2 * rows * inner * columns / (self.device.rate(rate) * REACHED_FLOPS)
         moved = (rows * inner + inner * columns) * size + rows * columns * WIDE
-        return _ticks(max(arithmetic, moved / (self.device.bandwidth * REACHED_BANDWIDTH), self.launch))
+        return ticks(max(arithmetic, moved / (self.device.bandwidth * REACHED_BANDWIDTH), self.launch))
 
     def copy(self, recipe: Recipe, role: str, way: str, numel: int) -> Iterator[tuple[str, int]]:
         """Yield (name, price) of each kernel that makes one fp8 copy of a matrix with `numel` elements.
@@ -86,8 +86,4 @@ class ProductPrices:
                 yield f"cast {way}", self._pass(numel, NARROW, 0)
 
     def _pass(self, numel: int, size: int, launches: int = 1) -> int:
-        return _ticks(max(numel * size / (self.device.bandwidth * REACHED_BANDWIDTH), launches * self.launch))
-
-
-def _ticks(seconds: float) -> int:
-    return round(seconds / TICK)
+        return ticks(max(numel * size / (self.device.bandwidth * REACHED_BANDWIDTH), launches * self.launch))

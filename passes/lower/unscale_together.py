@@ -78,8 +78,9 @@ def _crossings(module: torch.fx.GraphModule) -> dict[Node, list[Node]]:
     changing, found = written_storages(module), defaultdict[Node, list[Node]](list)
     for node in module.graph.nodes:
         source = node.args[0] if node.target in (cast_in, unscale_gradient) and node.meta.get("weight") and node.users else None
-        stays = isinstance(source, Node) and source.op == "placeholder" and changing.isdisjoint(memory_of(source))
-        if stays and example_value(source).dtype == torch.float32:
+        if not isinstance(source, Node) or source.op != "placeholder":
+            continue
+        if example_value(source).dtype == torch.float32 and changing.isdisjoint(memory_of(source)):
             found[source].append(node)
     return found
 

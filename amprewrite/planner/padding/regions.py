@@ -284,7 +284,7 @@ class Regions:
             if not weight and self.is_weight(value.split(" -> ")[0]):  # the low copy of a weight: make a second size dear
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
-            network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))
+            network.arc(vertex(maker), SINK, _picoseconds(prices.inside(numel * share)))
             ends = [vertex(variable) for _, variable in readers]
             if "#" in value:  # one of several results cannot be padded or sliced itself, so maker and readers must agree
                 for end in ends:
@@ -294,10 +294,10 @@ class Regions:
             _once(network, [end for end in ends if end != SINK], vertex(maker), pad, into=True)
             _once(network, ends, vertex(maker), cut, into=False)
         for value, variable in self._behind_barriers():
-            network.arc(vertex(variable), SINK, _ticks(prices.pad(self.numel(value))))
+            network.arc(vertex(variable), SINK, _picoseconds(prices.pad(self.numel(value))))
         for call in dict.fromkeys(want.call for want in weighed):
             ends = [vertex(v) for want in weighed if want.call == call for v in self._needs(want)]
-            _wish(network, _ticks(gains.get(call, 0.0)), ends)
+            _wish(network, _picoseconds(gains.get(call, 0.0)), ends)
         total = sum(capacity for capacity in network.capacities if capacity != INFINITE)
         for want in asked:
             _wish(network, 2 * total + 1, [vertex(v) for v in self._needs(want)])
@@ -464,7 +464,7 @@ def _merged(factors: Factors) -> Factors:
     return tuple(found)
 
 
-def _ticks(seconds: float) -> int:
+def _picoseconds(seconds: float) -> int:
     """Return seconds as an integer capacity in picoseconds, so that no realistic price above zero becomes zero."""
     return round(seconds * 1e12)
 
@@ -490,4 +490,4 @@ def _once(network: Network, readers: list[int], maker: int, cost: float, into: b
         copy = network.vertex()
         for reader in ends:
             network.arc(*((reader, copy) if into else (copy, reader)), INFINITE)
-    network.arc(*((copy, maker) if into else (maker, copy)), _ticks(cost))
+    network.arc(*((copy, maker) if into else (maker, copy)), _picoseconds(cost))
