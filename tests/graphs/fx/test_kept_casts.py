@@ -65,7 +65,16 @@ def test_a_kept_copy_takes_no_launch_and_its_gradient_one() -> None:
         copy = kept(w, torch.bfloat16, None, (), cache)
     with Ops() as backward:
         copy.backward(torch.ones_like(copy))
-    assert first.names["_to_copy"] == 1 and set(second.names) <= {"detach", "alias"} and backward.names["_to_copy"] == 1
+    assert first.names["_to_copy"] == 1 and not second.names and backward.names["_to_copy"] == 1
+
+
+def test_a_copy_follows_a_weight_that_begins_to_take_gradients() -> None:
+    w, cache = weight(4, 4).requires_grad_(False), WeightCache(until_step=True)
+    assert not kept(w, cache=cache).requires_grad
+    w.requires_grad_()
+    kept(w, cache=cache).sum().backward()
+    assert torch.equal(w.grad, torch.ones(4, 4))
+    assert not kept(w.requires_grad_(False), cache=cache).requires_grad
 
 
 def test_gradients_widen_before_they_are_unscaled() -> None:

@@ -56,8 +56,8 @@ class _Copy:
     address: int
 
     def counted_fresh(self, weight: Tensor) -> bool:
-        """True if this is a copy of `weight`, and PyTorch has counted no write to `weight` since the copy was made."""
-        if self.weight is not weight or weight.is_inference():
+        """True if this is a copy of `weight`, linked if `weight` takes gradients, and PyTorch has counted no write since it was made."""
+        if self.weight is not weight or weight.is_inference() or weight.requires_grad is not self.copy.requires_grad:
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
 
@@ -141,7 +141,7 @@ class WeightCache:
         """Return a new copy for each weight and key. Copies of plain weights are stored in `keep`."""
         states = [_state(weight) if is_plain(weight) else None for weight in weights]
         with torch.inference_mode(False):  # not inference tensors, because a later call outside of inference mode may read the kept copies
-            made = make_copies(weights, [key[1] for key in keys], [key[2] for key in keys])
+            made = make_copies(weights, [key[1] for key in keys], [key[2] for key in keys], linked=None not in states)
         with self._lock:
             for weight, key, state, copy in zip(weights, keys, states, made, strict=True):
                 if state is not None:
@@ -315,13 +315,15 @@ class _Answer:
 
 
 # -- copies ------------------------------------------------------------------------------
-def make_copies(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-    """Return a new copy of each weight, with its dtype and padding. Autograd records nothing.
+def make_copies(
+    weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], linked: bool = False
+) -> list[Tensor]:
+    """Return a new copy of each weight, with its dtype and padding. Autograd records the copy only if `linked`.
 
     A copy has the `requires_grad` of its weight, because products choose by this flag between one mm and an expanded bmm (should_fold in
     ATen/native/LinearAlgebra.cpp).
     """
-    with GradMode(on=False):
+    with GradMode(on=linked):
         copies = [pad_cast(*each) for each in zip(weights, dtypes, layouts, strict=True)]
     return list(map(marked, copies, weights))
 
@@ -334,13 +336,16 @@ def marked(copy: Tensor, weight: Tensor) -> Tensor:
 def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
     """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the copy that `cache` keeps.
 
-    Tensor subclasses and duals of forward-mode AD are cast anew, because a copy that is kept has no tangent.
+    Without a loss scale it is the kept copy itself. The autograd node of a cast saves no tensor, so it serves many backwards. A node that
+    unscales reads the scale of its forward, so each call makes a new one. Tensor subclasses and duals of forward-mode AD are cast anew,
+    because a copy that is kept has no tangent.
     """
     if in_forward_mode() or not is_plain(weight):
         return pad_cast(weight, dtype, layout, inverse)
     with unselected():
         (kept,) = cache.take([weight], [dtype], [layout])
-        return pad_cast(weight, dtype, layout, inverse, kept)
+        linked = kept.grad_fn is not None or not weight.requires_grad
+        return kept if linked and inverse is None and torch.is_grad_enabled() else pad_cast(weight, dtype, layout, inverse, kept)
 
 
 def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
@@ -360,7 +365,8 @@ def _drop_dead(copies: Copies) -> None:
     for key in copies:
         held.setdefault(key[0], []).append(key)
     for keys in held.values():
-        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # only the references of the copies and of this call are left
+        linked = any(copies[key].copy.grad_fn is not None for key in keys)  # all of autograd's references to a weight count as one
+        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys) + linked:  # only the references of the copies and of this call are left
             for key in keys:
                 del copies[key]
 
