@@ -134,4 +134,5 @@ def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None
-    return tuple([number.item() for number in numbers])
+    values: tuple[Any, ...] = tuple(map(Tensor.tolist, numbers))  # not `item`: dispatch modes would see it, and take it for a host sync
+    return values
