@@ -47,7 +47,7 @@ FAST = {
     "benchmarks/wall/torch_ops.py": ["--only", "op/inner,module/nn.GRUCell"],
     "benchmarks/wall/models.py": ["--only", "albert", "--dtype", "bf16"],
     "benchmarks/wall/real_size.py": ["--small", "--only", "mixtral,unet", "--dtype", "bf16"],
-    "benchmarks/wall/families.py": ["--only", "gpt_neox", "--dtype", "bf16", "--length", "64", "--width", "128"],
+    "benchmarks/wall/families.py": ["--only", "gpt_neox", "--dtype", "bf16,fp16", "--length", "64", "--width", "128"],
     "benchmarks/wall/timm_models.py": ["--only", "resnet10t", "--dtype", "bf16"],
     "benchmarks/wall/libraries.py": ["--only", "geometric/GCN", "--dtype", "bf16"],
     "export_minilm.py": [],
