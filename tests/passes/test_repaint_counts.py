@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from rotary import ANGLES, Rotary, product
+from tiers import long_beyond
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,7 +35,7 @@ def ratio_to_autocast(model: nn.Module, x: Tensor, low: str) -> float:
 
 
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("turn", ["cos and sin", "complex"])
+@pytest.mark.parametrize("turn", long_beyond(1, ["cos and sin", "complex"]))
 @pytest.mark.parametrize("spelling", ANGLES)
 def test_angles_of_a_thousand_positions_are_exact(spelling: str, turn: str, low: str) -> None:
     """With bare products torch.autocast rounds the angles itself, so that any ratio below one is right."""
