@@ -6,7 +6,7 @@ VENV ?= .venv
 JOBS ?= 2
 MINUTES ?= 10
 SEED ?= 0
-# About 90 s of one CPU, the start of torch aside, on 26 November 2026 with torch 2.13: laws (57 s), fixtures of all passes, tables, layout.
+# About 75 s of one CPU on 26 November 2026 with torch 2.13, the start of torch included: laws (38 s), fixtures of all passes, tables, layout.
 QUICK = tests/passes/test_error_laws.py tests/passes/test_repaint_unrounded.py tests/runtime/test_products_told.py \
 	tests/passes/test_laws.py tests/passes/test_fixtures.py tests/ir tests/tables tests/planner/test_min_cut.py \
 	tests/project/test_house.py tests/project/test_layout.py tests/project/test_op_names.py tests/project/test_torch_internals.py
@@ -22,7 +22,7 @@ help: ## print this list
 demo: $(VENV)/.demo ## train a small model in mixed precision: its cast plan, and its accuracy beside fp32's
 	$(VENV)/bin/python examples/digits.py
 
-quick: $(VENV)/.dev ## run laws, fixtures and layout before each commit: about 90 s of one CPU
+quick: $(VENV)/.dev ## run laws, fixtures and layout before each commit: about 75 s of one CPU
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(QUICK) $(ARGS)
 
 test: $(VENV)/.dev ## run the tests on JOBS=2 processes; ARGS= goes to pytest
