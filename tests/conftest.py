@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ def pytest_collection_finish() -> None:
     """
     if "onnxscript" in sys.modules:
         _read_signatures_once()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def objects_of_a_module_set_aside() -> Iterator[None]:
+    """After the tests of a file set aside what they left, too: modules that torch imported late, and its caches."""
+    yield
     gc.collect()
     gc.freeze()
 
