@@ -34,7 +34,7 @@ def ratio_to_autocast(model: nn.Module, x: Tensor, low: str) -> float:
     return float((ours - want).norm() / (auto - want).norm())
 
 
-@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("low", long_beyond(1, LOW))
 @pytest.mark.parametrize("turn", long_beyond(1, ["cos and sin", "complex"]))
 @pytest.mark.parametrize("spelling", ANGLES)
 def test_angles_of_a_thousand_positions_are_exact(spelling: str, turn: str, low: str) -> None:

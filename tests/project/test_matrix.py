@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 STAYS = """
 import subprocess, sys, time
@@ -16,6 +18,7 @@ time.sleep(300)
 """
 
 
+@pytest.mark.long
 def test_a_part_that_takes_too_long_ends_with_its_children(tmp_path: Path) -> None:
     """Networks run in processes of their own, which went on beside the next cell."""
     spec = importlib.util.spec_from_file_location("matrix_of_versions", ROOT / ".ci" / "matrix.py")

@@ -105,6 +105,7 @@ def test_the_source_distribution_holds_what_its_tests_and_make_need(sdist):
     assert not list(sdist.rglob("__pycache__"))
 
 
+@pytest.mark.long
 def test_the_source_distribution_passes_its_own_tests(sdist):
     """Those that are quick: they import the helpers, read golden files and run the passes."""
     tests = ["tests/planner/test_min_cut.py", "tests/passes/test_paint_lists.py", "tests/ir/test_plan.py::test_print_of_several_graphs"]

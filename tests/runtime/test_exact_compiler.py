@@ -70,6 +70,7 @@ def test_results_and_gradients_are_eagers_bit_for_bit(dtype):
         assert found.dtype == torch.float32 and torch.equal(found, want)
 
 
+@pytest.mark.long
 def test_nothing_is_registered_for_the_process():
     """A call that inductor does not know becomes a kernel's for good where it makes its own fallback."""
     before, settings = set(lowering.lowerings), config.emulate_precision_casts

@@ -99,6 +99,7 @@ def test_beams_reorder_a_low_cache() -> None:
     assert torch.equal(low(model).generate(prompt(2), **settings), caches_as_they_are(model).generate(prompt(2), **settings))
 
 
+@pytest.mark.long
 def test_attention_in_fp32_keeps_the_cache_in_fp32() -> None:
     torch.manual_seed(0)
     model = llama()
@@ -118,6 +119,7 @@ def test_a_cache_that_the_caller_gets_is_fp32() -> None:
     assert type(layer) is transformers.cache_utils.DynamicLayer and layer.keys.dtype == layer.values.dtype == torch.float32
 
 
+@pytest.mark.long
 def test_a_cache_that_outlives_generate_is_fp32_again() -> None:
     kept: list[Any] = []
 

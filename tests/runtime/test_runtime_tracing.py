@@ -264,6 +264,7 @@ def test_backends_by_name(backend, cls):
     assert not amp.plan.skipped or cls is Broken
 
 
+@pytest.mark.long
 def test_inductor():
     model, x = mlp(), data()
     amp = low(model, backend="inductor")

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from tiers import long_beyond
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -45,7 +46,7 @@ class Whole(Inside):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("factor", [1.0, 1e5])  # the larger overflows fp16 in the first call
 @pytest.mark.parametrize("options", [{}, {"cache_weights": "step"}, {"cache_weights": False}, {"pad": "always"}], ids=str)
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", long_beyond(1, [True, False]))
 def test_gradients_are_those_of_fp32(dtype, factor, options, inside):
     plain = Inside(factor)
     amp = amprewrite.rewrite((Inside if inside else Whole)(factor), dtype=dtype, loss_scale=16.0 if dtype == "fp16" else None, **options)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_help import data, low, matmul_dtypes, mlp
+from tiers import long_beyond
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -173,7 +174,7 @@ def alone() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("optimizer", long_beyond(1, [torch.optim.AdamW, torch.optim.SGD]))
 def test_a_step_runs_as_many_functions_for_many_weights_as_for_few(
     optimizer: type[torch.optim.Optimizer], alone: ProcessPoolExecutor
 ) -> None:

@@ -78,6 +78,7 @@ def test_files_are_replaced_all_or_none(tmp_path, monkeypatch, fails_at):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
     """A real write error: the process may write no file beyond 2 kB."""
     source = tmp_path / "in.onnx"

@@ -301,7 +301,7 @@ def test_the_kernels_are_tried_while_a_graph_is_compiled(works: bool, units: Any
         assert fp8_units.makes_copies(torch.device("cpu")) == works
 
 
-@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("works", long_beyond(1, [False, True]))
 def test_copies_that_no_kernel_makes_are_priced_as_torch_makes_them(works: bool, units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     if works:
