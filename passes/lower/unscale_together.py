@@ -96,12 +96,10 @@ def _blocks(crossings: dict[Node, list[Node]]) -> Iterator[tuple[bool, list[Node
     apart = torch.distributed.is_available() and torch.distributed.is_initialized()
     most = ELEMENTS_APART if apart else ELEMENTS
     open_blocks: dict[tuple[bool, torch.device], list[list[Node]]] = defaultdict(lambda: [[]])
-    sizes: dict[int, int] = defaultdict(int)
     for weight, nodes in crossings.items():
         value = example_value(weight)
         blocks = open_blocks[all(node.target is cast_in for node in nodes), value.device]
-        if len(blocks[-1]) == MOST or sizes[id(blocks[-1])] + value.numel() > most:
+        if len(blocks[-1]) == MOST or value.numel() + sum(example_value(each).numel() for each in blocks[-1]) > most:
             blocks.append([])
         blocks[-1].append(weight)
-        sizes[id(blocks[-1])] += value.numel()
     yield from ((own, block) for (own, _), blocks in open_blocks.items() for block in blocks if len(block) > 1)

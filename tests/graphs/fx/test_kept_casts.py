@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from ops_help import Ops
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
@@ -30,18 +29,6 @@ def kept(
     w: Tensor, dtype: torch.dtype = LOW, inverse: Tensor | None = None, layout: Layout = (), cache: WeightCache | None = None
 ) -> Tensor:
     return kept_cast(WeightCache(until_step=True) if cache is None else cache, w, dtype, layout, inverse)
-
-
-class Ops(TorchDispatchMode):
-    """Names of the ATen ops that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("layout", [(), PADDED], ids=["dense", "padded"])

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import torch
+from ops_help import Ops
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
 from amprewrite.graphs.fx.run.constants import Constants
-
-
-class Ops(TorchDispatchMode):
-    """Names of the ATen ops that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Positions(nn.Module):
