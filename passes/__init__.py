@@ -144,7 +144,7 @@ def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
 
 
 def pipeline(problem: Problem) -> tuple[Deciding, ...]:
-    """Return the deciding passes for `problem`: the pipeline "given" if it has a plan to follow, otherwise by the rule of its op lists."""
+    """Return the deciding passes for `problem`: the pipeline "given" if a plan is given, otherwise the pipeline of the op lists' rule."""
     return PIPELINES["given" if problem.given is not None else problem.lists.rule]
 
 

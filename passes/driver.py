@@ -4,7 +4,7 @@
 
 A *body* is a subgraph: the graph inside an activation checkpoint, a loop, a condition or an autograd Function.
 
-One file because bodies are read and rewritten by the same steps as the graph around them, and both exchange facts about precision.
+All of this is one file because a body is read and rewritten like the graph around it, and the two exchange facts about precision.
 
 It knows `getitem` by name, which picks one result of a body.
 """
@@ -61,7 +61,7 @@ T = TypeVar("T")
 CapturedGraph = torch.fx.GraphModule
 """A graph captured by Dynamo or torch.export."""
 MOST_REFUSALS = 200
-"""Largest number of attempts to rewrite one graph. An attempt fails if the edited graph fails its check; then another is made."""
+"""Largest number of attempts to rewrite one graph. After each attempt whose edited graph fails its check, the graph is planned again."""
 
 
 def read_problem(
@@ -243,9 +243,9 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Tell the planner of `captured` how exact the results of a body are, and the planner of the body `part` which values must be exact.
+    """Exchange facts about precision between the graph `captured` and the body `part` that its `node` runs, before both are planned.
 
-    `node` is a loop, a condition or an autograd Function. The body must not round its results. In the graph around it, each result counts
+    `node` is a loop, a condition or an autograd Function. The body may not round its results. In `captured`, each result of `node` counts
     as exact as the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()
@@ -269,7 +269,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """If the op that failed runs rewritten subgraphs, mark these to be left in fp32, and return True; otherwise return False."""
+    """If the op that failed runs rewritten bodies (subgraphs), mark them to be left in fp32, and return True; otherwise return False."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -317,7 +317,7 @@ def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
-    """Force all ops of a body (subgraph) to fp32 because of the op that runs it; `what` is the name of this op."""
+    """Force all ops of the body (subgraph) `part` to fp32, for a `reason` that lies in the op that runs it. `what` is the op's name."""
     part.know(kept_high=(reason, what))
     pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
@@ -327,7 +327,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Force the ops `names` of a graph, and the ops that share memory with them, to fp32. Ops whose colour is forced already keep it."""
+    """Force the ops `names` of the graph `part`, and ops that share memory with them, to fp32. Ops with a forced colour keep it."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -356,22 +356,22 @@ def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
 
 
 def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
-    """Return the op-graph nodes, in the graph around it, of the results of the body (subgraph) that `node` runs."""
+    """Return the op-graph nodes of `captured` that stand for the results of the body (subgraph) that `node` runs."""
     names = captured.names
     return [captured.problem.graph[names[user]] for user in node.users if user in names]
 
 
 def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> dict[str, str]:
-    """Return {node of the outer op graph: node of the body's op graph} for each fp32 result of the body (subgraph) that `node` runs."""
+    """Return {name in `captured`: name in the body `part`} for each fp32 result of the body (subgraph) that `node` runs."""
     names = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
     places: dict[str, Any] = {name: captured.nodes[name].args[1] for name in names}
     return {name: part.results[place] for name, place in places.items() if place in part.results}
 
 
 def _tell_parts(captured: Captured) -> None:
-    """Tell checkpoint bodies which of their results must be exact, and the graph around them which of their inputs must be exact.
+    """Record in each checkpoint body which results must be exact, and in the graph around it which of the body's inputs must be exact.
 
-    A value must be exact if an op that reads it would magnify its rounding error.
+    A value must be exact if an op that reads it, directly or later, would magnify its rounding error.
     """
     for node, part in reversed(captured.parts.items()):
         around = Roundings(captured.problem).magnifies
@@ -438,9 +438,9 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """Respond to a failure of the edited graph by less padding. Return False if nothing is padded, or if a given plan fixes the padding.
+    """After the edited graph failed, forbid the padding of the op that failed, and return True.
 
-    The op that failed is no longer padded. If it was unpadded already, or is unknown, the whole graph is planned without padding.
+    If the op is unknown, or its padding is forbidden already, forbid all padding. Return False if nothing is padded or a plan is given.
     """
     problem = captured.problem
     if not decisions.pads or problem.given is not None:
@@ -468,7 +468,7 @@ def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
 
 
 def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> None:
-    """Record that the op that failed must run in fp32, whatever the lists say.
+    """Record that the op that failed must run in fp32, so that the next attempt keeps it there, whatever the op lists say.
 
     Raises PassError if the op runs in fp32 already, PlanError if the graph follows a given plan.
     """

@@ -61,7 +61,7 @@ def export_with_plan(
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    if session.options.low is not None:  # without dtype= graphs may stay fp32 on this device, whatever the file does
+    if session.options.low is not None:  # without dtype=, this device may choose fp32: then the file's colours do not bind its graphs
         with session.lock:
             session.agree(region)
     if region.left and session.options.strict:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Rewritten(RewrittenBase):
     """The methods that a rewritten model has in addition to those of its own class.
 
-    A submodule called by itself (`amp.encoder(x)`) also runs rewritten. Two cases cannot be detected and run its fp32 code:
+    A submodule called by itself (`amp.encoder(x)`) also runs rewritten. Two cases cannot be detected and run the submodule's fp32 code:
     your own `torch.compile` around the submodule, and a direct call of its `forward`. Hooks on all modules of the process
     (`register_module_forward_hook`) see one call of the model, and calls of submodules that run eagerly.
     """

@@ -180,7 +180,7 @@ def rewrite(
 
 
 def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, note: str) -> Any:
-    """Attach the optimizers to `amp`, capture it if there are `example` inputs, and return it. If that raises, all are detached."""
+    """Attach the optimizers to `amp`, capture it if there are `example` inputs, and return it. If it raises, detach the optimizers."""
     from amprewrite.runtime.model.rewritten import capture_now, session_of
 
     if note:

@@ -1,9 +1,9 @@
 """Remove masks and repeated heads from attention calls by the plan: kernels without them are faster and keep less memory for backward.
 
 1. Drop a mask: `attn_mask` becomes None, with `is_causal` if the mask was causal.
-2. Look up a mask: the ops that build the mask become a function of its sizes, which runs once for each set of sizes.
-3. Look at a mask: read the elements of a boolean mask on a CPU in every call. On a CPU, reading them waits for no device.
-4. Repeated heads: the call reads the original heads, with `enable_gqa`.
+2. Look up a mask: if a mask depends on sizes alone, compute it once for each set of sizes, and find out then if it can be dropped.
+3. Look at a mask: read the elements of a boolean CPU mask in every call, and drop the mask if its elements allow that.
+4. Group heads: if keys and values are repeated for several heads, let the call read the original ones, with `enable_gqa`.
 
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
@@ -68,9 +68,9 @@ def group_heads(call: torch.fx.Node) -> None:
 
 
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
-    """Make the edits of the attention calls `calls`, which read `mask`. Erase the ops that build the mask if nothing reads it any more.
+    """Edit attention calls that read `mask`, as `calls` says: {call: edit}. Erase ops that build the mask if nothing reads it any more.
 
-    `name` is a free attribute name of `module`, for a mask that is looked up.
+    `name` is a free attribute name of `module`, under which a mask to look up is stored.
     """
     graph = module.graph
     sources = sources_of(mask)
@@ -92,7 +92,7 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Insert a node `question(*about, query, key)` for `calls` with equal lengths. It returns the mask and `is_causal` to use in a call."""
+    """Let `calls` take their mask and `is_causal` from `question(*about, query, key)`. Calls with equal lengths share one such node."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = queries_and_keys(call)

@@ -1,12 +1,12 @@
-"""Let the products that the plan names read fp8 copies of their operands, or bf16 operands for an fp32 result.
+"""Let some products read fp8 copies of their operands, and let others multiply bf16 operands to an fp32 result, as the plan says.
 
     before   y = linear(x, w, bias); z = linear(x, v)
     after    x8 = quantise(x, ...); w8 = quantise(w, ...); y = quantised_product(None, None, bias, x8, w8, ...)
              v8 = quantise(v, ...); z = quantised_product(None, None, None, x8, v8, ...)
 
-A value is quantised once, before the first product that reads its copies. The GEMMs of its readers decide which copies are made. If a GEMM
-of a product reads the unquantised value, the product gets the value and its copies. Gradients are quantised in the backward of the product,
-once for both GEMMs.
+A product runs up to three GEMMs: the forward and two in the backward. A value is quantised once, before the first product that reads a
+copy of it, in all layouts that these GEMMs read. If a GEMM of a product reads no fp8, the product reads the unquantised value, too.
+Gradients are quantised in the backward of the product, once for both GEMMs.
 
     before   y = linear(x.to(fp32), w, bias)
     after    y = wide_linear(x, w, bias)

@@ -115,7 +115,7 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Return {op: its operand} for each op that returns its operand unchanged and has hooks on its result, so also on the operand."""
+    """Return {op: its operand} for each op that returns its operand itself and whose result has hooks: the operand has these hooks, too."""
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]
@@ -238,9 +238,9 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
-    """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`, for its readers with scaled gradients.
+    """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`, and let the readers listed there read it.
 
-    No op writes these inputs.
+    The caller passes only inputs whose memory no op writes.
     """
     with graph.inserting_after(inverse):
         for source in reversed([source for source in readers if readers[source]]):
@@ -254,9 +254,9 @@ def _written_memory(graph: torch.fx.Graph) -> set[int]:
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
-    """Insert an `unscale_gradient` before the first reader of each value, and another after each write or change of the grad mode.
+    """Insert an `unscale_gradient` for the readers of each value, and a new one after each write or change of the grad mode.
 
-    `readers` maps values with unscaled gradients to their readers with scaled gradients.
+    `readers` maps values with unscaled gradients to readers with scaled gradients.
     """
     moments = dict(_moments(graph, outside))
     for source, users in readers.items():
@@ -270,9 +270,10 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """Yield each node, the place for an `unscale_gradient` that it may need, and the number of (writes, grad-mode calls) before the node.
+    """Yield (node, (place, moment)) for each node. An `unscale_gradient` that the node reads must be inserted before the node `place`.
 
-    The place is the node before which to insert the op: the yielded node, or the first node of the torch.func transform around it.
+    `place` is the node itself, or the first node of the torch.func transform around it. `moment` counts the writes to `outside` nodes and
+    the changes of the grad mode before the node: readers with the same moment may share an `unscale_gradient`.
     """
     apart = transformed_nodes(graph)
     writes = switches = 0

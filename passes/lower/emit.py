@@ -1,6 +1,6 @@
 """Turn an edited fx graph into the callable that Dynamo runs in place of the captured graph.
 
-With a weight cache it can read kept copies of weights (see `hoist_weight_casts`).
+With a weight cache, the callable can read low copies of weights that are kept between calls (see `hoist_weight_casts`).
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def emit(
 ) -> Emitted:
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
-    `example_inputs` are the inputs of the captured graph and the inputs that passes added. Copies that `cache` keeps replace the weight
-    casts; None if each weight is cast where it is read. `low` is the format of these casts, None if there are none. `training` says that
-    the graph was captured with gradients.
+    `example_inputs` are the inputs of the captured graph and the inputs that passes added. `cache` holds low copies of weights, which the
+    callable reads instead of casting weights; None if each weight is cast where it is read. `low` is the format of the casts, None if there
+    are none. `training` says that the graph was captured with gradients.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
     refused: Refusals = {}
@@ -85,7 +85,7 @@ def _lower(
     """Run the lowering passes on `module`, in place. Returns a callable that takes the captured inputs."""
     edited = EditedGraph(module, {})
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
-    switches = backend is None and not training  # calls in a block that keeps copies run another callable, made when it is needed
+    switches = backend is None and not training  # each call chooses between casts and kept copies, see with_kept_weights
     target = Target(backend is None, training, None if switches else cache, frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted

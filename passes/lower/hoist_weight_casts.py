@@ -1,10 +1,10 @@
-"""Let a graph read kept low copies of weights, where somebody asked for them. Otherwise each weight is cast where it is read.
+"""Let a graph read low copies of weights that are kept between calls, if the user asks for that. By default each call casts the weights.
 
-1. A graph without gradients takes kept copies as further inputs, in calls in a block that keeps copies. A compiler makes one callable of a
-   graph, so a compiled graph takes copies in all calls if it was captured in such a block.
-2. A graph with gradients (`cache_weights="step"`) reads the kept copy in place of each cast. An autograd node links the copy to its weight.
+1. Without gradients, kept copies are further inputs of the graph. An eager graph takes them in calls in a block that keeps copies, such as
+   `frozen_weights()`. A compiled graph, which has one callable for all calls, always takes them if it was captured in such a block.
+2. With gradients (`cache_weights="step"`), the graph reads the kept copy in place of each cast. An autograd node links copy and weight.
 
-A copy is kept from before the call. For that reason the casts of a parameter that the graph writes, through any alias, stay.
+A kept copy was made before the call. So a weight is still cast where it is read if the graph writes the weight, through any alias.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _stays_inside(node: torch.fx.Node) -> bool:
     """True if only ops of this graph read a value and its views.
 
     False if the graph returns the value, if a function of the user or a subgraph takes it, or if an op reads its bits as another dtype.
-    The views were found at capture. They still hold for integers, because no pass changes the dtype of an integer.
+    The views were found at capture. They are still right after the rewrite, because no pass changes the dtype of an integer.
     """
     memory, waiting, seen = memory_of(node), [node], {node}
     while waiting:

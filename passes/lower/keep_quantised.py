@@ -3,8 +3,8 @@
     before   w8 = quantise(w, "w", ...)            w is an input: the low copy of a weight, kept in a block or stored by freeze()
     after    w8 = from_kept(w, data, scale)        data and scale are further inputs
 
-So a call of a frozen model, or in a block that keeps copies, quantises no weight. Only graphs without gradients are edited: there a product
-is one GEMM, which reads the straight copy (`tables/recipes.py`) alone.
+So a call of a frozen model, or in a block that keeps copies such as `frozen_weights()`, quantises no weight. Only graphs without gradients
+are edited: there a product is one GEMM, which reads no transposed copy.
 """
 
 from __future__ import annotations

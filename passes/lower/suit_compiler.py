@@ -1,6 +1,6 @@
 """Make a graph ready for AOTAutograd, the base of compilers.
 
-1. Inputs get the source (where a value comes from) that Dynamo recorded. The input for a hoisted copy has none.
+1. Inputs get the source that Dynamo recorded: where a value comes from. An input that takes a low copy of a weight has none.
 2. In training a result that is a cast of a low value is returned low, and cast after the graph. AOTAutograd keeps results for backward, and
    makes zeros in their dtype if they get no gradient. So logits that are returned with a loss take four bytes an element instead of eight.
 3. A cast to fp32 is marked for recomputation, so that AOTAutograd may save the low value for backward instead of the copy, which is twice

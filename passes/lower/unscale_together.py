@@ -1,9 +1,9 @@
 """Without a compiler, unscale the gradients of many weights by one autograd node, so that a step runs no Python code for each weight.
 
-1. A node of `unscale_together` is inserted in front of the first op that reads a weight of its block. Casts that unscaled gradients become
-   plain casts, whose backward runs no Python code.
-2. A block ends at MOST weights, or before it exceeds ELEMENTS, because each gradient has to wait for the rest of its block. Its weights are
-   on one device, since autograd runs a node on one device. Either all of them are read by casts alone, or none.
+1. The weights are divided into blocks. Each block gets one `unscale_together` node, before the first op that reads a weight of the block.
+   Casts that unscaled gradients become plain casts, whose backward runs no Python code.
+2. A block has at most MOST weights and ELEMENTS elements, because each gradient waits for the other gradients of its block. All weights of
+   a block are on one device, since autograd runs a node on one device. Either casts alone read all of them, or other ops read each of them.
 3. A weight that the graph writes keeps a node of its own. So do all weights of a graph that switches gradients on or off.
 
     before   low = cast_in(w, float16, inverse)                    after   weights = unscale_together(inverse, True, w, v)
@@ -51,7 +51,7 @@ class UnscaleTogether(Pass[Target, EditedGraph]):
 
 
 def unscale_in_blocks(module: torch.fx.GraphModule) -> None:
-    """Let the weights of each block share a node that unscales their gradients, in place."""
+    """Edit the graph of `module`, in place, so that the weights of each block share one node that unscales their gradients."""
     graph, openings = module.graph, transform_openings(module.graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     inverse = next(node for node in graph.find_nodes(op="placeholder") if node.target == INVERSE)
@@ -92,7 +92,7 @@ def _readers(crossings: Sequence[Node]) -> Iterator[Node]:
 
 
 def _blocks(crossings: dict[Node, list[Node]]) -> Iterator[tuple[bool, list[Node]]]:
-    """Yield (only casts read the weights, weights) for each block of two weights or more. The keys are in order of use."""
+    """Yield (True if only casts read the weights, weights) for each block of two or more weights. `crossings` has them in order of use."""
     apart = torch.distributed.is_available() and torch.distributed.is_initialized()
     most = ELEMENTS_APART if apart else ELEMENTS
     open_blocks: dict[tuple[bool, torch.device], list[list[Node]]] = defaultdict(lambda: [[]])

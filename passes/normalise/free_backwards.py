@@ -1,4 +1,4 @@
-"""Let the backward of a user's autograd Function record gradients if its caller differentiates the backward, as it does without capture.
+"""Let the backward of a user's autograd Function record gradients if its caller differentiates the backward, as in eager mode.
 
 Dynamo captures such a backward with gradients disabled, so that second derivatives silently lack the terms of saved tensors.
 

@@ -90,7 +90,7 @@ def fuse_patterns(edited: EditedGraph, lists: OpLists) -> None:
 
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
-    """Yield the patterns of a graph, none within another. The search starts at the end, to find a norm together with its bias."""
+    """Yield the patterns of a graph, without overlaps. The search starts at the last node, to find a norm together with its bias."""
     taken = _in_autocast(graph) | transformed_nodes(graph)
     last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
@@ -157,7 +157,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Return the value behind the conversions from fp32 to fp32 that end at `node`, and add them to `inside`; `node` if there are none."""
+    """Return the operand of the chain of fp32-to-fp32 conversions that ends at `node`, and add the chain to `inside`."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -226,7 +226,7 @@ def _mean_over_last(node: Any, inside: set[Node]) -> Any:
 
 
 def _same(a: Any, b: Any, inside: set[Node]) -> bool:
-    """True if `a` and `b` are the same node behind conversions from fp32 to fp32. These conversions are added to `inside`."""
+    """True if `a` and `b` are the same node after conversions from fp32 to fp32 are skipped. These are added to `inside`."""
     return isinstance(a, Node) and _bare(a, inside) is _bare(b, inside)
 
 

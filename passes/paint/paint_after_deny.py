@@ -1,10 +1,10 @@
-"""Paint ops that follow a denied op high: step 2 of TensorFlow's auto_mixed_precision.cc.
+"""Paint ops that follow a denied op high: step 2 of TensorFlow's auto_mixed_precision.cc. `OpKind` defines infer, internal and clear ops.
 
 1. Start at every denied op that runs in fp32. With our own lists, skip a denied op whose result always fits the low format, because only
    its input needs fp32. TensorFlow starts at such ops, too.
-2. Go on through readers that are infer or internal ops. Go through clear ops only if they lead, by clear ops alone, to an infer, internal
-   or denied op. Stop at a conversion to the dtype of another tensor.
-3. The recorded cause of a node is the nearest denied op, or the first of several in canonical order.
+2. Paint the readers of these ops, their readers, and so on, if they are infer or internal ops. Paint clear ops only if they lead, through
+   clear ops alone, to an infer, internal or denied op. Stop at a conversion to the dtype of another tensor.
+3. Record the nearest denied op as the cause of a node's colour, or the first in canonical order if several are equally near.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Paint the remaining nodes by steps 3 to 6 of TensorFlow's auto_mixed_precision.cc, made independent of the order of nodes.
 
-The numbers of the steps are TensorFlow's. `paint-lists` does step 1 (allowed ops), `paint-after-deny` step 2 (ops after denied ops).
+The numbers are TensorFlow's: `paint-lists` does step 1 (allowed ops), `paint-after-deny` step 2. `OpKind` defines clear, infer, internal.
 
 3. A clear, infer or internal op on a path of such ops between two allowed ops is low.
 4. An infer or internal op that directly follows a low op, with no denied op feeding it, is low. TensorFlow's result depends on the order in

@@ -1,7 +1,7 @@
 """Store the constants of an ONNX file in the format in which ops read them.
 
-1. A constant follows the op that reads it: if the op is low, it reads a low copy.
-2. One low copy serves all ops that read the constant low. A constant that no op reads high is thus stored low alone.
+1. An op that runs low reads a low copy of the constant. One copy serves all such ops.
+2. A constant that no op reads in fp32 is stored in the low format alone.
 3. Finite values beyond the low format's range become ±max.
 
 A graph that PyTorch captured has no such constants, because its weights are inputs.

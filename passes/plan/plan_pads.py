@@ -2,8 +2,8 @@
 
 1. Take the arguments and shapes of every op, and add each planned cast as an op.
 2. Collect the unaligned dims of low matrix products that `pad=` allows to be padded, and the gain of each product.
-3. Choose by minimum cut which dims to pad. Track the numbers that the padding holds. Where they would change a result, cut the padding off,
-   and choose again.
+3. Choose by minimum cut which dims to pad. Track the values in the padding. Where they would change a result, slice the padding off, and
+   choose again.
 4. Record the layout of every padded value, and every change of size that is left: weights padded in their casts, pads where a region
    begins, slices where it ends.
 """
@@ -44,7 +44,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
     """Return the padding of one graph. It is empty if no padding is asked for or needed, and gives reasons if padding is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # a plan that lists its casts was not edited, so its pads still hold
+    if problem.given is not None and problem.given.casts:  # an edited plan has no casts, so these colours and pads still fit each other
         return problem.given.pads
     if not problem.calls:
         return PadPlan()
@@ -258,7 +258,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return a PadRegion for every padded axis, and one for all unpadded dims of matrix products that share a size and a reason."""
+    """Return a PadRegion for each padded axis, and for each (size, reason) of dims of matrix products that are not padded."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

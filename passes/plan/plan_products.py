@@ -4,7 +4,7 @@
    one GEMM for the gradient of each operand.
 2. Some GEMMs stay in bf16: by an override, by the recipe, because kernels do not take their sizes, or because the result of the product is
    read as logits or decides a choice.
-3. Each remaining GEMM gains the time that fp8 saves it, and needs the kernels that make its copies. All readers of a value share them. The
+3. Each remaining GEMM in fp8 saves time, but needs kernels that make its copies. All readers of a value share the copies of the value. The
    best choice, found exactly, is a maximum-weight closure (`planner/closure.py`). A GEMM that a rule asks for is taken at any price.
 4. If the graphs of a model share prices (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
 
@@ -77,7 +77,7 @@ class PlanProducts(Pass[Problem, Decisions]):
 
 
 def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
-    """True if a product is fp32 by its colour, and a given plan or an override lets it multiply bf16 operands into an fp32 result."""
+    """True if a product has the colour high (fp32), and a given plan or an override makes it multiply bf16 operands to an fp32 result."""
     if problem.policy.low is not BASE or decisions.paints[name].colour is not Colour.HIGH:
         return False
     if problem.given is not None:
@@ -214,10 +214,10 @@ class _Choice:
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """Return (name of an op such as `topk` that ranks the result of `product`, or ""; True if nothing else reads the result).
+    """Return (an op such as `topk` that ranks the result of `product`, or ""; True if the result serves only as scores).
 
-    Outputs and denied ops may read it as well. The search follows the result through views and other clear ops, alone or with a weight, and
-    through softmax. The ops that read a softmax do not count for the second value.
+    Scores are read by ranking ops, outputs and denied ops alone. The search follows the result through softmax, and through views and other
+    clear ops that read no other value but weights. Ops that read a softmax may be of any kind.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}

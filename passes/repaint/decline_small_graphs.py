@@ -41,9 +41,6 @@ class DeclineSmallGraphs(Pass[Problem, Decisions]):
 
 
 def all_high(problem: Problem, decisions: Decisions) -> dict[str, Colour]:
-    """Return the colours of `decisions` with all ops in fp32, except ops without fp32 values and ops whose colour facts force.
-
-    Nodes that are no ops keep their colour.
-    """
+    """Return the colours of `decisions`, but with all ops in fp32 whose colour is free: no fact forces it, and they have fp32 values."""
     fixed = {node.name for node in problem.graph if node.role != "op" or node.pinned is not None}
     return {name: colour if name in fixed or colour is Colour.PLAIN else Colour.HIGH for name, colour in decisions.colours.items()}

@@ -144,7 +144,7 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
 
 
 def _of_weight(problem: Problem, node: OpNode) -> str:
-    """Return the name of the weight of which `node` is a view or part, because its range covers that of `node`; otherwise `node`'s name."""
+    """If `node` is a view or part of a weight of known range, return the name of the weight; otherwise the name of `node`."""
     source = problem.graph.seen(node.name).name
     return source if source in problem.magnitudes else node.name
 
@@ -165,7 +165,7 @@ def _fit(problem: Problem, weight: OpNode) -> Fit:
 
 # -- underflow ------------------------------------------------------------------------------
 def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
-    """Yield the operands of `node` for which the op has a pole at zero."""
+    """Yield the operands of `node` for which the op has a pole at zero. `found` has the ops whose result is out of range."""
     if node.op in POLES:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:

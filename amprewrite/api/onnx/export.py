@@ -135,8 +135,8 @@ def torch_plan(
 def kept_out(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model) -> frozenset[str]:
     """Return the ATen base names of the ops that the model runs with torch.autocast disabled.
 
-    The exported file does not record such regions, so a capture of `amp` finds them. If a part of the model cannot be captured, the ops of
-    all separate regions of the file are returned.
+    The exported file does not tell such regions from others, such as `torch.no_grad`, so a capture of `amp` finds them. If a part of the
+    model cannot be captured, the ops in all regions of the file are returned.
     """
     inside = region_ops(model)
     if not inside:
