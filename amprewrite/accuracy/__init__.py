@@ -1,1 +1,1 @@
-"""Measure the numbers of a plan: calibration, verification, sensitivity, the search for an accuracy, the debugger."""
+"""Measure value ranges and rounding errors (calibrate, verify, debug, sensitivity), and search for a plan within an error."""

@@ -1,6 +1,6 @@
 """Capture a model as `rewrite` does, and run its graphs with a given runner, which may observe values, round them or take gradients.
 
-Calibration, the search for an accuracy and the sensitivity report use trials, so that graphs and nodes have the names of the plan.
+Calibration, the accuracy search and the sensitivity report use trials, so that graphs and nodes have the names of the plan.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class CostModel:
     device: Device
     low: Format
     training: float
-    """Weight of a training step in prices, from 0 (False) to 1 (True). A pass without gradients has the weight that is left."""
+    """Weight of a training step in prices, from 0 (False) to 1 (True). A pass without gradients has the weight 1 - training."""
     cached_weights: bool = True
     """Whether calls without gradients keep the low copies of parameters for the next call."""
     timings: Measured | None = None

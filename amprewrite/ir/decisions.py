@@ -39,9 +39,9 @@ class Decisions:
         self.paints[name] = Painted(colour, reason, because_of, detail)
 
     def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
-        """Give the op `name` the colour high (fp32), unless it has it already, has no fp32 value, is pinned by facts, or has an override.
+        """Give the op `name` the colour high (fp32), unless a fact (`OpNode.pinned`) or an override has decided its colour.
 
-        An op whose colour follows from the subgraph inside it (`Reason.BODY`) does not change either.
+        Ops that are high already, that carry no fp32 value, or whose colour follows from their subgraph (`Reason.BODY`) do not change.
         """
         node, paint = problem.graph[name], self.paints.get(name)
         asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))

@@ -31,7 +31,7 @@ SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_
 FILE = "meta"
 """The device of a graph that was read from an ONNX file."""
 LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
-"""Ops that may shrink the error of their operand, because the result hardly changes with some operands, as in a saturated sigmoid."""
+"""Ops that may shrink the error of their operand, because their result hardly changes for some operands, as a saturated sigmoid's."""
 
 
 def is_product(node: OpNode) -> bool:

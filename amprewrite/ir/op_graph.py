@@ -129,7 +129,7 @@ class OpGraph:
     def seen(self, name: str) -> OpNode:
         """Return the op that computed the elements of `name`: the first node upstream that is no view or similar op.
 
-        Vertices of kind CLEAR with one operand are passed over. The search begins at `name` itself.
+        Nodes of kind CLEAR with one operand are passed over. The search begins at `name` itself.
         """
         node = self[name]
         while node.role == "op" and node.kind is OpKind.CLEAR and len(node.operands) == 1:
@@ -164,7 +164,7 @@ class OpGraph:
 
 
 def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
-    """Yield (operand, the colour in which the kernel computes with it) for each operand whose format matters if `node` runs in `colour`.
+    """Yield (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour`.
 
     0-dim operands of a promoting op are left out if it has operands with dims, because it then takes 0-dim operands in any format.
     """

@@ -45,8 +45,8 @@ class Problem:
     masks: Mapping[str, Edit] = field(default_factory=dict)
     """For attention calls by name: the edit that may be made to their mask. Empty unless masks may be dropped."""
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For attention calls by name: the ops that repeat the heads of their keys and values. Only calls whose mask is in `masks`, or that
-    have none, are listed."""
+    """For attention calls by name: the ops that repeat the heads of their keys and values. Only calls without a mask, or with a mask in
+    `masks`, are listed."""
     bare_norms: tuple[str, ...] = ()
     """Norms without weights on a CPU. Their kernel computes the statistics in the dtype of its input, so inexactly for low input."""
     bare_taps: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class Problem:
     pads_off: bool = False
     """Whether to plan no padding, for example because the padded graph failed its check."""
     given: RegionPlan | None = None
-    """The plan of one graph, from the plan that the user gave, that this graph must follow; None if the passes decide."""
+    """The region of the user's plan that this graph must follow; None if the passes decide."""
     notes: tuple[str, ...] = ()
     """Notes made while the graph was read. The plan shows them."""
 

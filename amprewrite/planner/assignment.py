@@ -1,7 +1,7 @@
 """Choose which open ops run low so that a graph costs least, by minimum s-t cuts. Open ops are ops whose colour no rule has fixed.
 
-Vertices on the source's side run low. Then every price but one is the capacity of an arc (Kolmogorov and Zabih, "What energy functions can
-be minimized via graph cuts?", 2004: unary terms, and w·a·(1−b)):
+Each open op has a vertex. Vertices on the source's side run low. Then every price but one is the capacity of an arc (Kolmogorov and Zabih,
+"What energy functions can be minimized via graph cuts?", 2004: unary terms, and w·a·(1−b)):
 
 1. An op pays its low price on an arc to the sink, its high price on an arc from the source. Ops of one precision group share a vertex.
 2. A value that is read in the other format pays one copy, however many readers it has. For this an extra vertex stands for "a low copy
@@ -74,7 +74,7 @@ class Assignment:
     """Result of `cheapest`: which of the ops without a given colour run low."""
 
     low: frozenset[str]
-    """Names of the ops that run low, of the ops whose format no rule has fixed (open ops). All other open ops run in fp32."""
+    """Names of the open ops (ops whose format no rule has fixed) that run low. All other open ops run in fp32."""
     gap: int
     """Upper bound, in ticks of 0.1 ns, on the saving of a better assignment; 0 if this assignment is optimal."""
 
@@ -159,9 +159,9 @@ class _Search:
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
-        """Return the prices of running the promoting op `node` in fp32 while all its operands are low, as a `_Mixer`.
+        """Return the `_Mixer` of the promoting op `node`, if the op may run in fp32 while all its operands are low.
 
-        None if this cannot happen: the op always runs low, or an operand is high whenever the op is. `own` is the vertex of the op.
+        None if that cannot happen: the op always runs low, or an operand is high whenever the op is. `own` is the vertex of the op.
         """
         ends = [self._end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
@@ -200,7 +200,7 @@ class _Search:
     def _high_copy(self, maker: int, readers: set[int], cost: int, named: bool = False) -> int:
         """Add the price of a high copy of a value to the network. Return the vertex that stands for "every reader is low".
 
-        It is SINK if a reader is always high or nothing has to be paid. If `named`, it is a new vertex even if there is one reader or none.
+        This is SINK if a reader is always high or nothing has to be paid. If `named`, it is a new vertex even for one reader or none.
         """
         if SINK in readers:
             self.network.arc(maker, SINK, cost)
@@ -236,9 +236,9 @@ class _Search:
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if the assignment `side` breaks the first bound (rule 3 of this file) on the price of an op that promotes types.
+        """True if the first bound (rule 3 of this file) on the price of the op of `mixer` is too low for the assignment `side`.
 
-        That is so if the op of `mixer` is high and all its operands are low: the op then pays for a copy that the bound leaves out.
+        That is so if the op is high and all its operands are low: the op then pays for a copy that the bound leaves out.
         """
         return bool(not side[mixer.op] and side[self._end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 

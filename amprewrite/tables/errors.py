@@ -1,4 +1,4 @@
-"""One error class for each stage. Every message says what happened, where, and what to do."""
+"""The error classes of amprewrite, one for each stage of a rewrite. Every message says what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AccuracyError(EmitError):
 
 
 class StaleWeightsError(AmpRewriteError):
-    """Raised if a weight changed unnoticed while low copies of it were kept, so that results may come from the old values."""
+    """Raised if a weight changed unnoticed while a low copy of it was cached, so that results may come from the old values."""
 
 
 class MissingPackageError(AmpRewriteError, ImportError):

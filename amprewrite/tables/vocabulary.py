@@ -1,4 +1,4 @@
-"""Enums that all of amprewrite shares: kinds of ops, edits, colours of nodes, reasons for colours, and `Held`."""
+"""Enums that all of amprewrite shares: kinds of ops, edits, colours of nodes, reasons for colours, exactness under torch.autocast."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Held(IntEnum):
     """How exactly torch.autocast would hold a value. A larger number means a less exact value."""
 
     EXACT = 0
-    """In fp32, and rounding may destroy it: its offset may dwarf its differences, or it may be far more exact than results of products."""
+    """In fp32, and rounding may harm it: its elements may differ little around a large offset, or be far more exact than products."""
     PLAIN = 1
     """In fp32, without an offset, and not rounded by a product: weights, rows of a table, results of norms."""
     ROUNDED = 2

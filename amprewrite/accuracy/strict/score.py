@@ -1,4 +1,4 @@
-"""Run plans under the strict interpreter, and measure only the error of the outputs, for the search for an accuracy."""
+"""Run plans under the strict interpreter, and measure only the error of the outputs. The search for a plan within an error uses this."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float,
 
 
 def is_distance(node: ir.Node) -> bool:
-    """True if a node is the product in `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
+    """True if a node is the product `@` of the distances `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
     if op_of(node) != "matmul" or not all(_holds_sum(value) for value in node.inputs):
         return False
     bounded = [use.node for use in node.outputs[0].uses()]
@@ -125,7 +125,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation that includes a sum, perhaps transposed. True for constants, too: such a value may be folded."""
+    """True if a value is a concatenation that includes a sum, perhaps transposed. True for a constant: it may be such a value, folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

@@ -1,4 +1,4 @@
-"""Mark types and shapes that no file declares: they are used for planning and never written to a file.
+"""Mark types and shapes that were inferred because the model does not declare them. They serve planning and are never written to a file.
 
 onnx's shape inference is wrong about some ops, and runtimes believe the declarations of a file: ONNX Runtime refuses a model with values of
 another shape. So inferred types and shapes are marked on the value, and left out of every protobuf.

@@ -1,4 +1,4 @@
-"""Infer types and shapes that a model does not declare, by onnx's inference and by the schemas of ops. All are guesses."""
+"""Infer types and shapes that a model does not declare, by onnx's inference and by the schemas of ops. All are marked as guesses."""
 
 from __future__ import annotations
 

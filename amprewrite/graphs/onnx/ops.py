@@ -96,11 +96,11 @@ class Signature:
         return any(name == variable and _TYPE_STRINGS[fmt.name] in types for name, types in self.takes)
 
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if operand `index` gets the dtype of `group`: its type variable is `group`, or changes along with `group`."""
+        """True if operand `index` takes the format `fmt` when type variable `group` does: it has this variable, or changes with it."""
         return self._goes_along(self.input(index), op_type, group, fmt)
 
     def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if result `index` gets the dtype of `group`: its type variable is `group`, or changes along with `group`."""
+        """True if result `index` takes the format `fmt` when type variable `group` does: it has this variable, or changes with it."""
         return self._goes_along(self.output(index), op_type, group, fmt)
 
     def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:

@@ -1,8 +1,8 @@
 """Keeps colours equal across the graphs of one model: an op has the same colour in every graph in which it is captured.
 
 An op is identified by the module that calls it, its name, the line of code that calls it, and the number of earlier calls by that line.
-Another tracer may report other lines of code. If none of the lines that it reports for an op in a module is known, but the number of calls
-is, then calls match the known calls in order. If the numbers of calls differ, a call matches only if all known calls have the same colour.
+Another tracer may report other lines of code. If all its lines for an op in a module are unknown, but the number of calls is the same, the
+calls match the known calls in order. If the numbers differ as well, a call matches only if all known calls have the same colour.
 
 1. The graph that is captured first decides.
 2. A later graph takes over the colours of shared ops and decides the rest.
@@ -123,7 +123,7 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
 
 
 def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
-    """Map each of `calls`, the calls of one op in one module, to the call in `known` that it matches. Others are left out.
+    """Map each of `calls`, the calls of one op in one module, to the call in `known` that it matches; calls without a match are left out.
 
     `known` holds the calls of the same op in an earlier graph.
     """

@@ -53,7 +53,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantRead:
-    """One read of a constant of an ONNX file by an op that needs it in the op's own format. A constant that is stored low needs no cast."""
+    """One read of a constant of an ONNX file, by an op that needs the constant in the op's own format."""
 
     constant: str
     reader: str

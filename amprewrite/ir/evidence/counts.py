@@ -38,7 +38,7 @@ GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
 """Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
 ASKS = frozenset(name for name, row in OPS.items() if row.asks)
 STAYS_WHOLE = GROWS | ASKS | ops_with(Trait.UNIFORM) | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
-"""Ops that return whole numbers for whole numbers. ASKS belongs to them, because an attribute such as `x.mT` holds the elements of `x`."""
+"""Ops that return whole numbers for whole numbers. They include ASKS, because an attribute such as `x.mT` holds the elements of `x`."""
 BYTES = frozenset({"bool", "uint8", "int8", "uint4", "int4", "uint2", "int2"})
 FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
 """Prefixes of the names of dtypes that can hold fractions."""
@@ -88,8 +88,8 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
     """Return `graph` with `counted` set on every matrix product that would round whole numbers such as positions (rules 3 and 4).
 
-    `counts` tells of each value, by name, whether it consists of such numbers (see `Count`). A value without an entry does not. `summed`
-    returns the number of elements over which a product sums.
+    `counts` gives the `Count` of each value by name; a value without an entry is not counted. `summed` returns the number of elements over
+    which a product sums.
     """
     found = {node.name: replace(node, counted=text) for node in graph if (text := _counted(node, counts, summed)) != node.counted}
     return graph.exchanged(found) if found else graph

@@ -197,7 +197,7 @@ def thinned_out(largest: float, low: Format) -> bool:
 
 
 def summands(graph: OpGraph) -> dict[str, bool]:
-    """Return the names of the values that are added or subtracted, each with True if only softmaxes read its sums, otherwise False.
+    """Return {name: flag} for the values that are added or subtracted. The flag is True if only softmaxes read the sums of the value.
 
     A view of a weight counts as the weight.
     """
@@ -214,9 +214,9 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 
 
 def rows_have_offset(table: Any) -> Any:
-    """True if the rows of a table have an offset, each its own or all a common one: a mean that is larger than their spread (`has_offset`).
+    """True if rows of a table have an offset, a mean that is larger than their spread (`has_offset`): each row its own, or one for all.
 
-    A common offset is looked for only in tables of at least `ROWS` rows.
+    One offset for all rows is looked for only in tables of at least `ROWS` rows.
     """
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common

@@ -9,7 +9,7 @@ from amprewrite.ir.plans.plan import RegionPlan
 
 
 def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
-    """Return the first plan of each kind. Plans of one kind differ only in sizes or mode, not in nodes, colours, edits or padding.
+    """Return the first plan of each kind. Plans of one kind have the same nodes, colours, edits and padding.
 
     The notes of the plans that are left out are added to the first plan of their kind. A rewrite that follows the first plan can apply it
     to the graphs of the left-out plans as well.

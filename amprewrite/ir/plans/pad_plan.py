@@ -52,7 +52,7 @@ class PadCopy:
     have: Layout = ()
     """The layout that the value has before the change; () if it is not padded."""
     refresh: bool = False
-    """Whether the value's padding is replaced by zeros, because the users cannot take its content."""
+    """Whether the value's padding is replaced by zeros, because the users cannot take the numbers in it."""
     weight: bool = False
     """Whether the value is a parameter. A cast to the low format pads it at no cost. A parameter that is read in fp32 needs a padded copy,
     which the weight cache keeps in calls without gradients."""

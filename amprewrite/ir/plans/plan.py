@@ -338,7 +338,7 @@ class ModelPlan:
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
     def _edit_products(self, formats: dict[str, str]) -> Self:
-        """Return a copy in which products of nodes or modules, or single GEMMs, read "fp8" or the low format, as `formats` says by name."""
+        """Return a copy in which the products and GEMMs named in `formats` read operands in the given format: "fp8" or the low format."""
         regions = {region.name: region for region in self.regions}
         for name, word in formats.items():
             stem, _, last = name.rpartition(".")

@@ -32,7 +32,7 @@ def _reasons_are_fewer(data: dict[str, Any]) -> None:
 
 
 def _no_gradient_blocks(data: dict[str, Any]) -> None:
-    """Migrate version 3 to 4: drop the blocks of weights whose gradients one autograd node returned."""
+    """Migrate version 3 to 4: drop the key "gradient_blocks", groups of weights whose gradients one autograd node returned."""
     for region in data["regions"] if isinstance(data["regions"], list) else ():
         if isinstance(region, dict):
             region.pop("gradient_blocks", None)

@@ -94,8 +94,8 @@ class Policy:
     memory: float = 0.0
     """Price of a byte of activations that is kept for the backward, in seconds."""
     parity: float | None = None
-    """Weight of a training step, from 0 to 1, in prices that all graphs of a model share. A pass without gradients has the weight that is
-    left. None if each graph has its own prices: of a training step if gradients are on, otherwise of a pass without gradients."""
+    """Weight of a training step, from 0 to 1, in prices that all graphs of a model share. A pass without gradients has the weight
+    1 - parity. None if each graph has its own prices: of a training step if gradients are on, otherwise of a pass without gradients."""
     products: ProductPolicy | None = None
     """Rules for low products that may read fp8 copies of their operands; None if no product may."""
     may_decline: bool = False

@@ -1,4 +1,4 @@
-"""Find the dims of a graph that are one axis, choose at least cost which of them to pad, and follow the content of the padding.
+"""Find the dims of a graph that are one axis, choose the cheapest set of them to pad, and compute the numbers in the padding.
 
 1. Axes: every dim starts with an axis of its own. Padding rules tie dims inside each op, and views split them (`axes`).
 2. Wants: an axis that makes an operand of a low matrix product unaligned gets a padded extent.

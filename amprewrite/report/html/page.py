@@ -24,7 +24,7 @@ from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.vocabulary import Colour
 
 SECONDS = 5.0
-"""Default time limit in seconds for trying changes of nodes. Nodes that are not tried in time get a general condition."""
+"""Default time limit in seconds for trying changes of nodes. Nodes that are not tried in time get only the condition of their reason."""
 
 
 def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
@@ -129,9 +129,9 @@ def _modules(plan: ModelPlan) -> list[list[Any]]:
 
 
 def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
-    """Return, by node, sentences on changes that would give the node its other colour.
+    """Return, by node, sentences on changes that would give the node its other colour (low or high).
 
-    Changes are tried for `seconds`, first for high nodes and for nodes next to casts. Later nodes get their general condition only.
+    Changes are tried for `seconds`, first for high nodes and for nodes next to casts. Later nodes get only their reason's condition.
     """
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}

@@ -13,7 +13,7 @@ from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import PlanError
 
 OPEN = "open"
-"""The colour of a node that no pass has painted yet."""
+"""Stands for the colour of a node whose colour no pass has decided yet."""
 
 
 @dataclass(frozen=True)

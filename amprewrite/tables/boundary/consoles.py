@@ -23,7 +23,7 @@ def console(stderr: bool = False, **options: Any) -> Console:
 
 @contextmanager
 def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Show the progress of the block under the title `what`: a bar on a terminal, a line in a notebook, nothing elsewhere.
+    """Show the progress of the `with` block under the title `what`: a bar on a terminal, a line in a notebook, nothing elsewhere.
 
     Yields the function that advances the progress by one step. `total` is the number of steps; None if it is unknown.
     """

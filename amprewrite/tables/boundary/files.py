@@ -64,7 +64,7 @@ def write_bytes(path: Any, content: bytes) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """Yield a binary file to write, which replaces the file at `path` when the block ends. After an exception the old file is unchanged.
+    """Yield a new binary file, which replaces the file at `path` when the `with` block ends. After an exception the old file is unchanged.
 
     Raises EmitError if the file cannot be written. Other exceptions of the block pass through.
     """
@@ -181,7 +181,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Let only one process and thread at a time run the block for a folder; others wait. Raises EmitError after PATIENCE seconds.
+    """Let one process and thread at a time run the `with` block for `folder`; others wait. Raises EmitError after PATIENCE seconds.
 
     On Windows, and on file systems without locks, nobody waits.
     """
@@ -257,7 +257,7 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _place() -> str:
-    """Return a word that identifies this machine, its last boot, and its namespace of process ids, in which such ids are unique."""
+    """Return a short hash of host name, boot id and namespace of process ids. Within one such namespace a process id is unique."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]

@@ -38,7 +38,7 @@ def read_json(text: str) -> Any:
 def build(kind: Any, data: Any, where: str = "", names: frozenset[Any] = frozenset()) -> Any:
     """Return parsed JSON `data` as a value of type `kind`. Raises BadData if it does not fit.
 
-    `where` is the place of `data`, for errors. Enum members are given by value, or by name if `names` holds their class.
+    `where` is the path to `data` in the document, for errors. Enum members are given by value, or by name if `names` holds their class.
     """
     if is_dataclass(kind) and isinstance(kind, type):
         return _record(kind, data, where, names)

@@ -223,7 +223,7 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
         OpKind.DENY: "max_unpool1d",
     },
 }
-"""By device and kind: ops that captured graphs show as one op and torch.autocast as several. Their kind is the kind of the several ops."""
+"""By device and kind: ops that are one node in captured graphs and several ops for torch.autocast. Their kind is the kind of those ops."""
 
 
 @cache

@@ -54,11 +54,11 @@ VOCABULARY: dict[str, str] = {
 """ONNX op type → amprewrite's name of the op. Ops of a type that is missing stay fp32."""
 
 POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "square", 3.0: "square"}
-"""For a constant exponent of Pow: the name of the op that such a Pow counts as."""
+"""Constant exponent of a Pow → name of the op that the Pow is treated as."""
 SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
 """Ops whose further float operands get the format of the result. The schemas allow mixed types, but kernels for them are rare."""
 ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
-"""Op types whose results are exact copies of values that are already rounded."""
+"""Op types that round nothing themselves: their results are copies of values that other ops computed."""
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
 """Op types that have an attribute for the type of their result, under various names. Ops with the attribute "dtype" are not listed."""
 

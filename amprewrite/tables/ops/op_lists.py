@@ -124,8 +124,8 @@ def _method_name(name: str) -> str:
 def op_name(target: Any) -> str:
     """Return the vocabulary name of the target of an fx node: a torch function, Tensor method, method name, operator or ATen overload.
 
-    Other spellings become the name of their row, and the underscore of in-place ops is dropped. A function that is not torch's has its
-    plain name, or "module.name" if the plain name is the name of an op.
+    All spellings of an op give the name of its row, and the underscore of in-place ops is dropped. A function that is not torch's keeps its
+    own name, or gets "module.name" if an op has that name.
     """
     if isinstance(target, str):
         return _method_name(target)

@@ -67,7 +67,7 @@ class ConstantFacts:
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """Return the type variables of an op that stay fp32 even if its result is low, each with the `Loss` of the constant behind it.
+        """Return the type variables of an op that stay fp32 even if its result is low, each with the `Loss` of the constant that forces it.
 
         Statistics of a batch norm in training stay fp32, too; their `Loss` is None.
         """

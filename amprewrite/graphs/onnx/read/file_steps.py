@@ -1,7 +1,7 @@
 """Find the sums of an ONNX file that change one value in many small steps: `x = x + 0.1 * f(x)`, unrolled or in the body of a loop.
 
-Factors are constants and schedules. A constant varies along one dim at most, such as a LayerScale, and counts by its root mean square. A
-schedule is a value of one element that no product made.
+A factor (0.1 here) is a constant or a schedule. A constant varies along one dim at most, such as a LayerScale, and counts by its root mean
+square. A schedule is a value of one element that no product made.
 
 This file has special code for linear ops (`add`, `sub`, `mul`, `div`, `neg`), and for `loop` and `scan`, where a body begins.
 """

@@ -241,7 +241,7 @@ def sort_nodes(model: ir.Model) -> None:
 
 
 def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
-    """True if every node follows the makers of its operands. `made` holds the nodes before this graph; its nodes are added."""
+    """True if every node follows the makers of its operands. `made` has the nodes before the graph, and gets its nodes."""
     for node in graph:
         makers = (value.producer() for value in node.inputs if value is not None)
         if any(maker is not None and maker not in made for maker in makers):

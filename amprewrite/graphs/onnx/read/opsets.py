@@ -130,7 +130,7 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str]]:
-    """Return (model, notes). The model has the lowest opset, not below `least`, at which all listed ops take the low format.
+    """Return (model, notes). The model has the lowest opset, not below `least`, at which all ops that may run low take `low`.
 
     If that fails, the model has its old opset.
     """

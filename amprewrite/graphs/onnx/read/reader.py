@@ -103,7 +103,7 @@ class _Reader:
         self.opset = model.opset_imports.get("", 1)
         self.reading = OnnxReading()
         self.masked: set[str] = set()
-        """Vertices that read a constant mask. If they run low, the mask's numbers beyond the range become ±max."""
+        """Op-graph nodes that read a constant mask. If they run low, the mask's numbers beyond the range become ±max."""
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
         self.turns = 1

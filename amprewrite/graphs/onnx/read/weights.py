@@ -19,7 +19,7 @@ from amprewrite.tables.formats import LOW_FORMATS, Format
 
 NUMPY = {row.name: np.dtype(getattr(ml_dtypes, row.library_name, row.library_name)) for row in LOW_FORMATS}
 LOSS = 4
-"""Weights count as losing bits to underflow if the relative error of a slice of them exceeds this many times the format's eps."""
+"""A constant loses too many bits to underflow if the relative error of one of its slices exceeds this many times the format's eps."""
 
 BLOCKED = 15 / 32
 """The number that blocks a score is this share of the format's lowest number.

@@ -2,7 +2,7 @@
 
 1. The original model runs on the samples, and its results are compared with those of the raised model.
 2. ONNX Runtime lacks kernels for many old ops. If the original does not run, the schemas must show that no op changed, or onnx's own
-   evaluator must give the same results. If its results differ, nothing is proved: it runs some old ops by their new rules.
+   evaluator must give the same results. The evaluator runs some old ops by their new rules, so a difference does not prove a mistake.
 3. A model may be raised in two steps. If the original does not run, the model after the first step is compared, too.
 """
 

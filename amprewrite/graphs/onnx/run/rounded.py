@@ -4,8 +4,8 @@ ONNX Runtime's CPU provider runs chains of fp16 ops in fp32 and drops the casts 
 bf16 it has hardly any kernels at all. So a copy of the file is made in which each rounding is explicit:
 
 1. A low value keeps its name and becomes fp32, so that its readers compute in fp32.
-2. Its maker writes an unrounded value instead, with a cast to the low format and a cast back between the two. A result that is low already
-   (a constant, a cast, a fill) needs only the cast back.
+2. Its maker writes an unrounded value of another name. A cast to the low format and a cast back make the low value from it. A result that
+   is low already (a constant, a cast, a fill) needs only the cast back.
 3. ONNX Runtime runs that file unoptimised, so that nothing is fused away.
 """
 

@@ -1,6 +1,6 @@
 """Try an ONNX model in a separate process, because ONNX Runtime may abort the process on a model that onnx.checker refuses.
 
-The other process runs this very file, and imports nothing of ours, so that it starts quickly.
+The other process runs this very file, which imports nothing else of amprewrite, so that it starts quickly.
 
 1. The process loads the model without optimisations, and runs it on the samples until a run succeeds.
 2. It loads and runs the model with ONNX Runtime's defaults. This run may fail, but must not abort the process.

@@ -1,6 +1,6 @@
 """Edit an ONNX model by its plan.
 
-1. Values of low op-graph nodes (nodes of the op graph) get the low type. The model's own casts and fills are set to this type.
+1. Values that the plan makes low get the low type. The model's own casts and fills are set to this type.
 2. Planned casts of constants become stored low copies. Every other planned cast becomes one Cast node after the maker of the value.
 3. Casts of the model that no longer change anything are erased. A second cast of the same value to the same type is replaced by the first.
 4. The colour and the reason of every node are written to its metadata_props.

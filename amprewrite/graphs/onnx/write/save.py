@@ -145,7 +145,7 @@ def _link(source: Path, target: Path) -> None:
 
 # -- data files that are no longer read --------------------------------------------------
 def _old_data(model: Path) -> list[Path]:
-    """Return our data files next to a model: files named by content, and `NAME.data` if the model reads it."""
+    """Return the data files that we wrote next to a model: files named by content, and `NAME.data` if the model reads it."""
     ours = re.compile(rf"{re.escape(model.name)}\.[0-9a-f]{{{HASH}}}\.data")
     found = [path for path in model.parent.iterdir() if ours.fullmatch(path.name) and path.is_file()]
     plain = model.with_name(f"{model.name}.data")

@@ -176,7 +176,7 @@ def power(view: View) -> Rule:
 
 
 def where(view: View) -> Rule:
-    """Return the padding rule of `where` and `masked_fill`. A dim may be padded if the condition lacks it and both choices are zero."""
+    """Return the padding rule of `where` and `masked_fill`. A dim that the condition lacks may be padded if both choices pad with 0."""
     call = view.call
     if call.op == "where":
         condition, sides = call.get(0, "condition"), call.args[1:3]
