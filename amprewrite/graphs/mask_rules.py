@@ -41,7 +41,7 @@ class MaskRules(ABC, Generic[Value]):
         """Return (op that makes a value, its floating operands except constants); None if no op of the graph makes the value."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
-        """True if every reader of `value` uses its numbers beyond the range, on `sides` of zero, only to block positions.
+        """True if the numbers of `value` beyond the range, above or below zero as `sides` says, only block positions in every reader.
 
         True for any value if the low format has fp32's range, because there ±max differs from such numbers by a rounding at most.
         """

@@ -26,6 +26,6 @@ def in_forward_mode() -> bool:
 
 
 def leave_forward_mode() -> None:
-    """Leave the level of forward mode that a graph has entered. Graphs enter it unseen by `in_forward_mode`, and levels do not nest."""
+    """Leave the level of forward mode that a graph has entered, if any. `in_forward_mode` does not see such levels. Levels do not nest."""
     with contextlib.suppress(RuntimeError):  # raised if no level is open; torch has no function to ask
         torch._C._exit_dual_level(level=0)

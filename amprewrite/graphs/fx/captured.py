@@ -1,4 +1,4 @@
-"""A captured fx graph with the problem that was read from it (`Captured`), and the copy of the graph that passes edit (`EditedGraph`)."""
+"""Classes for one graph in the passes: as captured, with the planner's input (`Captured`), and as edited by the plan (`EditedGraph`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Captured:
     nodes: dict[str, torch.fx.Node]
     """The fx node of each node of the planner's op graph, by the name of the latter."""
     match_given: Callable[[Problem], RegionPlan] | None = None
-    """Returns, for the problem of a body graph (checkpoint, loop, condition), that body's part of the given plan. None without a plan."""
+    """Function that finds the part of a given plan for this graph, or for a body graph inside it. None if no plan is given."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     given: dict[str, str] = field(default_factory=dict)

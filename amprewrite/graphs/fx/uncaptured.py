@@ -6,8 +6,8 @@
    by a trial run must not be counted.
 3. Selective checkpoints (`unselected`). Such a checkpoint keeps the results of ops in order, and takes them in this order when it
    recomputes. Copies of weights must not be among these results, because the recomputation makes no copy that exists already.
-4. Errors (`closed_if_raised`). A graph that raises an error leaves open the regions that it has entered, such as `torch.no_grad()`. Eager
-   code leaves them. Otherwise the code after the error would run inside them: the caller's, or the code after a trial run.
+4. Errors (`closed_if_raised`). If a graph raises an error inside a region such as `torch.no_grad()`, the region stays open, unlike in eager
+   code. It must be closed, because code that runs after the error would otherwise run inside the region.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ATTENTION_KERNELS = (
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
-"""For each kind of attention kernel that `sdpa_kernel` chooses from: the functions that tell and that set whether it may be used."""
+"""(function that tells whether a kernel is enabled, function that sets it), for each attention kernel that `sdpa_kernel` can choose."""
 
 
 def uncaptured(function: Callable[P, R]) -> Callable[P, R]:

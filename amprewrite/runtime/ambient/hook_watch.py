@@ -1,8 +1,8 @@
 """Watch for changes of hooks on modules. Dynamo captures the hooks of submodules in its graphs, but by default adds no guards on them.
 
 1. Code that Dynamo captured for one module runs for all modules of the same class. If these modules may differ in hooks (`may_differ`),
-   Dynamo is set to guard on hooks. Guards take most of a microsecond for each module and call. So a model without hooks has none, and a
-   HookWatch finds out when hooks are added.
+   Dynamo is set to guard on hooks. Such guards take most of a microsecond for each module and call. So a model without hooks has no guards
+   on them, and a HookWatch finds out when hooks are added.
 2. PyTorch numbers the hooks of modules and of tensors by one counter. The hooks that this package sets on tensors, some of them in every
    training forward, are counted separately, because after each of them a HookWatch would search all modules.
 """
@@ -135,8 +135,8 @@ _UNSEEN = (
 def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
-    Dynamo captures this function in place of the `__call__` of a part, because global hooks would become part of the graph. If the module
-    has hooks that run even after an exception in its forward, PyTorch's own `__call__` runs instead.
+    Dynamo captures this function instead of `__call__` for each submodule that is captured separately, because global hooks would become
+    part of the graph. If the module has hooks that run even after an exception in its forward, PyTorch's own `__call__` runs.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

@@ -13,7 +13,7 @@ from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
 
 
 class _Outermost:
-    """The CPU random state from before the first `random_state_kept` block that still runs. PyTorch has one such state for all threads."""
+    """Saves the CPU random state, one for all threads, when a `random_state_kept` block begins alone; restores it when no block runs."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

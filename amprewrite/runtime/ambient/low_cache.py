@@ -37,7 +37,7 @@ class CacheReadHigh(Exception):
 
 
 class _KeepsLow:
-    """The methods that a layer of a KV cache gets, so that keys and values are stored low: in an inner layer of its former class."""
+    """Methods that a layer of a KV cache gets. They store keys and values low, in an inner layer that has the former class of the layer."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self

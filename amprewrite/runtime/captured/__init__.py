@@ -1,1 +1,1 @@
-"""Run captured graphs: the graphs of each entry, the calls of a graph, and the events after which a graph is planned anew."""
+"""Run captured graphs: store the graphs of each module that is called, run them, and plan them anew after certain events."""

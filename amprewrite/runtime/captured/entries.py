@@ -267,7 +267,7 @@ class Entry:
         return True
 
     def capture_anew(self, why: Anew) -> None:
-        """Replace the graphs by an empty `Graphs` with a new code object. Dynamo has no cache for it, and reads skipped frames again.
+        """Replace the graphs by an empty `Graphs`. Its functions have new code objects, for which Dynamo has neither caches nor skips.
 
         If `why` concerns decisions only, the old graphs are kept for recomputations of their forwards.
         """

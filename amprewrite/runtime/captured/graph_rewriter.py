@@ -1,4 +1,4 @@
-"""Rewrite the graphs that Dynamo captures of one model: read, plan and emit each, and mark it for a new capture if its decisions fail."""
+"""Rewrite the graphs that Dynamo captures of one model: read, plan and emit each, and mark it for a new capture if decisions change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GraphRewriter(CallRecord):
     training: Training = field(init=False, repr=False, compare=False)
     """The loss scale in use: scales of forwards, guards of optimizers. Without a loss scale it is made when it is first read."""
     children: tuple[nn.Module | None, ...] | None = None
-    """Children of the root at the latest search for new modules. None asks for a search after the running call, which captured a graph."""
+    """Children of the root at the latest search for new modules. None: search again after the running call, because it captured a graph."""
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration

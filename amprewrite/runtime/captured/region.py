@@ -44,7 +44,7 @@ class Region:
     whole = False
     """True if the graph is all of its module's forward."""
     enters_regions = False
-    """True if the graph enters regions such as `torch.no_grad()`, which an error in the graph must leave."""
+    """True if the graph enters contexts such as `torch.no_grad()`. They must be left if the graph raises an error."""
 
     def __init__(
         self, place: str, training: Training, checks: ReadChecks, plan: RegionPlan, run: CompiledFn,
@@ -110,7 +110,7 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """After the first call, plan the graph anew if ops refused low operands. Otherwise run its own code from now on."""
+        """After the first call, which runs op by op, plan the graph anew if ops refused low operands; otherwise run its generated code."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)

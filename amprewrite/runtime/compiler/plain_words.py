@@ -83,7 +83,7 @@ def own_autocast(place: str) -> str:
 
 
 def traced(tracer: str) -> str:
-    """Return the message for a rewritten model that a foreign tracer records. `tracer` is a name such as "torch.export"."""
+    """Return the message for a rewritten model that is called under a tracer, which cannot read it. `tracer` is a name: "torch.export"."""
     if tracer in ("torch.jit.trace", "torch.export") and torch.onnx.is_in_onnx_export():
         tracer, instead = "torch.onnx.export", "use amp.export_onnx(path, args)"
     elif tracer == "torch.fx.symbolic_trace":

@@ -1,4 +1,4 @@
-"""Find constants beyond the low format's range in a captured graph, and pin high the ops that compute with such constants.
+"""Find constants beyond the low format's range in a captured graph, and force to fp32 the ops that compute with such constants.
 
 A constant is clamped to ±max of the low format if that keeps its meaning: if every reader uses the constant to block a position of a mask,
 or if the constant is a bound of the op. Any other constant is a number to compute with. Its op stays fp32, and so do the ops that read
@@ -46,10 +46,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """The values of `sides` whose constants some op may compute with. In all other values they only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """Yield a `Read` for each op that reads `value`, and for each result that the op makes.
+        """Yield a `Read` for each result of each op that reads `value`.
 
-        An in-place op makes two results: its own, and the tensor to which it writes. A checkpoint yields nothing, because its body is read
-        as a separate graph.
+        An in-place op has two results: the value that it returns, and the tensor to which it writes. For a checkpoint nothing is yielded,
+        because its body is read as a separate graph.
         """
         for user in value.users:
             row = _row(user)

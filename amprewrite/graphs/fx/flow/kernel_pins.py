@@ -1,13 +1,13 @@
-"""Find ops whose low kernel loses accuracy on a device, in its forward or its backward, and pin them high.
+"""Find ops whose low kernel loses accuracy on a device, in its forward or its backward, and force them to fp32 by a *pin*.
 
 1. A gradient is added up in the low format: by the kernel, or by autograd if the op takes one value as many arguments.
 2. The kernel rounds some elements twice, depending on their position.
 3. The backward leaves the gradients of *bare taps* unwritten. A bare tap is a weight of a convolution that is multiplied by padding alone,
    or a weight of a transposed convolution whose products are all cut off. For these weights oneDNN's bf16 kernels for strided convolutions
    return uninitialised memory, at times NaN, also under torch.autocast. This was measured with torch 2.13: in one and two dims with kernel
-   sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, and maps of up to 4 elements a dim; in three dims, and for
+   sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, and inputs of up to 4 elements a dim; in three dims, and for
    transposed convolutions in one and two dims, with all of these up to 3. The only other padded convolutions with wrong gradients have
-   three dims and a kernel wider than the map. A convolution with bare taps runs low with a separate op for its padding, which gives right
+   three dims and a kernel wider than the input. A convolution with bare taps runs low with a separate op for its padding, giving right
    gradients. A transposed convolution with bare taps stays fp32. Transposed convolutions in three dims were not measured.
 
 This file has special code for `getitem`, which may take its indices from tensors.
@@ -101,9 +101,9 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
     """Return a pin that forces an op to fp32 if it would add up the gradient of a trained value in the low format; otherwise None.
 
     Either the op's kernel adds the gradient up, or autograd does, because the op reads the value more than MOST_READERS times. `learning`
-    are all values that get gradients, `trained` those of them that torch.autocast holds in fp32. torch.autocast adds up gradients in fp32
-    for `trained`, and for operands of ops on its fp32 list. The op is forced to fp32 under all op lists, also under lists that allow every
-    op, but not if the user has an override for it.
+    are all values that get gradients. `trained` are the values among them that torch.autocast holds in fp32: it adds up their gradients in
+    fp32, and the gradients of operands of ops on its fp32 list. The op is forced to fp32 under all op lists, also under lists that allow
+    every op, but not if the user has an override for the op.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None

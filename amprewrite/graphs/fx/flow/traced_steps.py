@@ -188,7 +188,7 @@ def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
 
 
 def _applied(node: torch.fx.Node, size: float) -> float | None:
-    """Return the number that the op of `node` returns for the number `size` in place of its only tensor; None if it cannot run on it."""
+    """Return the result of the op of `node` if the number `size` replaces its only tensor; None if the op cannot run on a number."""
     number = torch.tensor([size], device="cpu")
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: number)
     try:

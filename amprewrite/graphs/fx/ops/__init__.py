@@ -1,1 +1,1 @@
-"""Functions that rewritten graphs call: to copy many tensors, scale the loss, multiply in fp8, pad, run hooks, and drop masks."""
+"""Functions that rewritten graphs call: to scale the loss, multiply in fp8, pad, run hooks, drop masks, and compute losses in parts."""

@@ -93,8 +93,8 @@ def _padded_copy(w: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
 def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
     """Return `w.to(dtype)` padded as in `layout`. The gradient of `w` has the shape and the dtype of `w`.
 
-    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; with None the gradient is only cast. `kept` is this copy of
-    `w` if it exists already. The result then shares its memory.
+    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; with None the gradient is only cast. `kept` is such a copy of
+    `w` from an earlier call, or None. If it is given, the result shares its memory.
     """
     if kept is not None and not (w.requires_grad and torch.is_grad_enabled()):
         return kept.detach()

@@ -95,7 +95,7 @@ def _linked(value: Tensor) -> Tensor:
 
 
 class _HistoryLink(torch.autograd.Function):
-    """Autograd node that makes a tensor without memory, with the shape and autograd history of `value`, to receive its gradient."""
+    """Autograd node that returns a tensor of the shape of `value` without memory, and passes the gradient of this tensor to `value`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

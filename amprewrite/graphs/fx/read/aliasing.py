@@ -243,10 +243,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages in which other nodes read a node's result; none if they read its idle conversion instead.
-
-    An idle conversion is an inserted `x.to(x.dtype)`, which all other readers of x read (`leaving.py`).
-    """
+    """Return the storages in which other nodes read a node's result x; none if they read an inserted `x.to(x.dtype)` (`leaving.py`)."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 

@@ -4,7 +4,7 @@ A higher-order op calls its body graphs with tensors that it chooses: slices of 
 takes and returns fp32, in whatever format its ops run. Only the body graph of an activation checkpoint may return low results.
 
 The backward of an autograd Function is user code. With a loss scale, the backward gets scaled gradients if its graph shows that it is
-linear. Then values that it computes in half precision do not underflow, as under GradScaler. Any other backward gets unscaled gradients.
+linear, so that values that it computes in half precision do not underflow. Any other backward gets unscaled gradients.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
-    """Return how many of the first results of `node` its next iteration reads: 0 for a condition, map or checkpoint, by default all."""
+    """Return how many results of `node`, from the first on, the next iteration of a loop reads: 0 if there is no loop; all if unknown."""
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
         return len(node.args[1])

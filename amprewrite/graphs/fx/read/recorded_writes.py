@@ -1,4 +1,4 @@
-"""Find the inputs of a graph to which it writes values with gradients, so that autograd records the write on the input."""
+"""Find the inputs to which a graph writes values with gradients. Autograd records such a write: the input then has a new history."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ only, and a device or a version of torch may lack a kernel that the op table exp
 
 1. The first run of a graph runs node by node. If an op with low operands raises an error, it is called again with the same operands in
    fp32, and the result is cast to the planned format. An op that writes to memory is not called again. No earlier op runs twice.
-2. The op and its error are recorded in `refused`, and the owner of the graph makes a new plan for the graph.
+2. The op and its error are recorded in `refused`. The runtime then plans the graph again, with this op in fp32.
 3. Later runs use the graph's own code. But a graph with a refusal keeps running op by op, because an activation checkpoint that recomputes
    the first call needs the same ops.
 """

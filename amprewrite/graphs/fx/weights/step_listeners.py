@@ -46,7 +46,7 @@ class StepListeners:
 
 
 def in_a_step() -> bool:
-    """True if a thread is inside the `step` of an optimizer. PyTorch iterates over hooks there, so none may be removed then."""
+    """True if any thread is inside the `step` of an optimizer. PyTorch iterates over the hooks there, so none may be removed then."""
     for frame in sys._current_frames().values():
         at = frame
         while at is not None:

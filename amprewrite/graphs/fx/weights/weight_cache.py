@@ -10,7 +10,7 @@ nothing is kept.
 4. To find writes that PyTorch does not count, copies are compared with their weights: a few rows at a call, and each copy at the end of a
    block.
 
-One file because copies, the blocks that keep them and the events that drop them share one lock.
+All of this is one file because copies, the blocks that keep them and the events that drop them share one lock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Copy:
     address: int
 
     def counted_fresh(self, weight: Tensor) -> bool:
-        """True if this is a copy of `weight`, linked if `weight` takes gradients, and PyTorch has counted no write since it was made."""
+        """True if this is a copy of `weight`, takes gradients if `weight` does, and PyTorch has counted no write to `weight` since."""
         if self.weight is not weight or weight.is_inference() or weight.requires_grad is not self.copy.requires_grad:
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
@@ -79,7 +79,7 @@ class Block:
     """True if every element of the copies is compared when the block closes, False if only a sample of each copy is."""
     copies: Copies = field(default_factory=dict)
     searched_from: int = 1
-    """Number of copies from which the next new copy searches for copies of dead weights. So a search costs little for each copy."""
+    """Number of copies at which copies of dead weights are searched and dropped. It grows with the copies, so that searches are rare."""
     turn: int = 0
     asked: _Answer | None = None
     """A comparison that an accelerator began at an earlier call, and whose result was not read yet; None if there is none."""
@@ -336,9 +336,9 @@ def marked(copy: Tensor, weight: Tensor) -> Tensor:
 def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
     """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the copy that `cache` keeps.
 
-    Without a loss scale it is the kept copy itself. The autograd node of a cast saves no tensor, so it serves many backwards. A node that
-    unscales reads the scale of its forward, so each call makes a new one. Tensor subclasses and duals of forward-mode AD are cast anew,
-    because a copy that is kept has no tangent.
+    Without a loss scale the result is the kept copy itself: the autograd node of its cast saves no tensor, so it serves many backwards.
+    With a loss scale each call makes a new autograd node, because the node reads the scale of its forward. Tensor subclasses and duals of
+    forward-mode AD are cast anew, because a kept copy has no tangent.
     """
     if in_forward_mode() or not is_plain(weight):
         return pad_cast(weight, dtype, layout, inverse)
