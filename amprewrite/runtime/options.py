@@ -29,8 +29,8 @@ class Options:
     overrides: tuple[Override, ...] = ()
     backend: str | Callable[..., Any] = "eager"
     cache_weights: bool | str = True
-    """True: a graph casts each weight where it reads the weight, and calls without gradients in a block that keeps copies share them.
-    "step": as True, and all eager graphs keep copies until an optimizer steps. False: no copy is kept."""
+    """True: a graph casts each weight where it reads the weight; calls without gradients inside `frozen_weights()` share low copies.
+    "step": like True, and all eager graphs keep copies until an optimizer steps. False: no copy is kept."""
     strict: bool = False
     given: ModelPlan | None = None
     """An earlier plan that the rewrite follows; None: the rewrite makes a plan."""

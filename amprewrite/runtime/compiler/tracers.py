@@ -33,7 +33,7 @@ class WantsOneGraph(CaptureError, Unsupported):
 
 
 def undisturbed() -> bool:
-    """True if no autocast, dispatch mode, tracer, export or transform is active: one fast test for the separate tests below."""
+    """True if no autocast, dispatch mode, tracer, export or transform is active. One call is faster than the separate tests below."""
     return not (
         is_any_autocast_enabled()
         or count_dispatch_modes()
@@ -46,7 +46,7 @@ def undisturbed() -> bool:
 
 # -- tracers -----------------------------------------------------------------------------
 def refuse_tracers() -> None:
-    """Raise CaptureError if a foreign tracer would record the graph instead of running it.
+    """Raise CaptureError if a tracer, such as `torch.jit.trace` or make_fx, would record the ops of this call.
 
     PyTorch's flag for a running export is the same in all threads. So the exporting thread is recognised by its dispatch modes or its
     tracing context.

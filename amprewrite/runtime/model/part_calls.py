@@ -42,9 +42,9 @@ class PartForward:
 
 
 class PartReplicas:
-    """The method of a part (a submodule that is captured separately) that torch.nn.DataParallel calls to get a replica.
+    """Callable by which torch.nn.DataParallel gets a replica of a part, that is, of a submodule that is captured separately.
 
-    In a deep copy of the part it makes plain replicas.
+    A deep copy of the part is not rewritten, so there the callable makes plain replicas.
     """
 
     def __init__(self, session: Session | None, part: nn.Module) -> None:
@@ -87,7 +87,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     def call_alone(*args: Any, **kwargs: Any) -> Any:
         entry = session.entries.get(path)
-        if entry is None or entry.function is not call_part:  # none yet, or that of a module which `module` has replaced
+        if entry is None or entry.function is not call_part:  # there is no entry yet, or it is of another module that was at `path` before
             session.add_entry(path, call_part)
         return enter(session, path, args, kwargs)
 

@@ -170,7 +170,7 @@ class Noted:
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False
-        # The flag must not count at the next step without a known optimizer (new gradients may reuse the memory), nor after a recording.
+        # The flag must not count again without a known optimizer, because new gradients may reuse the memory, or after a recording.
         untold = self.owner is NoneType or self._recorded or recording(flag.device)
         if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there = None, {}

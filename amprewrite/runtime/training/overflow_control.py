@@ -1,6 +1,7 @@
 """Finds the optimizers of a rewritten model, and has their overflowing steps skipped.
 
-Each rewritten model has a gate. Optimizers are not wrapped: hooks on each optimizer check and skip steps (optimizers/optimizer_hooks.py).
+Each rewritten model has a gate, its `StepGate`. The gate puts hooks on each optimizer, which check gradients before a step and skip the
+step if they overflowed (optimizers/optimizer_hooks.py).
 
 A gate finds an optimizer
 
@@ -50,10 +51,7 @@ class StepGate(StepRecord):
     on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
     """Called with the weights once it is clear that the model is trained although no optimizer is known."""
     first: frozenset[int] = frozenset()
-    """Ids of the parameters when the model was rewritten; without any, of the parameters now.
-
-    They identify parameters that FSDP1 takes out of the model during a forward.
-    """
+    """Ids of the model's parameters at the rewrite. They identify parameters that FSDP1 takes out of the model during a forward."""
     adopt: bool = field(default=True, init=False)
     """True if this object searches for optimizers of its model; False once the model is no longer rewritten."""
     _stray: bool = field(init=False)

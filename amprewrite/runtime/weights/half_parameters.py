@@ -42,7 +42,7 @@ def upcast(model: nn.Module) -> str:
     """Convert the half parameters that take gradients to fp32, in place, and return a note of their number; "" if there are none.
 
     The Parameter objects are kept. Half buffers become fp32, too, as the statistics of a batch norm must. If the model also has frozen half
-    parameters, only buffers beside a converted parameter become fp32, because ops on the frozen parameters read the other buffers.
+    parameters, only buffers of modules with a converted parameter become fp32: ops on frozen parameters read the other buffers.
     """
     chosen = [each for _, each in _trainable(named_parameters_in(model))]
     if not chosen:

@@ -29,6 +29,6 @@ def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
 
 
 def is_inner_step(frames: list[FrameType], optimizer: Optimizer) -> bool:
-    """True if another `step` of the same optimizer, such as a subclass's, called the step of `frames`, so the hooks have run."""
+    """True if another `step` of the same optimizer, such as a subclass's, called the step of `frames`: its hooks have run already."""
     step, *callers = frames
     return optimizer in [frame.f_locals.get("self") for frame in callers if frame.f_code is step.f_code]
