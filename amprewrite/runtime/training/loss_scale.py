@@ -16,7 +16,7 @@ A set of steps holds one step of each optimizer that steps between two forwards.
 
 Once a CUDA graph has recorded a step, the state is updated on the device, in place (cuda_graphs.py).
 
-All schedules are in one file because they differ in a few lines each and are read side by side.
+One file because the schedules differ in a few lines each and are read side by side.
 """
 
 from __future__ import annotations
