@@ -81,7 +81,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DebugReport:
-    """Comparison of low with fp32, node by node. `print(report)` shows the faults first."""
+    """Comparison of the low run with the fp32 run, node by node. `print(report)` shows the faults first."""
 
     low: str
     plan: CastPlan

@@ -1,4 +1,4 @@
-"""The functions of this package that other packages call, and `search_options`, for options of `rewrite` that run the model on data."""
+"""The functions of this package that other packages call. `search_options` serves the options of `rewrite` that run the model on data."""
 
 from __future__ import annotations
 

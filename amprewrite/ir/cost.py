@@ -72,7 +72,7 @@ class CostModel:
     """Whether calls without gradients keep the low copies of parameters for the next call."""
     timings: Measured | None = None
     memory: float = 0.0
-    """Price of one byte that is kept for the backward, in seconds."""
+    """Price in seconds of one byte that is kept for the backward."""
 
     @property
     def time(self) -> CostModel:

@@ -14,7 +14,7 @@ from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 @dataclass(frozen=True)
 class Painted:
-    """The colour (low, high or plain) that passes gave to one node, the reason, the node that caused it ("" if none did), and a detail."""
+    """The colour of one node (low, high or plain) as decided so far, the reason, the node that caused it ("" if none did), and a detail."""
 
     colour: Colour
     reason: Reason

@@ -186,7 +186,7 @@ def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
 
 
 def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
-    """Yield the operands of `node` that must be cast if it runs in `colour`, each with the colour to which it is cast.
+    """Yield (operand, colour to cast it to) for each operand of `node` that must be cast if `node` runs in `colour`.
 
     `colours` are the colours of all nodes by name. A promoting op that runs in fp32 reads low operands without a cast if another operand
     with dims is high. If all of them are low, only its `anchor` is cast, and type promotion in the kernel does the rest.

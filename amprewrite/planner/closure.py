@@ -21,7 +21,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def heaviest_closure(weights: Mapping[Item, int], needs: Iterable[tuple[Item, Item]]) -> frozenset[Item]:
-    """Return the set of items with the largest sum of weights that contains, for each of its items, all items that this item needs.
+    """Return the closed set of items with the largest sum of weights. A closed set contains all items that its items need.
 
     `weights` gives the weight of every item: a gain above 0, or a cost below 0. `needs` are pairs (item, item that it needs). The set is
     empty if no set has a sum above 0.

@@ -142,7 +142,7 @@ def _joined(row: ModuleRow) -> ModuleRow:
 
 
 def folded(root: ModuleRow, most: int = 40) -> list[tuple[int, ModuleRow]]:
-    """Return rows of modules as (depth, row), at most `most`. Modules open from the root down while they fit; equal siblings share one."""
+    """Return at most `most` rows as (depth, row of a module), expanded from the root down while they fit. Equal siblings share a row."""
     opened: set[str] = set()
     rows = [(0, root)]
     while True:

@@ -53,7 +53,7 @@ class Device:
 
 
 GPUS: list[Device] = []
-"""The rows of all GPUs with a name of their own, oldest first."""
+"""The rows for single models of GPUs, oldest first."""
 
 
 def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str, fp8: float = 0) -> Device:

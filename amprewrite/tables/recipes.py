@@ -1,12 +1,12 @@
 """Recipes to quantise products to fp8: which GEMMs run in fp8, in which formats, and which elements of a matrix share a scale.
 
-In a training step a product y = x · wᵀ is three GEMMs. Each GEMM reads two matrices and sums over the last dim of both:
+In a training step a product y = x · wᵀ is three GEMMs. Each reads two matrices in the layout shown, and sums over the last dim of both:
 
     out          x  · w      gives y
     grad_in      g  · wᵀ     gives the gradient of x; g is the gradient of y
     grad_weight  gᵀ · xᵀ     gives the gradient of w
 
-So a GEMM reads a matrix in its own layout ("straight") or transposed ("turned"). Scales for rows belong to the rows in the layout that the
+So a GEMM reads x, w or g as stored ("straight") or transposed ("turned"). Scales for rows belong to the rows in the layout that the
 GEMM reads. The limits below are CUDA's, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.
 """
 

@@ -1,4 +1,4 @@
-"""Run a captured graph in fp32 with an alias for every edge, so that backward gives the output error that rounding the edge causes."""
+"""Run a captured graph in fp32 with an alias for every edge (value, reader), so that backward gives the error that rounding it causes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ HOLLOW = 1024
 def infer_types(model: ir.Model) -> list[str]:
     """Infer missing types and shapes of the top graph, as guesses. Returns a list with a note if that fails, otherwise [].
 
-    The reader infers the types in bodies (subgraphs).
+    `read/reader.py` infers the types in bodies (subgraphs).
     """
     missing = [v for node in model.graph if node.op_type not in FLOW for v in node.outputs if v.name and v.type is None]
     if not missing:

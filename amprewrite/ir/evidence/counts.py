@@ -65,8 +65,8 @@ def most_exact(low: Format) -> int:
 def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[float], low: Format) -> Count:
     """Return the `Count` of an op's result: whether it is made of whole numbers and constants only, and how large it may be.
 
-    `op` is its ATen base name, `dtype` the name of the result's dtype ("" if the result is no tensor), `given` are the `Count`s of its
-    operands, and `numbers` are the Python numbers among its arguments.
+    `op` is the ATen base name, `dtype` the name of the result's dtype ("" if it is no tensor), `given` the `Count`s of its operands,
+    and `numbers` the Python numbers among the arguments.
     """
     whole = not dtype.startswith(FRACTIONS)
     row, sizes, limit = find_op(op), [abs(number) for number in numbers], most_exact(low)

@@ -84,7 +84,7 @@ Node = TypeVar("Node")
 
 @dataclass(frozen=True)
 class Read(Generic[Node]):
-    """One op that reads a value, with the facts that show how it treats a number far beyond the range."""
+    """One op that reads a value, with facts about the way it treats numbers far beyond the low format's range."""
 
     op: str
     kind: OpKind | None
@@ -93,7 +93,7 @@ class Read(Generic[Node]):
     place: int = 0
     """Position of the value among the operands of the op."""
     numbers: tuple[float, ...] = ()
-    """The operands of the op that are plain numbers, without its bounds."""
+    """The numbers among the operands of the op, without its bounds."""
     lower: tuple[float, ...] = ()
     """Lower bounds of the result, such as `min` of clamp."""
     upper: tuple[float, ...] = ()
@@ -169,7 +169,7 @@ def only_blocks(
     """True if `node`, which holds numbers far beyond the range on `sides` of zero, may be clamped to the range of `low`.
 
     This is the case if all ops downstream use these numbers only to block positions, as masks do. `reads` returns the readers of a value.
-    `known` collects (value, side) pairs for which the answer is True, so that later calls need not test them again.
+    `known` is a cache of the (value, side) pairs for which the answer is True. The call adds to it.
     """
     waiting = [(node, side) for side in sides]
     seen = set(waiting)
@@ -214,9 +214,9 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 
 
 def rows_have_offset(table: Any) -> Any:
-    """True if rows of a table have an offset, a mean that is larger than their spread (`has_offset`): each row its own, or one for all.
+    """True if the rows or the columns of a table have an offset: a mean that is larger than their spread (`has_offset`).
 
-    One offset for all rows is looked for only in tables of at least `ROWS` rows.
+    Columns have an offset if all rows share one. They are tested only in tables of at least `ROWS` rows.
     """
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common

@@ -41,7 +41,7 @@ class PaddedValue:
 
 @dataclass(frozen=True)
 class PadCopy:
-    """One change of the size of a value: a pad at the entry of a padded region, a slice at its exit, or a weight that its cast pads."""
+    """One change of the size of a value: a pad at the entry of a padded region, a slice at its exit, or the padding that a cast adds."""
 
     value: str
     """Name of the value, in the form that `PaddedValue.value` has."""
@@ -59,7 +59,7 @@ class PadCopy:
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`. "weight" is a parameter that its cast pads, "weight copy" a parameter that is padded without a cast."""
+        """One of `KINDS`. "weight" is a parameter that is padded by its cast, "weight copy" a parameter that is padded without a cast."""
         if self.weight:
             return "weight" if all(" -> " in user for user in self.users) else "weight copy"
         return "re-pad" if self.layout and self.have else "pad" if self.layout else "slice"
@@ -84,7 +84,7 @@ class PadRegion:
     slices: tuple[str, ...] = ()
     """Values that are sliced to their size without padding, at the exit of the region."""
     weights: tuple[str, ...] = ()
-    """Weights that their casts pad, at no cost."""
+    """Weights that are padded by their casts, at no cost."""
     weight_copies: tuple[str, ...] = ()
     """Weights that are read in fp32. Each needs a padded copy, which a small kernel makes in training."""
     bytes_added: int = 0

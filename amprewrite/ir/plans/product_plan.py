@@ -97,7 +97,7 @@ class QuantisedCopy:
     readers: tuple[str, ...]
     """GEMMs that read the copy, such as "linear_3.grad_weight"."""
     role: str
-    """"x" if products read the value as rows, "w" if as their matrix (see `tables/recipes.py`), "g" for a copy of its gradient."""
+    """"x" if products read the value as their rows, "w" if they read it as their matrix (see `tables/recipes.py`), "g" for its gradient."""
     kept: bool = False
     """Whether the backward reads the copy. The copy is then saved for backward in place of the value."""
     weight: bool = False

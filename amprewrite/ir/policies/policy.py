@@ -92,7 +92,7 @@ class Policy:
     measure: bool = False
     """Whether to time ops and casts on the device at hand instead of computing prices from the device table."""
     memory: float = 0.0
-    """Price of a byte of activations that is kept for the backward, in seconds."""
+    """Price in seconds of one byte of activations that is kept for the backward."""
     parity: float | None = None
     """Weight of a training step, from 0 to 1, in prices that all graphs of a model share. A pass without gradients has the weight
     1 - parity. None if each graph has its own prices: of a training step if gradients are on, otherwise of a pass without gradients."""

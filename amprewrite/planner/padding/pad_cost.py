@@ -49,7 +49,7 @@ class PadCost:
 
     @property
     def passes(self) -> int:
-        """Number of products that a step runs for each product of the forward: in training 3, with the gradients of both operands."""
+        """Number of products that a step runs for each product of the forward: 3 in training, where two give the gradients."""
         return 3 if self.training else 1
 
     @property

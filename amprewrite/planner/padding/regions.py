@@ -36,7 +36,7 @@ Variable = tuple[Place, int]
 
 @dataclass
 class Want:
-    """A dim of a matrix product whose size is not a multiple of `unit`, so that padding it may pay."""
+    """A dim of a matrix product whose size is not a multiple of `unit`. Padding it may make the product faster."""
 
     call: str
     slot: Slot
@@ -452,7 +452,7 @@ def value_name(call: Call, i: int) -> str:
 
 
 def _merged(factors: Factors) -> Factors:
-    """Simplify the factors (axes) of a dim: join neighbouring axes without padding, and join unpadded axes to the padded axis outside."""
+    """Simplify the factors (axes) of a dim: join neighbouring axes without padding, and join unpadded axes to a padded axis outside."""
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and n == m:

@@ -104,7 +104,7 @@ def _and(names: tuple[str, ...]) -> str:
 
 
 def heavy(plan: ModelPlan) -> list[str]:
-    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, each with the condition to run low."""
+    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, each with the condition for running low."""
     found = by_impact(plan)
     lines = []
     for node in found[:MOST_HEAVY]:

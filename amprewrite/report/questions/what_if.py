@@ -79,7 +79,7 @@ class WhatIf:
         return cls(region) if isinstance(region.basis, Problem) else None
 
     def decide(self, colours: Mapping[str, Colour]) -> RegionPlan:
-        """Return the plan of the graph with overrides by `colours`. If the graph follows a given plan, that plan is edited instead."""
+        """Return the plan of the graph with overrides {node: colour}. If the graph follows a given plan, that plan is edited instead."""
         basis = self.basis
         if basis.given is not None:
             nodes = tuple(replace(node, colour=colours.get(node.name, node.colour)) for node in basis.given.nodes)

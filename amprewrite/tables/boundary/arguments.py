@@ -32,7 +32,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.4, most: int = 3, scope: str = "") -> str:
-    """Return the end of an error message about an unknown word: the nearest known words, each behind `scope`; `otherwise` if none is near.
+    """Return the end of an error message about an unknown word: the nearest known words, each with the prefix `scope`; `otherwise` if none.
 
     `likeness`, from 0 to 1, is the least similarity, and `most` the largest number of words.
 

@@ -65,7 +65,7 @@ TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
 BROADCASTS = "broadcast"
 """The attribute by which ops before opset 7 asked for broadcasting."""
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
-"""Attributes that later opsets removed from ops with BROADCASTS, because shapes determine broadcasting, or because nothing read them."""
+"""Attributes of ops with BROADCASTS that later opsets dropped, because shapes determine broadcasting or because nothing read them."""
 NEUTRAL = {("Cast", "saturate")}
 """(op type, attribute) of attributes that a later opset added and whose default keeps the old behaviour. `saturate` affects only casts to
 fp8."""

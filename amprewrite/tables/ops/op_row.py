@@ -130,8 +130,8 @@ class Op:
     unset: tuple[str, ...] = ()
     """Devices and formats in which the op's backward leaves parts of a gradient unset for some sizes (`graphs/fx/flow/kernel_pins.py`)."""
     writes: tuple[tuple[str, str], ...] = ()
-    """(written argument, switch): arguments to which the op writes although its name does not end in an underscore, each with the argument
-    that switches the write off if it is None or False."""
+    """(written argument, switch): arguments to which the op writes although its name does not end in an underscore. It does not write if
+    its argument `switch` is None or False."""
     forms: tuple[tuple[str, bool | str, str], ...] = ()
     """(argument, value, op): with this value of this argument, a call counts as the op with the name `op`. "{}" in that name stands for the
     number of dims that the call pads or resizes."""

@@ -1,4 +1,4 @@
-"""Padding rules of element-wise ops, which compute the content of the result's padding from the content of the operands' padding.
+"""Padding rules (`padding/rule.py`) of element-wise ops. They compute the numbers in the result's padding from those in the operands'.
 
 It knows some ops by name: `where`, whose condition comes first, and `rsub`, `mul`, `div`, `maximum` and `minimum`, whose arithmetic it
 repeats on the content of the padding.

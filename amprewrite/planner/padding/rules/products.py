@@ -1,4 +1,4 @@
-"""Padding rules of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
+"""Padding rules (`padding/rule.py`) of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
 
 It knows by name `mm`, `bmm`, `addmm` and `baddbmm`, whose operands have names of their own, and convolutions named `transpose`.
 """

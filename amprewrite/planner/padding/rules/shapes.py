@@ -1,4 +1,4 @@
-"""Padding rules of ops that return the elements of their operands in another shape: views, pieces, and joined tensors.
+"""Padding rules (`padding/rule.py`) of ops that return their operands' elements in another shape: views, pieces, and joined tensors.
 
 It knows some ops by name: `t`, `permute` and `transpose` for their order of dims, and `unbind`, which removes the dim that it cuts.
 """
@@ -308,7 +308,7 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Return the padding rule of a pad in the model's code. Dims that it leaves alone may be padded; zeros there stay if it adds zeros."""
+    """Return the padding rule of a pad in the model's code. Dims that it does not pad may be padded. Padding of 0 stays 0 if it adds 0."""
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:
