@@ -274,7 +274,7 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         error = _real_error(amp, run, asked)
         if error <= target or set(kept) >= set(low):
             break
-        # the rewrite misses the target, since its casts around the kept nodes round values: keep the neighbours high, too
+        # the rewrite misses the target, since its casts around the kept nodes round values: keep the neighbours in fp32, too
         kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
         for name in kept:  # drop the override of this node if the error meets the target without it

@@ -104,7 +104,7 @@ class Report:
 def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Report:
     """Measure the errors of the rewritten model `amp` on these inputs, op by op, with every low result truly rounded.
 
-    The model is captured again in its current mode (train or eval, with or without gradients). The plain model also runs eagerly, so
+    The model is captured again in its current mode (train or eval, with or without gradients). The original model also runs eagerly, so
     that the report separates effects of capture from effects of rounding. Buffers, random state and inputs do not change. During the
     call, memory holds all results of one fp32 run.
 

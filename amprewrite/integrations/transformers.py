@@ -106,7 +106,7 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return rewrite(model, inplace=True, **_with_fp32_modules(model, self.quantization_config.rewrite_options()))  # type: ignore[attr-defined]
 
     def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
-        """Restore the plain model, for `model.dequantize()`."""
+        """Restore the original model, for `model.dequantize()`."""
         return restore(model)
 
 

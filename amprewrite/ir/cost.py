@@ -131,7 +131,7 @@ class CostModel:
         return round(self.training * self._cast(node, True))
 
     def mixed_read(self, node: OpNode) -> int:
-        """Return the extra price in inference of a kernel that reads the low result of `node` next to a high operand (see `mixes`)."""
+        """Return the extra price, in inference, of a kernel that reads the low result of `node` next to a high operand (see `mixes`)."""
         return 0 if self.training >= 1 else round((1 - self.training) * MIXING * self._cast(node, False))
 
 

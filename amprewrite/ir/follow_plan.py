@@ -64,7 +64,7 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Raise PlanError if `region` lists casts other than `casts`, the casts that follow from its colours. It may also list none."""
+    """Raise PlanError if `region` lists casts other than `casts`, the casts that follow from its colours. An empty list is valid, too."""
     planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
     for key in [*planned, *given]:
         if region.casts and (key in planned) != (key in given):

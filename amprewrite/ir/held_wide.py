@@ -127,7 +127,7 @@ class _Reading:
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log turns its operand's scale into an offset
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS
-        if node.op in SUMS:  # a number, or a PLAIN value that is not learnt, adds to the size of a sum and not to its error
+        if node.op in SUMS:  # adding a number, or a PLAIN value that is not learnt, changes the size of a sum and not its error
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

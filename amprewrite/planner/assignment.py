@@ -49,9 +49,9 @@ class _Copies:
     high: list[int] = field(default_factory=list)
     """Readers that need an fp32 copy of the value when they run in fp32."""
     senders: list[int] = field(default_factory=list)
-    """Readers whose gradients have to be cast to the format of a low value when they run in fp32."""
+    """Readers that, when they run in fp32, return an fp32 gradient, which is cast if the value is low."""
     mixers: list[int] = field(default_factory=list)
-    """Readers whose kernels convert a low value themselves when they run in fp32."""
+    """Readers whose kernels, when they run in fp32, convert a low value themselves."""
 
 
 @dataclass(frozen=True)

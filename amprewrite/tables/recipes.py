@@ -58,7 +58,7 @@ class Recipe:
         return self.gradient if role == G else E4M3
 
     def scaling(self, role: str, way: str) -> str:
-        """Return which elements of a matrix, in the layout `way`, share a scale: "tensor" for all, "rows" for those of a row."""
+        """Return which elements of a matrix in the layout `way` share a scale: "tensor" if all do, "rows" if those of each row do."""
         return ROWS if (role, way) in self.rows else TENSOR
 
     def pair(self, gemm: str) -> str:

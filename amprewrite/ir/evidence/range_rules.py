@@ -1,6 +1,6 @@
 """Rules for values that a format's range cannot hold, the same for PyTorch graphs and ONNX files.
 
-The rules need the largest and the smallest magnitude of a value: a weight, or a value seen on sample batches or in a sample run.
+The rules need the largest and the smallest magnitude of a value. They are known for weights, and seen in sample runs for other values.
 
 The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
 values are negligible in larger sums (`add`, `sub`), and `mul` returns small values for small operands.
@@ -275,7 +275,7 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """True if elements of an operand with the smallest magnitude `smallest` may become zero in `low`, so that ops in `POLES` give inf."""
+    """True if an operand whose smallest magnitude is `smallest` may become 0 in places in `low`, so that ops in `POLES` give inf."""
     return smallest < HEADROOM * low.smallest_normal
 
 

@@ -281,7 +281,7 @@ class Regions:
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # the low copy of a weight: make a second size dear
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # the low copy of a weight: a second size is made expensive
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _picoseconds(prices.inside(numel * share)))

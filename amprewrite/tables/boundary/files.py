@@ -109,7 +109,7 @@ def cannot_write(path: Any, error: OSError) -> EmitError:
 def resolved(path: Any) -> Path:
     """Return the regular file that `path` names, existing or not, with symbolic links followed.
 
-    Raises PolicyError if `path` is no path. Raises EmitError if its folder is missing, or if it exists and cannot be replaced by a file.
+    Raises PolicyError if `path` is no path, and EmitError if its folder is missing or the thing at `path` cannot be replaced by a file.
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise PolicyError(f"a path is a string or a Path, not {type(path).__name__}")

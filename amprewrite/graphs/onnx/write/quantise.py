@@ -121,7 +121,7 @@ def _zero(model: ir.Model) -> ir.Value:
 
 def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
     """Add an initialiser with these numbers to the model, under `name` or a longer name that is free, and return its value."""
-    while name in model.graph.initializers:  # the name is taken if a weight is stored both plain and transposed
+    while name in model.graph.initializers:  # the name is taken if a weight is stored twice, once transposed
         name += "_"
     tensor = ir.tensor(numbers, name=name)
     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)

@@ -97,7 +97,7 @@ def permuted(view: View) -> Rule:
 
 
 def permutation(call: Call, rank: int) -> list[int] | None:
-    """Return, for every dim of the result of a permutation, the dim of its operand; None if the arguments do not tell it."""
+    """Return, for every dim of the result of a permutation, the dim of its operand; None if the arguments do not determine it."""
     order = list(range(rank))
     if call.op == "t":
         return order[::-1] if rank <= 2 else [*order[:-2], order[-1], order[-2]]
