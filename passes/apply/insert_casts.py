@@ -1,4 +1,4 @@
-"""Insert the planned casts into the fx graph, and set dtype arguments to the colour of their node.
+"""Insert the planned casts into the fx graph, and set the dtype arguments of each node to the format that the plan gives it.
 
 1. Each planned cast becomes one copy before the first of its users. All its users read this copy. A result that was made with gradients is
    copied before the model switches gradients off. A value that a torch.func transform reads from outside is copied outside of it.

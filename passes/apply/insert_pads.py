@@ -1,7 +1,7 @@
 """Insert the planned pads and slices into the fx graph, and set size arguments to physical (padded) sizes.
 
-1. Ops that name sizes in their arguments (view, expand, split, slices, depthwise groups) name physical sizes. Attention gets the scale of
-   its logical (unpadded) head size. Batch norm in training pads its running statistics itself.
+1. Ops with sizes among their arguments (view, expand, split, slices, depthwise groups) get physical sizes. Attention gets the scale of its
+   logical (unpadded) head size. Batch norm in training pads its running statistics itself.
 2. A weight's cast becomes a cast that pads. Every other planned change of size is one node before the first of its users.
 """
 
@@ -112,13 +112,13 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the inputs of the clamp in front of `node`, a saturating cast; [] if the cast reads no node."""
+    """Return the inputs of the clamp that the saturating cast `node` reads; [] if the cast reads no node."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 
 
 def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx.Node:
-    """Return the reader of `value`: `node`, or the clamp in front of `node`, a saturating cast. PlanError if neither reads it."""
+    """Return the node that reads `value`: `node`, or the clamp that a saturating cast `node` reads. PlanError if neither reads `value`."""
     if value in node.all_input_nodes:
         return node
     clamp = node.args[0] if node.args else None

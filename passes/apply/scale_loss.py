@@ -228,7 +228,7 @@ def _facts(node: Node) -> dict[str, Any]:
 
 
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -> None:
-    """Let the inserted casts of `sources`, values with unscaled gradients, divide the gradients that they return by the scale."""
+    """Make the backwards of the inserted casts of `sources` divide by the scale. `sources` are values with unscaled gradients."""
     known = set(sources)
     for cast in list(graph.nodes):
         if cast.target is pad_cast and cast.args[0] in known:

@@ -50,7 +50,7 @@ _CACHE = "amprewrite_weight_cache"
 _FOLDS = ("linear", "matmul")
 """Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
-"""Packages whose functions may take a weight, because the graph shows all their writes. Writes of a user's function are hidden."""
+"""Packages whose functions write to a weight only where the graph shows the write. Other functions may write to it unseen."""
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):
@@ -73,7 +73,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """Give the cast of a weight the requires_grad flag of the weight, if a product whose kernel depends on this flag reads the cast."""
+    """Give the casts of weights the requires_grad flag of their weight, where a product chooses its kernel by this flag."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, False, chosen)

@@ -31,7 +31,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 READS_BITS = ops_with(Trait.READS_BITS)
 MOST_BYTES = 1 << 16
-"""Largest size of a value that is kept: more memory is not worth the saved launch."""
+"""Largest size, in bytes, of a value that is kept. For a larger value the saved launch is not worth the memory."""
 NAME = "amprewrite_constants"
 """Attribute of the graph that holds its kept constants."""
 

@@ -102,7 +102,7 @@ def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, co
 def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: bool) -> Tensor:
     """Return the low copy of a frozen weight that a graph reads: the stored tensor, or a new copy if another format or layout is stored.
 
-    `grad` says that gradients are recorded.
+    `grad`: gradients are recorded, so the stored tensor is returned without its requires_grad flag.
     """
     if not weight.holds(dtype, layout):
         return pad_cast(weight.low().float(), dtype, layout)

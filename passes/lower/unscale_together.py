@@ -32,9 +32,9 @@ from amprewrite.tables.ops.op_lists import op_name
 MOST = 64
 """Largest number of weights in a block. torch's multi-tensor kernels take 64 in a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
 ELEMENTS, ELEMENTS_APART = 1 << 24, 1 << 22
-"""Largest numbers of weight elements in a block: up to 64 MB of gradients wait for the last one.
+"""Largest number of weight elements in a block: 64 MB of gradients, or 16 MB if several ranks train.
 
-The second is for several ranks that train: 16 MB, less than a bucket of DDP (25 MB), whose reduction waits for the whole block.
+16 MB are less than a bucket of DDP (25 MB), whose reduction waits for the whole block.
 """
 Node = torch.fx.Node
 

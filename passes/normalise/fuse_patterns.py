@@ -157,7 +157,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Return the operand of the chain of fp32-to-fp32 conversions that ends at `node`, and add the chain to `inside`."""
+    """Return `node` without the fp32-to-fp32 conversions at its end, that is, their operand, and add the conversions to `inside`."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]

@@ -39,7 +39,7 @@ def paint_facts(problem: Problem, decisions: Decisions) -> None:
 
 
 def check_facts(problem: Problem, decisions: Decisions) -> None:
-    """Raise PassError if a node without an fp32 value has a colour of its own."""
+    """Raise PassError if a node without an fp32 value has another colour than plain."""
     for node in problem.graph:
         if not node.carries_fp32 and decisions.paints[node.name].colour is not Colour.PLAIN:
             raise PassError(f"{node.name} carries no fp32 value and was painted {decisions.paints[node.name].colour}")

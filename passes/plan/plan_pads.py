@@ -205,7 +205,7 @@ class _Chooser:
         return gain
 
     def _products(self, call: str, wants: list[Want]) -> tuple[Product, Product]:
-        """Return the matrix product of a call, and the same product with its wanted dims padded."""
+        """Return the matrix product of a call, and the same product with the dims in `wants` padded."""
         sizes = [self.regions.want_size(call, slot, dim) for slot, dim in self.regions.rules[call].wants]
         k, n = (sizes + sizes)[:2]
         grown = {(want.slot, want.dim): want.padded(self.regions) for want in wants}

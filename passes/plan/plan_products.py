@@ -10,7 +10,7 @@
 
 A given plan names the GEMMs that run in fp8. Their copies follow from them.
 
-A product for which an override, or a given plan, says "wide" stays fp32 by its colour, and gets the edit `WIDE_PRODUCT`.
+A product for which an override, or a given plan, says "wide" has the colour high (fp32), and gets the edit `WIDE_PRODUCT`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
 }
 """The passes that paint by the rules of other tools."""
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
-"""Passes that also run for plans with our own lists, whatever painting rules these plans follow, because they keep results exact."""
+"""Passes that keep results exact. They run for every plan with our own lists, whichever rules paint the plan."""
 PARITY = "parity with the model's other graphs costs "
 """Beginning of the note on how much one plan for all graphs of the model costs this graph."""
 LEAST_TOLD = 1e-3

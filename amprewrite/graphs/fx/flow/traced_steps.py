@@ -1,6 +1,6 @@
 """Find sums that change one value in many small steps, as samplers and solvers do: `x = x + 0.1 * f(x)`, again and again.
 
-A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The reader expands a sum as a linear form
+A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The search expands a sum as a linear form
 through sums, scalings and copies until it finds such an x. The factors a and b consist of numbers, *learnt factors*, *schedules* and
 *noise*. Learnt factors and schedules vary along one dim at most.
 
