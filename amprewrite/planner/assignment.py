@@ -7,10 +7,10 @@ Each open op has a vertex. Vertices on the source's side run low. Then every pri
 2. A value that is read in the other format pays one copy, however many readers it has. For this an extra vertex stands for "a low copy
    exists" or "every reader is low". Infinite arcs join it to the readers, and an arc with the copy's price joins it to the maker. Two more
    prices, `gradient_cast` and `mixed_read`, get a vertex of their own if the readers that cause them are not the readers of the copy.
-3. The exception: a promoting op that runs in fp32 pays a copy of its anchor, but only if all its operands are low. This term is a product
-   of three labels with a positive price, which no arc can express. But arcs can express two lower bounds of this term. The first bound is
-   0. It is exact unless the copy has to be paid. For a high op the second bound is the price p of the copy, minus p for each other operand
-   that is high. It is exact unless another operand is high and the bound falls below 0.
+3. The exception: an op that promotes mixed dtypes and runs in fp32 pays a copy of one operand, its anchor, only if all its operands are
+   low. This term is a product of three labels with a positive price, which no arc can express. But arcs can express two lower bounds of
+   it. The first bound is 0. It is exact unless the copy has to be paid. For a high op the second bound is the price p of the copy, minus p
+   for each other operand that is high. It is exact unless another operand is high and the bound falls below 0.
 4. Solve with the first bound. If the solution has to pay a copy, solve with the second bound. If this bound is not exact either, branch on
    the colour of an operand, and prune branches by the bounds. A solution is optimal if its bound is exact for it.
 
