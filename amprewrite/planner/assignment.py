@@ -236,9 +236,9 @@ class _Search:
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if the first bound (rule 3 of this file) on the price of the op of `mixer` is too low for the assignment `side`.
+        """True if the op of `mixer` pays for a copy of its anchor in the assignment `side`, which the first bound (rule 3) leaves out.
 
-        That is so if the op is high and all its operands are low: the op then pays for a copy that the bound leaves out.
+        The op pays if it is high and all its operands are low.
         """
         return bool(not side[mixer.op] and side[self._end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 

@@ -24,7 +24,7 @@ def node_bytes(node: NodePlan) -> int:
 
 
 def by_region(plan: ModelPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
-    """Yield (nodes, casts) of each region, the plan of one graph, with names as in `plan.nodes` and `plan.casts`."""
+    """Yield (nodes, casts) of each region (the plan of one graph), with names as in `plan.nodes` and `plan.casts`."""
     nodes, casts = iter(plan.nodes), iter(plan.casts)
     for region in plan.regions:
         yield tuple(next(nodes) for _ in region.nodes), tuple(next(casts) for _ in region.casts)

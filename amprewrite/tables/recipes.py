@@ -6,8 +6,8 @@ In a training step a product y = x · wᵀ is three GEMMs. Each reads two matric
     grad_in      g  · wᵀ     gives the gradient of x; g is the gradient of y
     grad_weight  gᵀ · xᵀ     gives the gradient of w
 
-So a GEMM reads x, w or g as stored ("straight") or transposed ("turned"). Scales for rows belong to the rows in the layout that the
-GEMM reads. The limits below are CUDA's, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.
+So a GEMM reads x, w or g as stored ("straight") or transposed ("turned"). Scales of rows belong to the rows of the matrix as the GEMM
+reads it. The limits below are CUDA's, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation that includes a sum, perhaps transposed. True for a constant: it may be such a value, folded."""
+    """True if a value is a concatenation with a sum in it, perhaps transposed, or a constant, which may be such a concatenation folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

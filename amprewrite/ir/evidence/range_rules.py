@@ -275,7 +275,7 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """True if an operand whose smallest magnitude is `smallest` may become 0 in places in `low`, so that ops in `POLES` give inf."""
+    """True if an operand with the smallest magnitude `smallest` may hold elements that `low` flushes to 0, where `POLES` give inf."""
     return smallest < HEADROOM * low.smallest_normal
 
 

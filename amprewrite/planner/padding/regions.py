@@ -351,7 +351,7 @@ class Regions:
         return size if isinstance(size, int) else 64
 
     def dims_by_axis(self) -> dict[int, tuple[tuple[str, ...], int]]:
-        """Return, by axis that is padded somewhere: (the dims of results padded along it, the elements of padding in all of them)."""
+        """Return {axis that is padded somewhere: (dims of results that are padded along it, number of elements that this adds to them)}."""
         dims: dict[int, list[str]] = defaultdict(list)
         added: dict[int, float] = defaultdict(float)
         for call in self.calls.values() if self.padded else ():

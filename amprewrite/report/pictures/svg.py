@@ -205,7 +205,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """Return SVG marks with the format, one for each bundle of edges that has a cast."""
+    """Return SVG marks that name the formats of casts, one mark for each bundle of edges with a cast."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}

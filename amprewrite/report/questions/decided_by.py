@@ -32,7 +32,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Progress:
-    """The decisions on one region, the plan of one graph, after a pass."""
+    """The decisions on one region (the plan of one graph) after a pass."""
 
     region: str
     after: str

@@ -43,7 +43,7 @@ def explain(plan: ModelPlan, name: str = "") -> str:
 
 
 def region_of(plan: ModelPlan, node: NodePlan) -> RegionPlan:
-    """Return the region, the plan of one graph, that holds `node`, a node of `plan.nodes`."""
+    """Return the region (the plan of one graph) that holds `node`, which is one of `plan.nodes`."""
     name = node.name.partition("/")[0]
     return next((region for region in plan.regions if len(plan.regions) > 1 and region.name == name), plan.regions[0])
 

@@ -65,7 +65,7 @@ class Change:
 
 
 class WhatIf:
-    """Tries changes on one region, the plan of one graph. `WhatIf.of` returns None for a region that was read from JSON or edited."""
+    """Tries changes on one region (the plan of one graph). `WhatIf.of` returns None for a region that was read from JSON or edited."""
 
     def __init__(self, region: RegionPlan) -> None:
         assert isinstance(region.basis, Problem)

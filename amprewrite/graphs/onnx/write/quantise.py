@@ -61,7 +61,7 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
 def scale_for(amax: float, low: Format) -> np.ndarray:
     """Return the scale of values up to `amax`: the number to divide by, in `low`, rounded up so that `amax` does not saturate.
 
-    The scale is not so large that the largest number of e4m3, multiplied by it, is beyond the range of `low`.
+    The scale is limited, so that the largest number of e4m3 times the scale stays within the range of `low`.
     """
     number = np.dtype(getattr(ml_dtypes, low.library_name, low.library_name))
 

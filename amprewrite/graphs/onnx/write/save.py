@@ -50,7 +50,7 @@ HASH = 16
 
 @dataclass(frozen=True)
 class Written:
-    """A model as files in a scratch folder, with the path that they are written for."""
+    """A model written to files in a scratch folder, and the path to which `keep` moves them."""
 
     path: Path
     target: Path | None
