@@ -35,7 +35,7 @@ LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_w
 
 
 def is_product(node: OpNode) -> bool:
-    """True if torch.autocast runs `node`, or may run ops of a subgraph of `node`, in the low format. False for products of counts."""
+    """True if torch.autocast runs `node`, or may run ops of a subgraph of `node`, in the low format. False for `counted` products."""
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or node.flops > 0 or inside)
 
@@ -71,7 +71,7 @@ def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
 def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None, offsets: Set[str] = frozenset()) -> set[str]:
     """Return the names of the values of `graph` that torch.autocast would hold in fp32 on `device`.
 
-    `known` holds the precision of values that is known from graphs inside and around this graph. `offsets` names the constants that have an
+    `known` holds the `Held` of values if graphs inside or around this graph determine it. `offsets` names the constants that have an
     offset: a common part that is larger than the differences of their values.
     """
     kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()

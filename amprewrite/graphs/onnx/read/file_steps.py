@@ -101,7 +101,7 @@ class _OnnxSteps(SmallSteps[str]):
         return given.pop() if len(given) == 1 and node not in self.heavy else None
 
     def _factor(self, value: ir.Value, how: str = "") -> Factor | None:
-        """Return the factor of a constant or a schedule; None for any other value. `how` is "divided by" for a divisor."""
+        """Return the factor of a constant or a schedule; None for any other value. `how` is "divided by" for a divisor, otherwise ""."""
         tensor = constant_tensor(value)
         if tensor is not None:
             number = _size(tensor.numpy()) if sum(size > 1 for size in tensor.shape.numpy()) <= 1 and tensor.size else None

@@ -83,7 +83,7 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """True if a low copy may lose more than a rounding, because some numbers lie below the normal range."""
+    """True if a low copy may lose more than a rounding, because some elements are smaller than the normal numbers of `fmt`."""
     return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
 
 
