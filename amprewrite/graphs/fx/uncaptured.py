@@ -51,7 +51,7 @@ _ATTENTION_KERNELS = (
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
-"""(function that tells whether a kernel is enabled, function that sets it), for each attention kernel that `sdpa_kernel` can choose."""
+"""For each attention kernel that `torch.nn.attention.sdpa_kernel` can choose: (function that returns whether it is enabled, setter)."""
 
 
 def uncaptured(function: Callable[P, R]) -> Callable[P, R]:

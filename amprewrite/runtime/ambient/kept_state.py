@@ -13,7 +13,7 @@ from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
 
 
 class _Outermost:
-    """Saves the CPU random state, one for all threads, when a `random_state_kept` block begins alone; restores it when no block runs."""
+    """Saves the CPU random state, which all threads share, when a first `random_state_kept` block begins; restores it after the last."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -37,7 +37,7 @@ class CacheReadHigh(Exception):
 
 
 class _KeepsLow:
-    """Methods that a layer of a KV cache gets. They store keys and values low, in an inner layer that has the former class of the layer."""
+    """Methods that a layer of a KV cache gets. They store its keys and values low, in an inner layer of the class that it had before."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self
@@ -159,7 +159,7 @@ class LowCaches:
 class CachesOfModel:
     """Decides whether a rewritten model stores the caches of its `generate()` low.
 
-    A `given` plan decides this, if there is one: caches are low if its graphs contain the conversions of low caches.
+    If the user gave a plan (`given`), it decides: caches are low if its graphs contain conversions that `_KeepsLow.update` makes.
     """
 
     def __init__(self, root: nn.Module, given: ModelPlan | None, note: Callable[[str], None]) -> None:

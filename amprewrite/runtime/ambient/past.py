@@ -69,7 +69,7 @@ class CallsInRegions:
 class Past(Generic[T]):
     """Former values of one variable, so that a recomputation can use the value from the time of its forward.
 
-    Each is stored with the number of the first autograd node that was made after the value was replaced.
+    With each value, the number of the first autograd node made after its replacement is stored. Nodes with lower numbers are older.
     """
 
     def __init__(self) -> None:

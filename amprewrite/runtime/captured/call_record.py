@@ -60,10 +60,10 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager for a recomputation by an activation checkpoint while a forward still runs, as in a forward that takes gradients.
+        """Context manager for a recomputation by an activation checkpoint while a forward runs, as in a forward that takes gradients.
 
-        `asked`: the `asking_number()` of the recomputation. `around`: the number of torch.autocast regions around the call. The checkpoint
-        has entered some of them to restore the autocast state of its forward, so they do not count as regions of the model.
+        `asked`: the `asking_number()` of the recomputation; None in any other call. `around`: the number of torch.autocast regions around
+        the call. The checkpoint entered some of them to restore the autocast state of its forward, so none counts as the model's own.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around

@@ -57,7 +57,7 @@ class GraphRewriter(CallRecord):
     entries: dict[str, Entry] = field(default_factory=dict)
     checks: ReadChecks = field(default_factory=ReadChecks)
     training: Training = field(init=False, repr=False, compare=False)
-    """The loss scale in use: scales of forwards, guards of optimizers. Without a loss scale it is made when it is first read."""
+    """The loss scaling of the model. If there is a loss scale, this is made at once; otherwise when it is first read (`__getattr__`)."""
     children: tuple[nn.Module | None, ...] | None = None
     """Children of the root at the latest search for new modules. None: search again after the running call, because it captured a graph."""
 

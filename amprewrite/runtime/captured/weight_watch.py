@@ -33,9 +33,9 @@ from amprewrite.tables.boundary.members import named_buffers_in, named_parameter
 from amprewrite.tables.formats import Format
 
 BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
-"""All ways in which a weight may not fit the low format's range."""
+"""All misfits: the ways in which a weight may not fit the low format's range."""
 FIRST_LOOK, LAST_DOUBLING = 16, 1024
-"""Numbers of calls. Weights are checked at the first number, at each doubling of it up to the last, and then at multiples of the last."""
+"""Weights are checked at call FIRST_LOOK, at each doubling of this number up to LAST_DOUBLING, and at every multiple of LAST_DOUBLING."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Known:
     reference: weakref.ref[Tensor] | None = None
     """A reference to the weight, if the model does not have this weight at that path; otherwise None."""
     bounds: frozenset[Fit] = BOUNDS
-    """The ways not to fit (too large, or all flushed to zero) for which an op that reads the weight stays fp32."""
+    """The misfits (too large, or all flushed to zero) that keep an op that reads the weight in fp32."""
 
     def judged(self, size: float, low: Format) -> Fit:
         """Return whether this weight fits the low format if its largest magnitude is `size`. A misfit outside `bounds` counts as FITS."""
@@ -93,9 +93,9 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """Yield the ways not to fit the low format (too large, all flushed to zero) for which an op that reads the weight `name` stays fp32.
+    """Yield each misfit (too large, or all flushed to zero) that keeps an op that reads the weight `name` in fp32.
 
-    The graphs of checkpoint bodies count as well.
+    Ops in the body graphs of checkpoints count as well.
     """
     for reader in captured.problem.graph.readers(name):
         node = captured.nodes[reader.name]

@@ -62,7 +62,7 @@ def compile_afresh(
     recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False, hooks_differ: bool = True,
     no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around, eager: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return `function`, a forward in the model `root`, compiled by Dynamo with an empty cache: Dynamo also reads skipped frames again.
+    """Return a clone of `function`, a forward in the model `root`, that Dynamo compiles anew, also if it has decided to skip `function`.
 
     Errors of `backend` reach the caller unchanged. Settings that torch.compile has no argument for hold only while Dynamo converts a frame,
     so that a call of a captured graph does not pay for them:
@@ -343,12 +343,12 @@ def user_modes() -> list[Any]:
 
 
 def at_work() -> bool:
-    """True if Dynamo is capturing, or would capture a frame that is called now."""
+    """True if Dynamo is capturing now, or would capture a function that is called now."""
     return tracing_context() is not None or get_eval_frame_callback() is not None
 
 
 def kept_out() -> bool:
-    """True if Dynamo is enabled, but would not capture a frame that is called now, as inside the function of a checkpoint."""
+    """True if Dynamo is enabled, but would not capture a function that is called now, as inside the function of a checkpoint."""
     return not at_work() and not why_switched_off()
 
 

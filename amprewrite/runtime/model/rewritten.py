@@ -33,7 +33,7 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 class RewrittenBase(nn.Module):
     """Base of the classes of rewritten models: keeps low copies in step with the parameters, and makes copies and pickles of the model.
 
-    The parameter `face` in this file is a subclass with the public methods, such as `plan`.
+    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file take it as `face`.
     """
 
     # -- changes of the parameters, after which low copies are dropped --------------

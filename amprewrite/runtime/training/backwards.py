@@ -46,8 +46,8 @@ _MOST = 64
 _MOST_FLAGS = 16
 """Largest number of flags of backwards that are kept apart. Above this number they are combined into one flag."""
 _MOST_SETS = 2
-"""An overflow that a step has read counts again at this many later steps, if new backwards ran before them. Without this limit a loop would
-skip for ever if it discards gradients at a moment that is not checked: after the forward, before a loss that reads weights itself."""
+"""If gradients of a skipped step are still there, its overflow counts again at up to this many later steps that follow new backwards.
+Without this limit, a loop that discards gradients where no check sees it (after the forward, before the backward) would skip for ever."""
 _SAMPLE = 16
 """About this many gradients are remembered at a step whose overflow flag the host has not read; otherwise all are remembered."""
 
@@ -108,7 +108,7 @@ class Noted:
         self._there: dict[int, StorageWeakRef] = {}
         """Weak references to the memory of the gradients at the latest step, or at the end of a later backward. Keys are addresses."""
         self._sets = 0
-        """Number of steps since `_heard` was set; only steps after a new backward count."""
+        """Number of steps since `_heard` was set. A step counts only if a backward ended since the step before it."""
         self._ended = False
         """True if a backward has ended since the latest step."""
         self._place: Tensor | None = None

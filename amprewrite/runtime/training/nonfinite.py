@@ -95,7 +95,7 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return the maximum of `flags`, on the device of the first. It is no sum, as fused Adam subtracts the flag from its step count."""
+    """Return the maximum of `flags`, on the device of the first. Not a sum: fused Adam subtracts the flag, 0 or 1, from its step count."""
     where = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 

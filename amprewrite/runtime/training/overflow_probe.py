@@ -274,9 +274,9 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 
 def _infinities(t: Tensor, given: bool) -> Tensor:
-    """Return a 0-dim bool tensor: true if `t` holds infinities.
+    """Return a 0-dim bool tensor: true if `t` holds infinities that count as an overflow.
 
-    In real values that are `given` to the graph (inputs, weights, constants), -inf does not count: masks hold it on purpose.
+    If `t` is real and `given` to the graph (an input, weight or constant), -inf does not count: masks hold it on purpose.
     """
     return (t.isposinf() if given and not t.is_complex() else t.isinf()).any()
 

@@ -44,9 +44,9 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
     """Return the reason why all ops of a body graph stay fp32 in training with a narrow format or a loss scale; None if they need not.
 
-    `name` is the attribute that holds the body graph of `node`. `scaled` is True if the loss is scaled. Then a nonlinear backward written
-    by the user needs unscaled gradients, which the ops around it would flush to zero in a low format. The backward itself may overflow,
-    because no sample run shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
+    The attribute `name` of `node` holds the body graph. `scaled` is True if the loss is scaled. Then a nonlinear backward written by the
+    user gets unscaled gradients, which low ops around it would flush to zero. Any backward of an autograd Function stays fp32, because no
+    sample run shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -134,9 +134,9 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
     """Return the ops of `body` that lead neither to a result with a gradient nor to state that a loop passes to its next iteration.
 
-    `name` is the attribute that holds `body`, and `node` runs it. Such ops should stay fp32: autograd gives a result a gradient of zeros if
-    nothing that passes a gradient reads the result, and zero times an infinity in such an op would be NaN. The forward of an autograd
-    Function returns results and saved values. The saved values do not count as results.
+    `node` runs `body`, which is its attribute `name`. Such ops should stay fp32: autograd gives a result a gradient of zeros if nothing
+    that passes a gradient reads the result, and zero times an infinity in such an op would be NaN. The forward of an autograd Function
+    returns results and saved values. The saved values do not count as results.
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):

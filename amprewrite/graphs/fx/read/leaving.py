@@ -3,7 +3,7 @@
 A low value that is returned must be cast to fp32. If ops in the graph read the low value instead of the cast, the caller's gradient with
 respect to the result lacks the part of these ops. If two results share memory, their two casts do not. So before a graph is read, an
 *idle conversion* `x.to(x.dtype)` is inserted after such a value x, and all other readers of x then read the conversion. In the captured
-graph the conversion returns `x` itself. It is pinned high, so in the edited graph it is the cast to fp32 for all these readers:
+graph the conversion returns `x` itself. The plan must give it fp32, so in the edited graph it is the cast to fp32 for all these readers:
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
@@ -216,8 +216,8 @@ def _returns_operand(op: Node) -> bool:
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
     """True if `result` is the same tensor object as an operand of its op, and the operand has other readers or hooks.
 
-    Also true if one of the two is a result of a checkpoint, or if the operand is made with gradients enabled and `result` with gradients
-    disabled (`without_grad`). `returns_operand(op)` is True if an op of this graph returns one of its operands.
+    Also true if one of the two is a result of a checkpoint, or if `result` is in `without_grad` and the operand is not: these nodes are
+    made with gradients disabled. `returns_operand(op)` is True if an op of this graph returns one of its operands.
     """
     result = _before_hooks(result)
     while (made_inside(result) is not None or returns_operand(result)) and (given := same_tensor(result)) is not None:
@@ -237,7 +237,7 @@ def _overlaps(value: Any) -> bool:
 
 
 class Memory:
-    """The nodes of a graph by the storages of their results, and sets of the storages that are returned, taken as inputs, or written."""
+    """Which nodes of a graph have results in which storages, and which storages the graph returns, takes as inputs, or writes."""
 
     def __init__(self, graph: torch.fx.Graph, without_grad: Set[Node] = frozenset()) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)

@@ -328,10 +328,10 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
-    """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values, because it computes in fp32 anyway: unpin its ops.
+    """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values: remove the pins that force these ops to fp32.
 
-    This needs an op of kind INTERNAL, and every reader of its fp32 result must cast the result to a dtype taken from another tensor, so
-    that nothing reads the fp32 bits.
+    The op must be of kind INTERNAL: it computes in fp32 inside. Every reader of its fp32 result must cast the result to a dtype taken from
+    another tensor, so that nothing reads the fp32 bits.
     """
 
     def internal(fact: Fact) -> bool:

@@ -82,9 +82,9 @@ def unscaled_message(weights: Sequence[Tensor], parameters: Iterable[Tensor]) ->
 
 
 def _stepped_by(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[str, str] | None:
-    """Return two clauses of the warning that gradients are not scaled: how the weights are stepped, and how the user can change this.
+    """Return two clauses for the warning that gradients are not scaled: how the weights are updated, and what the user can do.
 
-    None if the object that steps the weights scales the loss itself, so that no warning is needed.
+    None if the object that updates the weights scales the loss itself, so that no warning is needed.
     """
     own, optimizers = {id(p) for p in (*parameters, *weights)}, every_optimizer()
     for optimizer in (each for each in optimizers if any(id(p) in own for p in params_of(each))):
