@@ -10,6 +10,7 @@ import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from amprewrite.graphs.fx.node_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
+from amprewrite.graphs.fx.run.recurrent_layers import in_one_step
 from amprewrite.graphs.fx.run.repeated_calls import RepeatedCalls
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.passes.apply.insert_casts import CAST
@@ -40,6 +41,9 @@ class _DryRun(torch.fx.Interpreter):
         self.touched: set[torch.fx.Node] = set()
         self.unknown: set[torch.fx.Node] = set()
         """Inputs without an example value. torch 2.11 gives none to sizes that a backward in user code reads."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(in_one_step(target), args, kwargs)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):

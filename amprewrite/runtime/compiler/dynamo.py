@@ -25,7 +25,7 @@ from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.runtime.ambient.hook_watch import hook_node
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
-from amprewrite.runtime.compiler.handlers import breaking_at_gradients
+from amprewrite.runtime.compiler.handlers import breaking_at_gradients, recurrent_layers_whole
 from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
@@ -122,7 +122,7 @@ def compile_afresh(
                     for name in ("recompile_limit", "accumulated_recompile_limit"):
                         undo.append(_set(name, getattr(torch._dynamo.config, name) + more))
                 gradients = breaking_at_gradients() if eager else contextlib.nullcontext()
-                with Listener(failed), reporting_autocast_on(root, frame[0].f_locals, around()), gradients:
+                with Listener(failed), reporting_autocast_on(root, frame[0].f_locals, around()), gradients, recurrent_layers_whole():
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)

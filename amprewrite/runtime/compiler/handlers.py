@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import torch as torch_functions
+from torch._dynamo.variables.builder import wrap_fx_proxy
 
+from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
 from amprewrite.torch_internals.dynamo import Unsupported
 
 _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignore[assignment]
@@ -54,4 +58,18 @@ def breaking_at_gradients() -> Iterator[None]:
             raise
 
     with handling({torch.autograd.grad: handle}):
+        yield
+
+
+@contextlib.contextmanager
+def recurrent_layers_whole() -> Iterator[None]:
+    """Context manager in which Dynamo finds the shapes of a recurrent layer's results from one time step, instead of running each step."""
+
+    def handle(layer: Callable[..., Any], _: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy = tx.output.create_proxy("call_function", in_one_step(layer), *proxy_args_kwargs(args, kwargs))
+        results = wrap_fx_proxy(tx, proxy)
+        proxy.node.target = layer
+        return results
+
+    with handling({layer: partial(handle, layer) for layer in LAYERS}):
         yield

@@ -38,6 +38,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
+from amprewrite.graphs.fx.run.recurrent_layers import in_one_step
 from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
@@ -204,7 +205,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
             if isinstance(node.target, str):
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)
+            return in_one_step(node.target)(*args, **kwargs)
     except Exception:  # some kernels do not accept symbolic sizes
         return said
 
