@@ -4,7 +4,9 @@
    value.
 2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
    files torch.autocast has no lists; there the ops that amprewrite denies or does not list return fp32.
-3. Any other op returns the widest dtype of its data. Three kinds of operands do not count as data: side arguments, such as the weights of a
+3. A uniform draw counts as fp32, also if torch.autocast draws it in the low format, as `rand_like` does for a low tensor. There a draw just
+   below one rounds up to one, and Gumbel and exponential sampling take the logarithm of the distance between draw and one.
+4. Any other op returns the widest dtype of its data. Three kinds of operands do not count as data: side arguments, such as the weights of a
    batch norm; 0-dim tensors next to tensors with dims; and constants of an ONNX file without an offset (see `offsets` in `Problem`), which
    are stored in the format of their readers.
 """
@@ -23,9 +25,8 @@ from amprewrite.tables.vocabulary import Colour, Held, OpKind, Reason
 
 AWAY, SUMS, FACTORS, NORMS = (ops_with(each) for each in (Trait.TAKES_AWAY, Trait.ADDS_UP, Trait.SCALES, Trait.TAKES_MEAN_AWAY))
 AVERAGES, UNIFORM, CONVERTS = ops_with(Trait.AVERAGES), ops_with(Trait.UNIFORM), ops_with(Trait.CONVERTS)
-LOOKS_UP, LOGS, DRAWS, SHARES = (
-    ops_with(*each) for each in ((Trait.LOOKS_UP,), (Trait.LOGARITHM,), (Trait.RANDOM,), (Trait.SHARES_OUT, Trait.NEARS_ITS_ENDS))
-)
+LOOKS_UP, LOGS, RANDOM, DRAWS = (ops_with(each) for each in (Trait.LOOKS_UP, Trait.LOGARITHM, Trait.RANDOM, Trait.DRAWS))
+SHARES = ops_with(Trait.SHARES_OUT, Trait.NEARS_ITS_ENDS)
 BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
 SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
 FILE = "meta"
@@ -79,7 +80,7 @@ def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = No
         kind = kinds.get(node.op) if kinds else OpKind.DENY if node.kind in (OpKind.DENY, None) else node.kind
         if node.name in known:
             wide = known[node.name] < Held.LOW
-        elif node.role != "op" or kind is OpKind.DENY or node.counted:
+        elif node.role != "op" or kind is OpKind.DENY or node.counted or node.op in DRAWS:
             wide = True
         elif kind is OpKind.ALLOW or is_product(node):
             wide = False
@@ -117,7 +118,7 @@ class _Reading:
         if node.may_saturate and not any(self.found[each] is Held.EXACT and each in self.from_inputs for each in given):
             # a mask, or values plus a mask: not EXACT, because the digits of a constant that blocks positions do not matter
             return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
-        if node.op in DRAWS | UNIFORM and not given:
+        if node.op in DRAWS or (node.op in RANDOM | UNIFORM and not given):
             return Held.PLAIN
         if node.op in NORMS and given and node.numel >= self.graph[given[0]].numel:
             return max(Held.PLAIN, min(found[0], Held.ROUNDED))

@@ -126,7 +126,6 @@ class Reason(Enum):
     UNROUNDED = "torch.autocast keeps it in fp32, and no product has rounded it yet"
     MAGNIFIED = "torch.autocast keeps it in fp32, and what reads it would magnify its rounding"
     TOLD_APART = "a logarithm may tell its values near zero or one apart, which the low format does not hold"
-    DRAWN = "a random draw below one would round up to one, where a logarithm of it has its pole"
     SMALL_STEPS = "it changes in many small steps, and rounding it would outweigh them"
     RUNNING_SUM = "it is a running sum, and each addition would round all of it"
     READ_BY_MANY = "many ops read it, and the low format would add their gradients up"

@@ -372,11 +372,11 @@ def test_a_plan_of_version_three_is_migrated() -> None:
             amprewrite.CastPlan.from_json(json.dumps(old | damage))
 
 
-@pytest.mark.parametrize("reason", ["PARTLY_ROUNDED", "AVERAGED"])
-def test_a_plan_of_version_two_is_migrated(reason: str) -> None:
-    """It had three reasons where there is one now, `MAGNIFIED`."""
+@pytest.mark.parametrize(("version", "reason"), [(2, "PARTLY_ROUNDED"), (2, "AVERAGED"), (4, "DRAWN")])
+def test_a_plan_with_more_reasons_is_migrated(version: int, reason: str) -> None:
+    """It had several reasons where there is one now, `MAGNIFIED`."""
     plan = amprewrite.plan(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(8, 8)), (torch.randn(2, 8),), dtype="bf16")
-    old = json.loads(plan.to_json()) | {"version": 2}
+    old = json.loads(plan.to_json()) | {"version": version}
     node = next(node for node in old["regions"][0]["nodes"] if node["op"] == "relu")
     node["reason"] = reason
     assert amprewrite.CastPlan.from_json(json.dumps(old)).find(node["name"])[0].reason is Reason.MAGNIFIED

@@ -36,8 +36,6 @@ TAKES_SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait
 ABSOLUTE = {"float"}
 """Conversions whose name spells out the dtype: `x.float()`."""
 BIT_VIEWS = ops_with(Trait.READS_BITS)
-FAR = 10
-"""A logarithm counts as unrelated to a uniform draw if it comes at least this many ops after the draw."""
 LEAVES = "amprewrite_leaves"
 """Key in a node's meta for the reason why the node's result must be fp32 for the caller of the graph: RETURNED, SHARED or READ_BACK.
 
@@ -100,29 +98,6 @@ def _leaves_of(kind: type[Leaf], value: Any) -> list[Leaf]:
     if isinstance(value, kind):
         return [value]
     return [] if type(value) in NO_TREE else [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
-
-
-def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]:
-    """Return the uniform draws that a logarithm reads, the logarithms, and the pointwise ops between the two.
-
-    These nodes must stay fp32: in a low format a draw just below one rounds up to one, and Gumbel and exponential sampling take the
-    logarithm of the distance between draw and one.
-    """
-    draws, logs = ops_with(Trait.DRAWS), ops_with(Trait.LOGARITHM)
-    between = ops_with(Trait.KEEPS_DRAW, Trait.LOGARITHM)
-    made: dict[torch.fx.Node, int] = {}
-    found: set[torch.fx.Node] = set()
-    for node, fact in facts.items():
-        steps = min((made[each] + 1 for each in node.all_input_nodes if each in made), default=FAR)
-        if fact.dtype != "fp32" or not (fact.op in draws or (steps < FAR and fact.op in between)):
-            continue
-        made[node] = 0 if fact.op in draws else steps
-        waiting = [node] if fact.op in logs else []
-        while waiting:
-            last = waiting.pop()
-            found.add(last)
-            waiting += [each for each in last.all_input_nodes if each in made and each not in found]
-    return found
 
 
 def is_checkpoint(node: torch.fx.Node) -> bool:

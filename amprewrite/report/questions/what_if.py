@@ -223,7 +223,6 @@ _CONDITIONS = {
     Reason.UNROUNDED: "behind a product, or with overrides={{'{op}': 'low'}}",
     Reason.MAGNIFIED: "if only products read it, or ops that do not magnify a rounding, or with overrides={{'{op}': 'low'}}",
     Reason.TOLD_APART: "if no logarithm could read it, or with overrides={{'{op}': 'low'}}",
-    Reason.DRAWN: "if no logarithm read the draw",
     Reason.SMALL_STEPS: "with fewer or larger steps, or with overrides={{'{op}': 'low'}}",
     Reason.RUNNING_SUM: "with fewer sums, or with overrides={{'{op}': 'low'}}",
     Reason.COUNTS: "if its whole numbers were small, or with overrides={{'{op}': 'low'}}",

@@ -53,7 +53,6 @@ class Trait(Enum):
     TAKES_EPSILON = "a small constant among its operands keeps its result from zero"
     DRAWS = "draws uniformly from below one"
     DRAWS_NORMAL = "draws from a normal distribution"
-    KEEPS_DRAW = "its result on a uniform draw may still be one"
     RANDOM = "its numbers are drawn anew in each call, or are uninitialised memory"
     LOGARITHM = "a logarithm"
     LOGS_OF_BOTH = "takes the logarithm of its first operand p, and of 1 - p"

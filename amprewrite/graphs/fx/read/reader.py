@@ -43,7 +43,6 @@ from amprewrite.graphs.fx.node_facts import (
     Fact,
     arguments,
     device_of,
-    draws_before_logs,
     example_value,
     hint,
     is_opaque,
@@ -95,9 +94,6 @@ def read_graph(
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
         fact.pinned = _pin(fact, kind, low, ties, far) or (pin_unset(fact, low) if training else None) or pin_uneven(fact, kind, lists)
         fact.may_saturate = far.may_saturate(fact, facts)
-    for node in draws_before_logs(facts) if lists.rule == "cost" else ():
-        if facts[node].pinned is None:
-            facts[node].pinned = Colour.HIGH, Reason.DRAWN, ""
     _absorb_explicit_internal(facts, lists)
     order = canonical_order(facts)
     graph = OpGraph.of(_vertex(facts[node], ties, entry) for node in order)

@@ -47,8 +47,6 @@ TRAITS: dict[Trait, str] = {
     # random draws
     Trait.DRAWS: "rand rand_like uniform",
     Trait.DRAWS_NORMAL: "randn randn_like normal",
-    Trait.KEEPS_DRAW: "add sub rsub mul div neg clamp clamp_min clamp_max minimum maximum view reshape expand unsqueeze squeeze permute "
-    "alias detach clone contiguous",
     Trait.RANDOM: "rand rand_like randn randn_like randint randint_like random bernoulli uniform normal multinomial poisson exponential "
     "geometric cauchy log_normal gumbel_softmax binomial _standard_gamma _sample_dirichlet dropout dropout1d dropout2d dropout3d empty "
     "empty_like empty_strided empty_permuted",
