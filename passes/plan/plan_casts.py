@@ -3,8 +3,8 @@
 1. For each operand, in canonical order, find the format in which its reader takes it.
 2. If the value has another format, the reader takes a copy. Readers with the same (value, format, write version) share one copy, so that no
    copy is shared across an in-place write.
-3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But in training, and if graphs share prices (`Policy.parity`), it
-   reads the fp32 copy of the operand if other readers have one, so that autograd casts the operand's gradient only once.
+3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But if other readers have an fp32 copy of the operand, the op reads
+   this copy in training, so that autograd casts the operand's gradient only once, and in all graphs that share prices (`Policy.parity`).
 4. In training a value with many readers (`Problem.read_by_many`) gets several low copies, so that fp32 adds up their gradients.
 """
 

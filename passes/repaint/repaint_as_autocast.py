@@ -34,7 +34,7 @@ from amprewrite.tables.vocabulary import Held, OpKind, Reason
 
 STEPS, KINKS, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.HAS_KINKS), ops_with(Trait.TAKES_BATCH_MEAN)
 LEVEL = AVERAGES | NORMS
-"""Averages and norms. They magnify a rounding only if the value may have an offset (`Held.EXACT`), or in a batch norm."""
+"""Averages and norms. Only batch norms magnify every rounding; the others only that of a value that may have an offset (`Held.EXACT`)."""
 WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
 """Ops that magnify the rounding error of a value that no product has rounded before: logarithms and softmax."""
 

@@ -415,7 +415,7 @@ def largest(reading: OnnxReading, samples: Samples) -> dict[str, float]:
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """Return the constants that a low copy would damage. `kept` is True for a constant if an op that reads it stays fp32 in the plan."""
+    """Return the constants that a low copy would damage. In each, `Loss.kept` says whether an op that reads it stays fp32 in the plan."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH

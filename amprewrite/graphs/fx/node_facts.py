@@ -444,7 +444,7 @@ Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`: `user` itself, or the op that opens a transform around `user`.
 
-    That is the outermost transform around `user` but not around `value`: a copy made inside would belong to the transform's level.
+    The op opens the outermost transform around `user` that is not around `value`: a copy inside would belong to that transform's level.
     """
     around = openings.get(value, ())
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)

@@ -131,7 +131,7 @@ class ForwardScale:
         self.copied = False
         self.under_way = True
         self._backward: weakref.ref[_Backward] | None = None
-        """The backward that entered last, while autograd keeps it."""
+        """Weak reference to the latest backward that entered the forward. Autograd keeps the backward until it ends."""
         self.weights: list[Tensor] = []
         """Weights that graphs of this forward read and that require gradients: parameters, or tensors computed from them."""
         self._fed: list[Node] = []

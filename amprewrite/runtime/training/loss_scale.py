@@ -41,7 +41,7 @@ DEFAULT_FLOOR = NARROWEST.smallest_normal
 """2**-14, the smallest normal number of fp16. Under a smaller scale even a gradient of 1 is subnormal, so shrinking further cannot help."""
 
 DEFAULT_CAP = 2.0**32
-"""The largest scale at which another library starts (Megatron, DeepSpeed)."""
+"""The largest initial scale that another library uses (Megatron, DeepSpeed)."""
 
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
@@ -57,7 +57,7 @@ class LossScaleError(AmpRewriteError):
 
 
 class LossScale:
-    """Base class of loss scales: holds the scale, the counters of steps, and the overflow flags of steps that have not changed it yet."""
+    """Base class of loss scales: holds the scale, counters of steps, and the overflow flags of steps that do not count in the scale yet."""
 
     kind: ClassVar[str] = "static"
     enabled: ClassVar[bool] = True

@@ -34,7 +34,7 @@ AGAIN = "call amprewrite.gather_low(amp) on all ranks and repeat the call: the r
 
 @dataclass(frozen=True)
 class Sharded:
-    """A module that went through `fully_shard` separately, with FSDP's group of its weights."""
+    """A module that `fully_shard` was called on, and `group`, the FSDP object that gathers its weights."""
 
     path: str
     module: Any

@@ -39,9 +39,9 @@ class ReadChecks:
     """Functions that check how the graphs and calls of one model read weights. Features that round weights for some readers add them."""
 
     graphs: tuple[Callable[[WeightReads, str], None], ...] = ()
-    """Called before a graph runs, with its reads and the name of its code. They raise RoundedRead if the graph must not run."""
+    """Functions called before a graph runs, with its reads and the name of its code. They raise RoundedRead if it must not run."""
     calls: tuple[Callable[[str, str, bool], None], ...] = ()
-    """Called after a call of a module, with its path, its name for messages, and whether one graph of all of its forward ran."""
+    """Functions called after a call of a module, with its path, its name for messages, and whether one graph of all its forward ran."""
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:

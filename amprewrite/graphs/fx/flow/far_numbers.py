@@ -43,7 +43,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         self.sizes: dict[torch.fx.Node, float] = {}
         """By value: an upper bound of the magnitude of its constants beyond the range."""
         self.computed_with: set[torch.fx.Node] = set()
-        """The values of `sides` whose constants some op may compute with. In all other values they only block positions of masks."""
+        """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
         """Yield a `Read` for each result of each op that reads `value`.

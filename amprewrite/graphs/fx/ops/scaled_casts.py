@@ -57,7 +57,7 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
 
 
 def constant_scale(like: Tensor, largest: float, fmt: Format, power_of_two: bool) -> Tensor:
-    """Return the 0-dim fp32 scale of magnitudes up to `largest` for `fmt`, on the device of `like`."""
+    """Return the scale of a tensor of magnitudes up to `largest` for `fmt`: a 0-dim fp32 tensor on the device of `like`."""
     scale = fmt.max / max(largest, SMALLEST)
     return like.new_full((), 2.0 ** (math.frexp(scale)[1] - 1) if power_of_two else scale, dtype=torch.float32)
 

@@ -111,7 +111,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def format_of(dtype: torch.dtype) -> tuple[float, float, float, object]:
-    """Return the arguments of `cast_exactly` after the first."""
+    """Return the arguments MOST, EPS, NORMAL and TYPE of `cast_exactly` for the fp8 format `dtype`."""
     facts = torch.finfo(dtype)
     return facts.max, facts.eps, facts.smallest_normal, TYPES[dtype]
 

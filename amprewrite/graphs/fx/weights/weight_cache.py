@@ -232,8 +232,8 @@ class WeightCache:
     def stepped(self, optimizer: Optimizer) -> None:
         """Drop the kept copies of the weights that `optimizer` has stepped.
 
-        The block of `cache_weights="step"` drops the copies of all weights that require gradients, because the optimizer may have stepped
-        other tensors (such as master weights), which the training loop then copies to the weights.
+        The block of `cache_weights="step"` drops the copies of all weights that require gradients. The optimizer may have stepped other
+        tensors instead (such as master weights), and the training loop copies these to the weights afterwards.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
 

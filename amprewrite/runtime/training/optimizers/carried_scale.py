@@ -46,7 +46,7 @@ class Arrived:
         self._states: dict[int, Any] = {}
 
     def waits(self, optimizer: Optimizer) -> bool:
-        """True if the state of a loss scale waits until its scale is known, here or in the optimizer's first parameter group."""
+        """True if a state is not yet loaded into its loss scale: it is kept here, or lies in the optimizer's first parameter group."""
         return len(self._states) > 0 or (len(optimizer.param_groups) > 0 and KEY in optimizer.param_groups[0])
 
     def resume(self, optimizer: Optimizer, scales: Sequence[LossScale]) -> None:

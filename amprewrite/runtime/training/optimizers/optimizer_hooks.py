@@ -141,9 +141,9 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer, gates: list[StepRecord], params: list[Tensor]) -> Tensor | None:
-        """Return a flag: above 0 if gradients hold inf or NaN, or held it after a backward that still counts; None without gradients.
+        """Return a flag: above 0 if gradients hold inf or NaN, or a flag of an earlier backward counts at this step (`Noted.due`).
 
-        `gates` are those of the guard, `params` the parameters of `optimizer`.
+        None if there is nothing to check. `gates` are the StepRecords of the guarded models, `params` the parameters of `optimizer`.
         """
         noted = [flag for gate in gates for flag in gate.noted(optimizer).due(params)]
         return find_nonfinite(params, noted, self._beside)
