@@ -1,7 +1,7 @@
 """Paint the nodes in the colours of a given plan, which the user may have edited.
 
 1. Every node takes the colour and the reason that the given plan has for it.
-2. A node that the plan does not list carries no fp32 value. It is painted plain.
+2. A node that the plan does not list carries no fp32 value, so it gets the colour plain.
 3. Tied nodes take one colour, even if an edit gave them two.
 """
 

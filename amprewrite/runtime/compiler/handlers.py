@@ -63,7 +63,7 @@ def breaking_at_gradients() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
-    """Context manager in which Dynamo finds the shapes of a recurrent layer's results from one time step, instead of running each step."""
+    """Context manager in which Dynamo computes the fake results of a recurrent layer from one time step, and records the whole layer."""
 
     def handle(layer: Callable[..., Any], _: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = tx.output.create_proxy("call_function", in_one_step(layer), *proxy_args_kwargs(args, kwargs))

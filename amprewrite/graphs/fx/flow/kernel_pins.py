@@ -98,12 +98,12 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 
 
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
-    """Return a pin that forces an op to fp32 if it would add up the gradient of a trained value in the low format; otherwise None.
+    """Return a pin that forces an op to fp32 if it would add up a gradient in the low format that torch.autocast adds up in fp32, or None.
 
     Either the op's kernel adds the gradient up, or autograd does, because the op reads the value more than MOST_READERS times. `learning`
-    are all values that get gradients. `trained` are the values among them that torch.autocast holds in fp32: it adds up their gradients in
-    fp32, and the gradients of operands of ops on its fp32 list. The op is forced to fp32 under all op lists, also under lists that allow
-    every op, but not if the user has an override for the op.
+    are all values that get gradients. torch.autocast holds some of them, `trained`, in fp32, and adds up their gradients in fp32. For an op
+    on its fp32 list, it does so for all of `learning`. The op is forced to fp32 under all op lists, also under lists that allow every op,
+    but not if the user has an override for the op.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None

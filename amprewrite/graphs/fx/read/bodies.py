@@ -166,7 +166,7 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
-    """Return how many results of `node`, from the first on, the next iteration of a loop reads: 0 if there is no loop; all if unknown."""
+    """Return n if `node` is a loop that passes its first n results to its next iteration; 0 if it is no loop, `results` if unknown."""
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
         return len(node.args[1])

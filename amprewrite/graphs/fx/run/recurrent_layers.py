@@ -1,9 +1,9 @@
 """Compute the results of recurrent layers on fake tensors from one time step.
 
-A layer over T steps is one op of a graph. On fake tensors PyTorch runs each step of `torch.gru`, `rnn_tanh`, `rnn_relu`, and some of
-`torch.lstm`, as ops of their own: several milliseconds a step, at each place that asks for the layer's shapes. But one step has the dtype,
-device and states of all, and the result only repeats its rows. Packed sequences become possible in this way, too: their sizes are data,
-which fake tensors do not have, but the results depend only on the number of packed rows.
+A graph calls a layer over T time steps as one op. On fake tensors PyTorch runs each step of `torch.gru`, `rnn_tanh`, `rnn_relu`, and in
+some cases `torch.lstm`, as separate ops. That takes several milliseconds a step, whenever the shapes of the results are needed. One step
+is enough: it gives the dtype, the device and the final states, and its rows, repeated T times, have the shape of the whole result. Packed
+sequences work only in this way: their batch sizes are data, which fake tensors lack, but the shapes depend only on the number of rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LAYERS: tuple[Callable[..., Any], ...] = (torch.gru, torch.lstm, torch.rnn_relu,
 
 
 def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the results of `layer` on fake tensors that runs one time step. Functions not in LAYERS are returned as given.
+    """Return a function that computes the fake results of `layer` from one time step; return `layer` itself if it is not in LAYERS.
 
-    Arguments in another form than those of `nn.RNNBase` go to `layer` itself.
+    Calls whose arguments are not in the form in which `nn.RNNBase` passes them run `layer` itself.
     """
     if layer not in LAYERS:
         return layer
@@ -42,6 +42,6 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 9:
             return layer(*args, **kwargs)
-        return (padded if isinstance(args[3], bool) else packed)(*args)  # in the form of packed sequences the weights stand there
+        return (padded if isinstance(args[3], bool) else packed)(*args)  # a call on packed sequences has the weights in this position
 
     return run
