@@ -55,7 +55,6 @@ from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
 from amprewrite.passes.repaint.repaint_counts import RepaintCounts
-from amprewrite.passes.repaint.repaint_read_by_many import RepaintReadByMany
 from amprewrite.passes.repaint.repaint_shares import RepaintShares
 from amprewrite.passes.repaint.repaint_small_steps import RepaintSmallSteps
 
@@ -89,7 +88,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanKernelNeeds(),  # where low CPU kernels are inexact: let norms compute statistics in fp32, and pad convolutions by a separate op
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
-KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
+KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
 """Passes that keep values in fp32 at any price. Most of these values stay unrounded under torch.autocast, too."""
 BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())

@@ -38,7 +38,7 @@ from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
-from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
+from amprewrite.planner.min_cut import SINK, SOURCE, Network, min_cut
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -135,13 +135,8 @@ class GraphErrors:
                 low.add(own)
             if operand.demand is not Demand.PROMOTE:
                 high.add(own)
-        for readers, outwards in ((low - {maker, SINK}, True), (high - {maker, SOURCE}, False)):
-            if not readers:
-                continue
-            copy = network.vertex()
-            for reader_end in readers:
-                network.arc(*((reader_end, copy) if outwards else (copy, reader_end)), INFINITE)
-            network.arc(*((copy, maker) if outwards else (maker, copy)), cost)
+        network.once(maker, low - {SINK}, cost, outwards=True)
+        network.once(maker, high - {SOURCE}, cost, outwards=False)
 
     def _errors(self, network: Network, end: Callable[[str], int], price: float, dearest: int) -> None:
         for (value, name), squared in self.edges.items():

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 from amprewrite.ir.evidence.range_rules import MAKES_SCORES, Read, only_blocks
+from amprewrite.ir.op_graph import reached
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
@@ -49,15 +50,8 @@ class MaskRules(ABC, Generic[Value]):
 
     def reaches_softmax(self, value: Value) -> bool:
         """True if a softmax reads scores that are computed from `value`, or if attention takes `value` or such scores as its mask."""
-        seen, waiting = {value}, [value]
-        while waiting:
-            for read in self.reads(waiting.pop()):
-                if read.op == "softmax" or read.masks:
-                    return True
-                if read.op in MAKES_SCORES and read.made not in seen:
-                    seen.add(read.made)
-                    waiting.append(read.made)
-        return False
+        scores = reached([value], lambda each: (read.made for read in self.reads(each) if read.op in MAKES_SCORES))
+        return any(read.op == "softmax" or read.masks for each in scores for read in self.reads(each))
 
     def feeds_product(self, value: Value) -> bool:
         """True if a matrix product or a convolution reads `value`."""
@@ -65,16 +59,8 @@ class MaskRules(ABC, Generic[Value]):
 
     def is_mask(self, value: Value) -> bool:
         """True if a value is computed from numbers and other masks alone, so that it holds no data."""
-        waiting, seen = [value], {value}
-        while waiting:
-            at = waiting.pop()
-            made = self.made_of(at)
-            if made is None or (at is not value and made[0] not in MAKE_MASKS):
-                return False
-            fresh = set(made[1]) - seen
-            seen |= fresh
-            waiting += fresh
-        return True
+        makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
+        return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
         """True if a low copy of `value` may clamp numbers beyond the range to ±max, because they are from a mask or computed from one.

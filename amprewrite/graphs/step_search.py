@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Generic, TypeVar
 
+from amprewrite.ir.op_graph import reached
+
 SMALL, MANY = 0.25, 8
 """A step is small if the factor of f(x) is at most SMALL times the factor of x. A chain of at least MANY small steps is kept in fp32.
 
@@ -158,10 +160,6 @@ class SmallSteps(ABC, Generic[Node]):
 
     def _leads_through(self, value: Node, step: Node) -> bool:
         """True if `step` is computed from `value` with a product on the way."""
-        seen, waiting = {step}, [step]
-        while waiting:
-            for source in self.inputs(waiting.pop()):
-                if source not in seen and self.order[source] >= self.order[value]:
-                    seen.add(source)
-                    waiting.append(source)
+        first = self.order[value]
+        seen = set(reached([step], lambda each: (source for source in self.inputs(each) if self.order[source] >= first)))
         return value in seen and not self.heavy.isdisjoint(seen - {value})

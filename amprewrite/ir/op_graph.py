@@ -6,16 +6,19 @@ Integers, booleans and other dtypes have no edge, since they are never cast.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 if TYPE_CHECKING:
     import networkx as nx
+
+Vertex = TypeVar("Vertex", bound=Hashable)
 
 
 class Demand(Enum):
@@ -201,3 +204,19 @@ def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes:
         if want is Colour.HIGH and operand in mixing and operand is not cast:
             continue
         yield operand, want
+
+
+def reached(starts: Iterable[Vertex], step: Callable[[Vertex], Iterable[Vertex]]) -> Iterator[Vertex]:
+    """Yield `starts`, then everything to which `step` leads from there, each once and the nearest first.
+
+    `step` returns the neighbours of one node of any kind of graph. It is called for a node after the node has been yielded.
+    """
+    known = dict.fromkeys(starts)
+    waiting = deque(known)
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for near in step(node):
+            if near not in known:
+                known[near] = None
+                waiting.append(near)

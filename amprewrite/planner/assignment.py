@@ -183,35 +183,11 @@ class _Search:
             beyond[others] = beyond.get(others, 0) + cost
         if not (low or high or any(beyond) or is_anchor):
             return
-        self._low_copy(maker, low, forward + sent)
+        self.network.once(maker, low, forward + sent, outwards=True)
         forward += 0 if is_anchor else beyond.pop(frozenset(high), 0)
-        self.high_copies[key] = self._high_copy(maker, high, forward, is_anchor)
+        self.high_copies[key] = self.network.once(maker, high, forward, outwards=False, named=is_anchor)
         for others, cost in beyond.items():
-            self._high_copy(maker, set(others), cost)
-
-    def _low_copy(self, maker: int, readers: set[int], cost: int) -> None:
-        if not readers or not cost:
-            return
-        copy = SOURCE if SOURCE in readers else next(iter(readers)) if len(readers) == 1 else self.network.vertex()
-        for reader in readers if copy not in readers else ():
-            self.network.arc(reader, copy, INFINITE)
-        self.network.arc(copy, maker, cost)
-
-    def _high_copy(self, maker: int, readers: set[int], cost: int, named: bool = False) -> int:
-        """Add the price of a high copy of a value to the network. Return the vertex that stands for "every reader is low".
-
-        This is SINK if a reader is always high or nothing has to be paid. If `named`, it is a new vertex even for one reader or none.
-        """
-        if SINK in readers:
-            self.network.arc(maker, SINK, cost)
-            return SINK
-        if not named and (not readers or not cost):
-            return SINK
-        copy = next(iter(readers)) if len(readers) == 1 and not named else self.network.vertex()
-        for reader in readers if copy not in readers else ():
-            self.network.arc(copy, reader, INFINITE)
-        self.network.arc(maker, copy, cost)
-        return copy
+            self.network.once(maker, others, cost, outwards=False)
 
     # -- bounds ------------------------------------------------------------------------
     def _forward(self, mixer: _Mixer) -> int:

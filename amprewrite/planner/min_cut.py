@@ -63,6 +63,22 @@ class Network:
             self.heads.append(head)
             self.capacities.append(capacity)
 
+    def once(self, maker: int, readers: Iterable[int], cost: int, outwards: bool, named: bool = False) -> int:
+        """Add a cost that is paid once for all `readers` of a value, if one of them is on the other side of the cut than its `maker`.
+
+        If `outwards`, readers on the source's side pay for a maker on the sink's side; otherwise readers on the sink's side pay for a maker
+        on the source's side. Return the vertex that stands for all readers. This is the source or the sink if a reader is always on the
+        side that pays, or if nothing has to be paid. If `named`, it is a new vertex even for one reader or none.
+        """
+        always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
+        if not named and not (ends and cost):
+            return always
+        copy = always if always in ends else next(iter(ends)) if len(ends) == 1 and not named else self.vertex()
+        for reader in ends if copy not in ends else ():
+            self.arc(*((reader, copy) if outwards else (copy, reader)), INFINITE)
+        self.arc(*((copy, maker) if outwards else (maker, copy)), cost)
+        return copy
+
 
 def min_cut(network: Network, extra: Iterable[tuple[int, int, int]] = ()) -> tuple[npt.NDArray[np.bool_], int]:
     """Return a minimum cut as (boolean mask of the vertices on the source's side, cost of the cut).

@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import example_value, memory_of, tensors, transformed_nodes, written
 from amprewrite.graphs.fx.ops.attention_masks import PURE
 from amprewrite.graphs.fx.run.constants import Constants, take_constants
+from amprewrite.ir.op_graph import reached
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
 from amprewrite.torch_internals.operators import HigherOrderOperator
@@ -114,15 +115,10 @@ def _stays_inside(node: torch.fx.Node) -> bool:
     False if the graph returns the value, if a function of the user or a subgraph takes it, or if an op reads its bits as another dtype.
     The views were found at capture. They are still right after the rewrite, because no pass changes the dtype of an integer.
     """
-    memory, waiting, seen = memory_of(node), [node], {node}
-    while waiting:
-        for user in waiting.pop().users:
-            if _is_foreign(user) or (op_name(user.target) in READS_BITS and not _is_whole(user)):
-                return False
-            if user not in seen and not memory.isdisjoint(memory_of(user)):
-                seen.add(user)
-                waiting.append(user)
-    return True
+    memory = memory_of(node)
+    views = reached([node], lambda view: (user for user in view.users if not memory.isdisjoint(memory_of(user))))
+    users = (user for view in views for user in view.users)
+    return not any(_is_foreign(user) or (op_name(user.target) in READS_BITS and not _is_whole(user)) for user in users)
 
 
 def _is_foreign(user: torch.fx.Node) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from amprewrite.ir.decisions import Decisions
-from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
+from amprewrite.ir.op_graph import Demand, OpGraph, OpNode, reached
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.ops.op_lists import find_op
@@ -58,11 +58,6 @@ def _takes_colour(reader: OpNode, value: str) -> bool:
 
 def _clear_ops_before_infer(graph: OpGraph) -> set[str]:
     """Return the infer and internal ops, and the clear ops that lead through clear ops alone to an infer, internal or denied op."""
-    found = {node.name for node in graph if node.kind in SPREADS_DENY}
-    queue = deque(node.name for node in graph if node.kind in (*SPREADS_DENY, OpKind.DENY))
-    while queue:
-        for feeder in graph.feeders(queue.popleft()):
-            if feeder.kind is OpKind.CLEAR and feeder.name not in found:
-                found.add(feeder.name)
-                queue.append(feeder.name)
-    return found
+    ends = [node.name for node in graph if node.kind in (*SPREADS_DENY, OpKind.DENY)]
+    found = reached(ends, lambda name: (feeder.name for feeder in graph.feeders(name) if feeder.kind is OpKind.CLEAR))
+    return {name for name in found if graph[name].kind is not OpKind.DENY}

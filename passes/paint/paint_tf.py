@@ -13,10 +13,10 @@ The numbers are TensorFlow's: `paint-lists` does step 1 (allowed ops), `paint-af
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from amprewrite.ir.decisions import Decisions
-from amprewrite.ir.op_graph import OpNode
+from amprewrite.ir.op_graph import OpNode, reached
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
@@ -53,13 +53,11 @@ def _in_order(problem: Problem, nodes: Iterable[OpNode]) -> list[OpNode]:
 def paint_between_allow(problem: Problem, decisions: Decisions) -> None:
     graph = problem.graph
     allowed = [node.name for node in graph if node.kind is OpKind.ALLOW and _low(decisions, node.name)]
-    down: set[str] = set()
-    queue = deque(allowed)
-    while queue:
-        for reader in graph.readers(queue.popleft()):
-            if reader.name not in down and _free(decisions, reader, OpKind.CLEAR, OpKind.INFER, OpKind.INTERNAL):
-                down.add(reader.name)
-                queue.append(reader.name)
+
+    def free_readers(name: str) -> Iterator[str]:
+        return (each.name for each in graph.readers(name) if _free(decisions, each, OpKind.CLEAR, OpKind.INFER, OpKind.INTERNAL))
+
+    down = set(reached(allowed, free_readers))
     roots = deque((name, name) for name in allowed)
     while roots:
         name, root = roots.popleft()

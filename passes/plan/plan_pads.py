@@ -22,7 +22,7 @@ from amprewrite.ir.plans.plan import Cast
 from amprewrite.ir.policies.pad_policy import PadRule
 from amprewrite.ir.problem import Problem
 from amprewrite.planner.padding.pad_cost import PadCost, Product, stopwatch
-from amprewrite.planner.padding.regions import ROUNDS, PadPrices, Regions, Want, value_name
+from amprewrite.planner.padding.regions import ROUNDS, Regions, Want, value_name
 from amprewrite.tables.devices import device_row
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, OpKind
@@ -165,7 +165,6 @@ class _Chooser:
         self.watch = PadCost(row, low, training, watch, cached_weights=kept)
         self.gains: dict[str, float] = {}
         self.why: dict[str, str] = {}
-        self.prices = PadPrices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
 
     def choose(self, wants: list[Want]) -> None:
         """Choose by a minimum cut which of `wants`, the unaligned dims of low matrix products, to pad.
@@ -189,7 +188,7 @@ class _Chooser:
             elif possible:
                 self.gains[call] = self._gain(call, mode, possible)
                 weighed += possible
-        self.regions.cut(asked, weighed, self.gains, self.prices)
+        self.regions.cut(asked, weighed, self.gains, self.model)
 
     def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
         """Return the seconds that a step saves if all `wants` (unaligned dims) of a product are padded; 0 if the device gains nothing.
@@ -213,7 +212,7 @@ class _Chooser:
         after = [grown.get(place, size) for place, size in zip(places, sizes, strict=True)]
         k_after, n_after = (after + after)[:2]
         rows = max(self.problem.graph[call].flops // (2 * max(n * k, 1)), 1)
-        return Product(1, rows, n, k), Product(1, rows, n_after, k_after)
+        return Product(rows, n, k), Product(rows, n_after, k_after)
 
 
 # -- 4. plan ------------------------------------------------------------------------------------

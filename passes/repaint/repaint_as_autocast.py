@@ -5,13 +5,16 @@ rely on that: `(x - mean) / std` of large values, `1 - sigmoid(y.float())`, diff
 op about which nothing is known. An op runs low only if rounding its result and its operands does no harm.
 
 Rounding a value does no harm if products alone read it, directly or through views, because products round their operands anyway. It does
-no harm either if two conditions hold:
+no harm either if three conditions hold:
 
 1. The value has no offset of unknown size (`ir/held_wide.py`), because a product or a norm made it, or because it is learnt.
 2. No reader magnifies the rounding. Differences and batch norms magnify it, and so do ops that pass the value on to such a reader. If
    products have not yet rounded the value as far as the low format does, other readers magnify it as well: logarithms, softmax, ops whose
    result jumps (`floor`) or selects positions (`topk`), ops with kinks in training (`relu`), denied and unlisted ops, and results of the
    graph. Other norms, averages, products and casts to a low format do not magnify it.
+3. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
+   a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
+   If the value stays fp32, `plan-casts` plans a low copy for every two readers.
 
 A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stay in force. Tied nodes share a colour.
 
@@ -45,9 +48,13 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         found = Roundings(problem)
         for node in problem.graph:
-            if node.role == "op" and found.held[node.name] < Held.LOW and not is_product(node) and not found.is_free(node):
+            if node.role != "op" or found.held[node.name] is Held.LOW or is_product(node):
+                continue
+            if not found.is_free(node):
                 reader = found.magnifies.get(node.name, "")
                 decisions.keep_high(problem, node.name, Reason.MAGNIFIED if reader else Reason.UNROUNDED, because_of=reader)
+            elif node.name in problem.read_by_many:
+                decisions.keep_high(problem, node.name, Reason.READ_BY_MANY)
         paint_ties(problem, decisions)
 
 

@@ -171,7 +171,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         pytest.param("{}", "has no 'regions'; write one with plan.to_json()", id="another object"),
         pytest.param(
             damaged(lambda d: d.update(version=99)),
-            "version 99, this amprewrite reads 1 to 4; make the plan anew",
+            "version 99, this amprewrite reads 1 to 5; make the plan anew",
             id="a later version",
         ),
         pytest.param(damaged(lambda d: d.pop("version")), "version None", id="no version"),

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from amprewrite.graphs.mask_rules import MaskRules
 from amprewrite.graphs.onnx.ops import bodies, constant_tensor, is_float, op_of
 from amprewrite.ir.evidence.range_rules import POLES, Read, hands_on_small
+from amprewrite.ir.op_graph import reached
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.onnx_names import DOMAIN
 from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
@@ -33,16 +34,13 @@ def has_pole(op: str, index: int) -> bool:
 
 def before_a_pole(value: ir.Value) -> bool:
     """True if a value is a divisor or the base of a power that may have a negative exponent, perhaps after ops that keep values small."""
-    seen, waiting = set[ir.Node](), [value]
-    while waiting:
-        for use in waiting.pop().uses():
-            op = op_of(use.node)
-            if has_pole(op, use.idx) or (op == "pow" and use.idx == 0 and not _is_positive(use.node.inputs[1])):
-                return True
-            if hands_on_small(op) and use.node not in seen:
-                seen.add(use.node)
-                waiting.append(use.node.outputs[0])
-    return False
+    small = reached([value], lambda each: (use.node.outputs[0] for use in each.uses() if hands_on_small(op_of(use.node))))
+    return any(_is_pole(use.node, use.idx) for each in small for use in each.uses())
+
+
+def _is_pole(node: ir.Node, index: int) -> bool:
+    """True if a node has a pole where its operand at position `index` is zero. A power has one unless its exponents are positive."""
+    return has_pole(op_of(node), index) or (op_of(node) == "pow" and index == 0 and not _is_positive(node.inputs[1]))
 
 
 def _is_positive(value: ir.Value | None) -> bool:

@@ -9,7 +9,6 @@ a step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,8 +81,8 @@ class PadCost:
     def product(self, product: Product) -> float:
         """Return the predicted seconds of one matrix product."""
         share = min(efficiency(product.n, self.itemsize), efficiency(product.k, self.itemsize))
-        arithmetic = 2 * product.batch * product.m * product.n * product.k / (self.device.rate(self.low.name) * share)
-        moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n)
+        arithmetic = 2 * product.m * product.n * product.k / (self.device.rate(self.low.name) * share)
+        moved = product.m * product.k + product.k * product.n + product.m * product.n
         return max(arithmetic, moved * self.itemsize / self.device.bandwidth)
 
     def gain(self, product: Product, padded: Product) -> float:
@@ -102,9 +101,8 @@ class PadCost:
 
 @dataclass(frozen=True)
 class Product:
-    """The sizes of a batch of matrix products [m, k] @ [k, n]. A convolution counts as the matrix product to which it is lowered."""
+    """The sizes of a matrix product [m, k] @ [k, n]. A convolution counts as the matrix product to which it is lowered."""
 
-    batch: int
     m: int
     n: int
     k: int
@@ -125,13 +123,13 @@ def stopwatch(device: str, dtype: Any) -> Callable[[Product, Product], tuple[flo
     name = torch.cuda.get_device_name(device)
 
     def seconds(product: Product) -> float:
-        left = torch.zeros(product.batch, product.m, product.k, dtype=dtype, device=device)
-        right = torch.zeros(product.batch, product.k, product.n, dtype=dtype, device=device)
+        left = torch.zeros(product.m, product.k, dtype=dtype, device=device)
+        right = torch.zeros(product.k, product.n, dtype=dtype, device=device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.bmm(left, right)
+        torch.mm(left, right)
         start.record()
         for _ in range(10):
-            torch.bmm(left, right)
+            torch.mm(left, right)
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e4
@@ -139,7 +137,7 @@ def stopwatch(device: str, dtype: Any) -> Callable[[Product, Product], tuple[flo
     def measure(product: Product, padded: Product) -> tuple[float, float] | None:
         key = (name, dtype, product, padded)
         if key not in _TIMES:
-            size = max(math.prod((p.batch, p.m * p.k + p.k * p.n + p.m * p.n)) for p in (product, padded))
+            size = max(p.m * p.k + p.k * p.n + p.m * p.n for p in (product, padded))
             if size * dtype.itemsize > torch.cuda.mem_get_info(device)[0] / 4:
                 return None
             with torch.no_grad():

@@ -20,6 +20,7 @@ from amprewrite.ir.op_calls import Call
 from amprewrite.ir.plans.pad_plan import Factors, Layout, PadCopy, extents
 from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
 from amprewrite.planner.padding.axes import Axes
+from amprewrite.planner.padding.pad_cost import PadCost
 from amprewrite.planner.padding.rule import BROADCAST, MIXED, Content, Hazard, Rule, Slot, moved
 from amprewrite.planner.padding.rules.table import rule_of
 
@@ -53,17 +54,6 @@ class Want:
         for leaf in self.leaves:
             grown = grown // regions.size_of(leaf) * regions.extent[leaf]
         return grown
-
-
-@dataclass
-class PadPrices:
-    """Prices in seconds, as functions of a number of elements: of a pad or slice of an activation, and of padding inside an op."""
-
-    pad: Callable[[int], float]
-    slice: Callable[[int], float]
-    inside: Callable[[float], float]
-    weight: Callable[[int], float]
-    """Price of padding a parameter that is read in fp32, so that no cast can pad it for nothing."""
 
 
 @dataclass
@@ -262,7 +252,7 @@ class Regions:
         return size
 
     # -- 3. cut ---------------------------------------------------------------------------
-    def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadPrices) -> None:
+    def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadCost) -> None:
         """Set `padded`: pad all of `asked`, and calls of `weighed` only if their `gains` (seconds by name) exceed their pads' cost."""
         network = Network()
         vertices: dict[Variable, int] = {}
@@ -291,8 +281,8 @@ class Regions:
                     network.arc(end, vertex(maker), INFINITE)
                     network.arc(vertex(maker), end, INFINITE)
                 continue
-            _once(network, [end for end in ends if end != SINK], vertex(maker), pad, into=True)
-            _once(network, ends, vertex(maker), cut, into=False)
+            network.once(vertex(maker), set(ends) - {SINK}, _picoseconds(pad), outwards=True)
+            network.once(vertex(maker), ends, _picoseconds(cut), outwards=False)
         for value, variable in self._behind_barriers():
             network.arc(vertex(variable), SINK, _picoseconds(prices.pad(self.numel(value))))
         for call in dict.fromkeys(want.call for want in weighed):
@@ -477,17 +467,3 @@ def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
     network.arc(SOURCE, wish, gain)
     for end in ends:
         network.arc(wish, end, INFINITE)
-
-
-def _once(network: Network, readers: list[int], maker: int, cost: float, into: bool) -> None:
-    """Add the cost of one pad (`into`) or slice. It is paid once for all readers, if some reader needs the change of size."""
-    ends = list(dict.fromkeys(v for v in readers if v != maker))
-    if not ends:
-        return
-    if len(ends) == 1:
-        copy = ends[0]
-    else:
-        copy = network.vertex()
-        for reader in ends:
-            network.arc(*((reader, copy) if into else (copy, reader)), INFINITE)
-    network.arc(*((copy, maker) if into else (maker, copy)), _picoseconds(cost))

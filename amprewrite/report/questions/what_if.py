@@ -11,12 +11,12 @@ and takes milliseconds, so changes are simply tried:
 from __future__ import annotations
 
 import glob
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from amprewrite.ir.cost import TICK, Prices
-from amprewrite.ir.op_graph import OpGraph
+from amprewrite.ir.op_graph import OpGraph, reached
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.ir.policies.policy import Override
 from amprewrite.ir.problem import Problem
@@ -150,22 +150,13 @@ class WhatIf:
 
 
 def _upstream(graph: OpGraph, name: str) -> Iterator[str]:
-    return _walk(name, lambda n: graph.digraph.predecessors(n))
+    return islice(reached([name], graph.digraph.predecessors), 1, None)
 
 
 def _by_distance(graph: OpGraph, name: str) -> Iterator[str]:
     """Yield all other connected nodes, along edges in both directions, nearest first."""
-    return _walk(name, lambda n: [*graph.digraph.predecessors(n), *graph.digraph.successors(n)])
-
-
-def _walk(name: str, near) -> Iterator[str]:  # type: ignore[no-untyped-def]
-    seen, queue = {name}, deque([name])
-    while queue:
-        for other in near(queue.popleft()):
-            if other not in seen:
-                seen.add(other)
-                queue.append(other)
-                yield other
+    near = graph.digraph
+    return islice(reached([name], lambda n: chain(near.predecessors(n), near.successors(n))), 1, None)
 
 
 def _count(number: int, word: str, words: str = "") -> str:

@@ -11,7 +11,7 @@ ops that make attention scores: `add`, `softmax`, `scaled_dot_product_attention`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.fx
 from amprewrite.graphs.fx.node_facts import Fact, arguments, example_value, is_checkpoint, tensors, written
 from amprewrite.graphs.mask_rules import FILLS, MaskRules
 from amprewrite.ir.evidence.range_rules import ABOVE, ADDS_UP, BELOW, MAKES_SCORES, PASSES_MASK, Read, bound_fits, handed_on, means_mask
+from amprewrite.ir.op_graph import reached
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Op, Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -156,7 +157,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         A mask must be clamped: fp32's lowest number would become -inf in a low format. A softmax over a row that blocks all positions, as
         left padding makes it, would then be NaN, and so would every value computed from it.
         """
-        for reader in _followers(node, PASSES_MASK):
+        for reader in reached([node], _hand_on_masks):
             if any(_takes_as_mask(user, reader) or (op_name(user.target) == "add" and self.reaches_softmax(user)) for user in reader.users):
                 return True
         return False
@@ -218,13 +219,6 @@ def _takes_as_mask(node: torch.fx.Node, value: torch.fx.Node) -> bool:
     return op_name(node.target) == "scaled_dot_product_attention" and mask is value
 
 
-def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
-    """Yield `node`, and the values computed from it through `ops` alone."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        found = waiting.pop()
-        yield found
-        for user in found.users:
-            if user not in seen and user.op in ("call_function", "call_method") and op_name(user.target) in ops:
-                seen.add(user)
-                waiting.append(user)
+def _hand_on_masks(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Yield the readers of `node` that only pass a mask on."""
+    return (user for user in node.users if user.op in ("call_function", "call_method") and op_name(user.target) in PASSES_MASK)

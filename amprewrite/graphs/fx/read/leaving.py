@@ -49,6 +49,7 @@ from amprewrite.graphs.fx.node_facts import (
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
 from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor, sized
 from amprewrite.graphs.fx.run.repeated_calls import Answers
+from amprewrite.ir.op_graph import reached
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.dispatch import is_wrapped_by_transform
@@ -303,13 +304,7 @@ class Memory:
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}
         between = {node for node in self.seen_otherwise[storage] if self.position[node] > made}
-        found: set[Node] = set()
-        waiting = [node for node in holders if node in self.sinks]
-        if storage in self.written:
-            waiting += [node for node in holders if self.position[node] <= self.last_write[storage]]
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node.op not in ("placeholder", "get_attr"):
-                found.add(node)
-                waiting += [feeder for feeder in node.all_input_nodes if feeder in holders or feeder in between]
-        return found & holders
+        inside = {node for node in holders | between if node.op not in ("placeholder", "get_attr")}
+        last = self.last_write[storage] if storage in self.written else -1
+        ends = [node for node in holders & inside if node in self.sinks or self.position[node] <= last]
+        return holders.intersection(reached(ends, lambda node: inside.intersection(node.all_input_nodes)))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -34,7 +34,7 @@ from amprewrite.graphs.onnx.read.kinds import Kinds
 from amprewrite.graphs.onnx.run.samples import Samples, elements
 from amprewrite.ir.evidence.constants import ConstantRead, Loss
 from amprewrite.ir.evidence.ranges import ValueRange
-from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
+from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode, reached
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.ops.onnx_names import CONVOLUTIONS, FLOW, QUANTISED
@@ -305,17 +305,14 @@ class _Reader:
         Nodes through which the mask reaches them stay fp32, too. `text` is the reason. Nothing changes if none of them reads a constant
         mask.
         """
-        waiting, seen = list(names), set[str]()
-        while waiting:
-            vertex = self.reading.graph[waiting.pop()]
-            if vertex.name not in seen and vertex.may_saturate:
-                seen.add(vertex.name)
-                waiting += [operand.value for operand in vertex.operands]
-        if not seen & self.masked:
-            return
-        for name in seen:
-            vertex = self.reading.graph[name]
-            self.reading.graph.nodes[name] = replace(vertex, pinned=vertex.pinned or (Colour.HIGH, Reason.CONSTANT, text))
+        graph = self.reading.graph
+
+        def saturated(values: Iterable[str]) -> Iterator[str]:
+            return (name for name in values if graph[name].may_saturate)
+
+        through = set(reached(saturated(names), lambda name: saturated(operand.value for operand in graph[name].operands)))
+        for name in through if through & self.masked else ():
+            graph.nodes[name] = replace(graph[name], pinned=graph[name].pinned or (Colour.HIGH, Reason.CONSTANT, text))
 
     def saturates(self, operands: Iterable[Operand]) -> bool:
         """True if an operand may hold clamped numbers of a mask."""
