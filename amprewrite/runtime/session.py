@@ -237,11 +237,11 @@ class Session(GraphRewriter):
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
         """Store the rewritten graphs `ran` as the latest call.
 
-        After a call of the whole model, first check that its overrides and `products=` match nodes of the graphs.
+        After the first call of the whole model on these graphs, first check that its overrides and `products=` match nodes of the graphs.
         """
         if not ran:
             return
-        if entry.path == "":
+        if entry.path == "" and tuple(dict.fromkeys(ran)) not in self.calls:
             self._check_node_overrides()
             self._check_products()
             self._check_wide()

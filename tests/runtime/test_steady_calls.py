@@ -167,6 +167,17 @@ def functions_of_a_call() -> int:
     return functions_run(lambda: amp(data()))
 
 
+def functions_of_two_modes(depth: int) -> int:
+    amp = amprewrite.rewrite(Blocks(depth), dtype="bf16")
+
+    def run() -> None:
+        amp(data())
+        with torch.no_grad():
+            amp(data())
+
+    return functions_run(run)
+
+
 @pytest.fixture
 def alone() -> Iterator[ProcessPoolExecutor]:
     """A process whose calls begin with no other model alive, since other models would look at the steps of an optimizer."""
@@ -184,6 +195,11 @@ def test_a_step_runs_as_many_functions_for_many_weights_as_for_few(
 
 def test_a_call_runs_few_functions(alone: ProcessPoolExecutor) -> None:
     assert 10 < alone.submit(functions_of_a_call).result() <= MOST_IN_A_CALL
+
+
+def test_calls_in_turn_with_and_without_gradients_run_as_few_functions_in_a_deep_model(alone: ProcessPoolExecutor) -> None:
+    few, many = (alone.submit(functions_of_two_modes, depth).result() for depth in (2, 12))
+    assert 20 < few == many <= 71
 
 
 def test_two_threads_share_the_state_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

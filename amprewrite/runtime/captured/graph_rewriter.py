@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -293,4 +294,4 @@ class GraphRewriter(CallRecord):
         return found.where
 
     def _device(self) -> str:
-        return next((t.device.type for t in (*parameters_in(self.root), *buffers_in(self.root))), "cpu")
+        return next((t.device.type for t in chain(parameters_in(self.root), buffers_in(self.root))), "cpu")
