@@ -130,7 +130,7 @@ class Session(GraphRewriter):
         state = self.state
         self.cache.look(self.weight_names)
         self._look_for_new_modules()
-        state.path, state.forwards, state.given_up = entry.path, state.forwards + (not recomputes), given_up
+        state.entry, state.forwards, state.given_up = entry.key, state.forwards + (not recomputes), given_up
         state.around, state.recomputed = regions_around(), asking_number() if recomputes else None
         self.training.begin_forward()
 
@@ -156,7 +156,7 @@ class Session(GraphRewriter):
             (state.ran, state.failures), state.depth, state.captured = outer, state.depth - 1, state.captured - captured
             if state.depth == 0:
                 self.training.end_forward()
-                state.path = None
+                state.entry = None
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
         """Update the state after an outermost call that returned `result` and ran the rewritten graphs `ran`."""

@@ -339,29 +339,6 @@ def test_lstm_and_attention_train():
         assert amp(x).dtype == torch.float32
 
 
-def test_packed_sequences_are_said():
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
-
-        def forward(self, x, lengths):
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            _, (last, _) = self.rnn(packed)
-            return self.head(last[-1])
-
-    torch.manual_seed(0)
-    model, x, lengths = Packed(), data(3, 5, 8), torch.tensor([3, 5, 2])
-    amp = low(model)
-    with pytest.warns(AmpRewriteWarning, match="Packed.rnn runs in fp32: .*pad the sequences"):
-        got = amp(x, lengths)
-    assert ran_low(got, model(x, lengths))
-    amp(x, lengths)
-    assert sum(part.where == "rnn" for part in amp.plan.skipped) == 1
-    with pytest.raises(CaptureError):
-        low(model, strict=True)(x, lengths)
-
-
 def test_what_capture_fails_on_runs_as_it_is_written_around_its_modules():
     @torch.library.custom_op("amprewrite_tests::no_fake", mutates_args=())
     def no_fake(x: torch.Tensor) -> torch.Tensor:

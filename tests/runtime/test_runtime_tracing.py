@@ -155,26 +155,14 @@ def test_one_warning_for_layers_that_share_a_cause():
         def forward(self, x):
             return self.linear(x.permute(*range(x.dim())[::-1]).permute(1, 0))  # Dynamo cannot trace this slice
 
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.GRU(4, 4, batch_first=True) for _ in range(3)])
-
-        def forward(self, x):
-            for layer in self.layers:
-                x, _ = layer(x)
-            return x.data
-
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
-    for model, x, says in ((nn.Sequential(Back(), Back(), Back()), torch.randn(3, 4), "permute"), (Packed(), packed, "packed")):
-        amp = amprewrite.rewrite(model, dtype="bf16")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            amp(x)
-            amp(x)
-        assert len([each for each in caught if says in str(each.message)]) == 1
-        assert not [each for each in caught if each.category is not AmpRewriteWarning]
-        assert amp.plan.skipped
+    amp, x = amprewrite.rewrite(nn.Sequential(Back(), Back(), Back()), dtype="bf16"), torch.randn(3, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        amp(x)
+        amp(x)
+    assert len([each for each in caught if "permute" in str(each.message)]) == 1
+    assert not [each for each in caught if each.category is not AmpRewriteWarning]
+    assert amp.plan.skipped
 
 
 def test_functional_call_runs_low_with_the_tensors_it_is_given():

@@ -36,8 +36,8 @@ class State(threading.local):
         """Number of running calls of modules that run as captured graphs, not as written."""
         self.ran: list[Region] = []
         """Regions that the innermost running call has run so far."""
-        self.path: str | None = None
-        """Path of the module whose call is the outermost that runs now; None if no module of the model is called."""
+        self.entry: str | None = None
+        """Key in `entries` of the module whose call is the outermost that runs now; None if no module of the model is called."""
         self.forwards = 0
         """Number of outermost calls that have begun, without recomputations."""
         self.given_up = 0

@@ -220,10 +220,11 @@ class Entry:
 
     def __init__(
         self, session: CallRecord, rewrite_region: RewriteRegion, path: str, function: Callable[..., Any], captured: bool = True,
-        home: type[nn.Module] | None = None,
+        home: type[nn.Module] | None = None, key: str = "",
     ) -> None:  # fmt: skip
         """`home`: the class of which `function` is the forward; None if `function` is not the forward of a class."""
         self.session, self.rewrite_region, self.path, self.function, self._home = session, rewrite_region, path, function, home
+        self.key = key
         self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"
         """The name of this entry in messages: "Bert" or "Bert.encoder"."""
         self.compiles = not (session.runs_recurrent_eagerly and isinstance(session.root.get_submodule(path), nn.RNNBase))

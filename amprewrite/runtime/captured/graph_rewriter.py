@@ -91,12 +91,16 @@ class GraphRewriter(CallRecord):
             self.root, self.loss_scale, self._first, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once
         )
 
-    def add_entry(self, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None) -> None:
+    def add_entry(
+        self, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None, key: str | None = None
+    ) -> None:
         """Register the module at `path` as an entry: a module that is called from outside of graphs, and so has captured graphs of its own.
 
-        `function` is the code that a call of the module runs; for `captured` and `home` see Entry.
+        `function` is the code that a call of the module runs; for `captured` and `home` see Entry. `key` is the entry's key in `entries`,
+        if it is not the path.
         """
-        self.entries[path] = Entry(self, self.rewrite_region, path, function, captured, home)
+        key = path if key is None else key
+        self.entries[key] = Entry(self, self.rewrite_region, path, function, captured, home, key)
 
     @property
     def graphs(self) -> list[Graphs]:
@@ -265,9 +269,9 @@ class GraphRewriter(CallRecord):
     def _in_parts(self) -> bool:
         """True if code of the model may run between the graphs of this forward."""
         state = self.state
-        if state.path is None:
+        if state.entry is None:
             return True
-        graphs, capturing = self.entries[state.path].graphs, dynamo.frame_id() is not None
+        graphs, capturing = self.entries[state.entry].graphs, dynamo.frame_id() is not None
         graphs.in_parts |= bool(state.failures) or dynamo.frames_given_up() - state.given_up > capturing
         return state.depth > 1 or graphs.in_parts
 

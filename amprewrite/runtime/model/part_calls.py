@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from amprewrite.runtime.ambient.hook_watch import call_with_own_hooks
 from amprewrite.runtime.compiler.dynamo import clone_code, kept_out, never_read
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
+from amprewrite.runtime.model.packed_sequences import call_packed, is_packed
 from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.session import Session, enter
 
@@ -38,6 +38,9 @@ class PartForward:
         return (getattr, (self.part, "forward")) if own is None else (functools.partial, (own,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.part, nn.RNNBase) and is_packed(args, kwargs):
+            forward = self.part.__dict__.get(FORWARD) or type(self.part).forward.__get__(self.part)
+            return call_packed(self.session, self.path, self.part, forward, args, kwargs)
         return enter(self.session, self.path, args, kwargs)
 
 
@@ -74,6 +77,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     never_read(inside)
     recurrent = isinstance(module, nn.RNNBase)
+
     @torch.compiler.disable(recursive=False, reason=DISABLE_REASON)  # type: ignore[misc]
     def call_unread(why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ran = len(session.state.ran)
@@ -91,15 +95,19 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
             session.add_entry(path, call_part)
         return enter(session, path, args, kwargs)
 
+    def call_recurrent(*args: Any, **kwargs: Any) -> Any:
+        packed = is_packed(args, kwargs)
+        return call_packed(session, path, module, module._call_impl, args, kwargs) if packed else call_alone(*args, **kwargs)
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        if recurrent and is_packed(args, kwargs):
+            return call_packed(session, path, module, module._call_impl, args, kwargs)
         if inside():
-            if recurrent and isinstance(args[0] if args else kwargs.get("input"), PackedSequence):
-                return call_unread("capture cannot read a packed sequence, whose sizes are data; pad the sequences instead", args, kwargs)
             if module._backward_hooks or module._backward_pre_hooks:
                 return call_unread("capture cannot read the backward hooks on it; hook tensors or its parent instead", args, kwargs)
             return call_with_own_hooks(module, args, kwargs)
         return call_alone(*args, **kwargs)
 
     if recurrent and session.runs_recurrent_eagerly:
-        return torch.compiler.disable(call_alone, reason=DISABLE_REASON)  # type: ignore[no-any-return]
+        return torch.compiler.disable(call_recurrent, reason=DISABLE_REASON)  # type: ignore[no-any-return]
     return clone_code(call)

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
 from amprewrite.runtime.model.in_place import BEFORE, SESSION, Before
+from amprewrite.runtime.model.packed_sequences import call_packed, is_packed
 from amprewrite.runtime.model.part_calls import FORWARD, PartForward, PartReplicas, call_as_part
 from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.model.subclass import original_of, subclass_of
@@ -101,6 +102,8 @@ class RewrittenBase(nn.Module):
     def members_for(cls: type[nn.Module]) -> dict[str, Any]:
         """Return the members that the rewritten subclass adds to `cls`: `forward` and, if `cls` has it, `generate`. Signatures stay."""
 
+        recurrent = issubclass(cls, nn.RNNBase)
+
         @functools.wraps(cls.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             session = self.__dict__.get(SESSION)
@@ -108,6 +111,8 @@ class RewrittenBase(nn.Module):
                 return cls.forward(self, *args, **kwargs)
             if session.root is not self:
                 raise CaptureError(_FOREIGN_SESSION)
+            if recurrent and is_packed(args, kwargs):
+                return call_packed(session, "", self, functools.partial(cls.forward, self), args, kwargs)
             return enter(session, "", args, kwargs)
 
         own: dict[str, Any] = {"forward": forward}
