@@ -10,13 +10,12 @@ from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.apply.fold_masks import FoldMasks
 from amprewrite.passes.apply.insert_casts import InsertCasts
-from amprewrite.passes.apply.insert_norm_weights import InsertNormWeights
 from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.apply.insert_products import InsertProducts
 from amprewrite.passes.apply.keep_views import KeepViews
-from amprewrite.passes.apply.pad_apart import PadApart
 from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.apply.spread_copies import SpreadCopies
+from amprewrite.passes.apply.suit_kernels import SuitKernels
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
 from amprewrite.passes.lower.keep_constants import KeepConstants
 from amprewrite.passes.lower.keep_quantised import KeepQuantised
@@ -42,9 +41,7 @@ from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_tf import PaintTF
 from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.plan.plan_casts import PlanCasts
-from amprewrite.passes.plan.plan_clamps import PlanClamps
-from amprewrite.passes.plan.plan_constants import PlanConstants
-from amprewrite.passes.plan.plan_kernel_needs import PlanKernelNeeds
+from amprewrite.passes.plan.plan_edits import PlanEdits
 from amprewrite.passes.plan.plan_masks import PlanMasks
 from amprewrite.passes.plan.plan_pads import PlanPads
 from amprewrite.passes.plan.plan_products import PlanProducts
@@ -81,11 +78,9 @@ EVIDENCE: tuple[Deciding, ...] = (
 )
 PLAN: tuple[Deciding, ...] = (
     PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, several casts of a value with many readers
-    PlanConstants(),  # store constants of an ONNX file in the format in which they are read, so that they need no casts
     PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
-    PlanClamps(),  # clamp constants of low ops to the range of the low format, because they would become infinities
-    PlanKernelNeeds(),  # where low CPU kernels are inexact: let norms compute statistics in fp32, and pad convolutions by a separate op
+    PlanEdits(),  # clamp constants of low ops that would become infinities, and change ops whose low CPU kernels are inexact
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
@@ -108,8 +103,7 @@ APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
     SpreadCopies(),  # give a value with many readers several low copies, so that fp32 adds up their gradients
-    PadApart(),  # move the padding of some convolutions into a separate op, because their low backward leaves gradients unset
-    InsertNormWeights(),  # add fp32 weights of one to the norms that the plan lists, so that their statistics are fp32 on a CPU, too
+    SuitKernels(),  # give norms fp32 weights of one, and convolutions a separate pad, where their low kernels would be inexact
     ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale leaving gradients
     FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share its copies

@@ -6,9 +6,13 @@
 3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But if other readers have an fp32 copy of the operand, the op reads
    this copy in training, so that autograd casts the operand's gradient only once, and in all graphs that share prices (`Policy.parity`).
 4. In training a value with many readers (`Problem.read_by_many`) gets several low copies, so that fp32 adds up their gradients.
+5. A constant of an ONNX file follows the op that reads it. One low copy, stored in the file, serves all ops that read the constant low.
+   Finite values beyond the low format's range become ±max. A graph that PyTorch captured has no such constants: its weights are inputs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import resolved
@@ -27,7 +31,7 @@ class PlanCasts(Pass[Problem, Decisions]):
         bare = [node.name for node in problem.graph if node.name not in decisions.paints]
         if bare:
             raise PassError(f"plan-casts wants every node painted; {bare[0]} and {len(bare) - 1} more are not")
-        decisions.casts = plan_casts(problem, decisions)
+        decisions.casts = (*plan_casts(problem, decisions), *_stored_low(problem, decisions))
         for value in dict.fromkeys(cast.value for cast in decisions.casts if _is_spread(problem, cast)):
             decisions.edit(problem, value, Edit.SPREAD_COPIES)
 
@@ -53,6 +57,17 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
         )
         for (value, to, write_version), readers in users.items()
     )
+
+
+def _stored_low(problem: Problem, decisions: Decisions) -> Iterator[Cast]:
+    """Yield a cast for each constant of an ONNX file that low ops read."""
+    readers: dict[str, dict[str, None]] = {}
+    for read in problem.constants:
+        if decisions.paints[read.follows].colour is Colour.LOW:
+            readers.setdefault(read.constant, {})[read.reader] = None
+    saturating = {read.constant for read in problem.constants if read.loss is not None and read.loss.saturated}
+    for constant, users in readers.items():
+        yield Cast(constant, problem.policy.low.name, tuple(users), saturate=constant in saturating, weight=True)
 
 
 def _is_spread(problem: Problem, cast: Cast) -> bool:

@@ -59,7 +59,7 @@ from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.held_wide import held_wide
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import LOW_NAMES, Format
-from amprewrite.tables.ops.op_lists import OpLists, Trait, op_name, ops_with
+from amprewrite.tables.ops.op_lists import OpLists, op_name
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
@@ -113,13 +113,12 @@ def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpL
 
 
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
-    """Return the kind of an op in one call; None if the op is on no list. The lists give the kind by the op's name, with five exceptions:
+    """Return the kind of an op in one call; None if the op is on no list. The lists give the kind by the op's name, with four exceptions:
 
     1. A square or cube (`pow`) may run low in a format with fp32's range, because its relative error stays small.
-    2. Such a power that only tanh reads, as in GELU, may also run low in a format of narrow range, because an overflow does no harm.
-    3. A product of a value with itself counts as a square.
-    4. `inner` of a vector is a dot product, not a matrix product.
-    5. An einsum that sums over no dim of two operands is an elementwise product, not a matrix product.
+    2. In a format of narrow range a product of a value with itself counts as a square.
+    3. `inner` of a vector is a dot product, not a matrix product.
+    4. An einsum that sums over no dim of two operands is an elementwise product, not a matrix product.
     """
     if fact.row is None:
         return None
@@ -133,11 +132,10 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
             return lists.kind("dot")
         if kind is OpKind.ALLOW and fact.op == "einsum" and not flops(fact.op, fact.node):
             return lists.kind("mul")
-        small = not low.narrow or _only_tanh_reads(fact.node)
-        if kind is OpKind.DENY and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
-            return OpKind.INFER if small else kind
-        if kind is OpKind.INFER and fact.op == "mul" and len(fact.node.args) == 2 and fact.node.args[0] is fact.node.args[1]:
-            return kind if small else lists.kind("square")
+        if kind is OpKind.DENY and not low.narrow and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
+            return OpKind.INFER
+        if kind is OpKind.INFER and low.narrow and fact.op == "mul" and len(fact.node.args) == 2 and fact.node.args[0] is fact.node.args[1]:
+            return lists.kind("square")
     return kind
 
 
@@ -145,15 +143,6 @@ def _reads_a_vector(node: torch.fx.Node) -> bool:
     """True if an operand is a tensor of at most one dim."""
     values = [example_value(operand) for _, operand in arguments(node)]
     return any(isinstance(value, torch.Tensor) and value.dim() < 2 for value in values)
-
-
-def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
-    """True if tanh alone reads `node`, directly or through at most `steps` sums and products in a row."""
-    names = {op_name(user.target) for user in node.users}
-    if names == {"tanh"}:
-        return True
-    polynomial = bool(names) and names <= ops_with(Trait.IN_POLYNOMIALS)
-    return steps > 0 and polynomial and all(_only_tanh_reads(user, steps - 1) for user in node.users)
 
 
 def turns_grad_on(graph: torch.fx.Graph) -> bool:

@@ -1,0 +1,53 @@
+"""Change the arguments of the norms and convolutions that the plan names, because their low kernels would be inexact. `plan-edits` decides.
+
+1. A norm without weights gets fp32 weights of one, a weight for each channel, so that its statistics are fp32.
+2. A separate op in front of a convolution pads the convolution's input.
+
+    before   batch_norm(x, None, None)
+             conv2d(x, weight, bias, 2, 1)
+    after    batch_norm(x, None, None, x.new_ones(x.size(1), dtype=torch.float32))
+             conv2d(pad(x, (1, 1, 1, 1)), weight, bias, 2, 0)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+
+from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.graphs.fx.flow.kernel_pins import per_dim
+from amprewrite.graphs.fx.node_facts import example_value, named_arguments, set_argument
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.tables.vocabulary import Edit
+
+
+class SuitKernels(Pass[RegionPlan, EditedGraph]):
+    name = "suit-kernels"
+
+    def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
+        for name in plan.edited(Edit.FP32_STATISTICS):
+            _give_ones(edited.nodes[name])
+        for name in plan.edited(Edit.PAD_APART):
+            _pad_apart(edited.nodes[name])
+
+
+def _give_ones(node: torch.fx.Node) -> None:
+    """Let a norm without weights multiply by fp32 ones, one for each channel."""
+    graph = node.graph
+    values = node.args[0] if node.args else node.kwargs["input"]
+    with graph.inserting_before(node):
+        channels = graph.call_method("size", (values, 1))
+        ones = graph.call_method("new_ones", (values, (channels,)), {"dtype": torch.float32})
+    set_argument(node, 3, "weight", ones)
+
+
+def _pad_apart(node: torch.fx.Node) -> None:
+    """Move the padding of one convolution into an op before it."""
+    given = named_arguments(node)
+    padding = per_dim(given["padding"], example_value(given["weight"]).dim() - 2)
+    with node.graph.inserting_before(node):
+        padded = node.graph.call_function(F.pad, (given["input"], [side for each in reversed(padding) for side in (each, each)]))
+    set_argument(node, 0, "input", padded)
+    set_argument(node, 4, "padding", 0)

@@ -1,0 +1,25 @@
+"""Plan edits of low ops that would otherwise compute with infinities, or whose CPU kernels are less exact than on other devices.
+
+1. Finite constants beyond the range of the low format become ±max, because they would become infinities. A mask fill of -1e9 becomes -65504
+   in fp16, which still blocks a position; -inf times zero would be NaN. Infinities that the model wrote are not changed.
+2. Batch and instance norms without weights get weights of one in fp32. The CPU kernel computes mean and variance in the dtype of its other
+   tensor arguments, and without other tensor arguments in the dtype of its input (ATen/native/Normalization.cpp, `is_mixed_type`). CUDA
+   always computes them in fp32.
+3. A convolution is padded by a separate op if its own backward would leave gradients uninitialised (see `graphs/fx/flow/kernel_pins.py`).
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.decisions import Decisions
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Edit
+
+
+class PlanEdits(Pass[Problem, Decisions]):
+    name = "plan-edits"
+
+    def __call__(self, problem: Problem, decisions: Decisions) -> None:
+        decisions.edit_low(problem, problem.far_constants, Edit.CLAMP_CONSTANTS)
+        decisions.edit_low(problem, problem.bare_norms, Edit.FP32_STATISTICS)
+        decisions.edit_low(problem, problem.bare_taps, Edit.PAD_APART)
