@@ -28,7 +28,7 @@ from torch import nn
 from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import Loss, Outcome, StrictRun
 from amprewrite.accuracy.verify import percentage, table_of
-from amprewrite.ir.policies.policy import Override
+from amprewrite.ir.policies.policy import parse_overrides
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.listing import op_table
 from amprewrite.runtime.model.rewritten import RewrittenBase, face_of, plain_of, session_of, wrap
@@ -342,18 +342,10 @@ def _with_neighbours(plan: CastPlan, kept: list[str], low: set[str]) -> list[str
 def _real_error(amp: nn.Module, run: StrictRun, overrides: Mapping[str, str]) -> float:
     """Rewrite the model with these overrides, run it rounded, and return its output error."""
     assert isinstance(amp, RewrittenBase)
-    options = session_of(amp).options
-    scopes = tuple(_override(key, word) for key, word in overrides.items())
-    trial = wrap(plain_of(amp), replace(options, overrides=scopes, given=None), face_of(amp))
+    options = replace(session_of(amp).options, overrides=parse_overrides(overrides, FORMATS[run.low]), given=None)
+    trial = wrap(plain_of(amp), options, face_of(amp))
     trial.train(amp.training)
     return StrictRun(trial, run.args, run.kwargs).rounded().error
-
-
-def _override(key: str, word: str) -> Override:
-    scope, colon, pattern = key.partition(":")
-    if not colon:
-        return Override(key, "op", key, word)
-    return Override(key, scope, pattern, "high" if word == "fp32" else word)  # type: ignore[arg-type]
 
 
 __all__ = ["debug"]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from amprewrite.accuracy.strict.interpreter import Row, relative_error, round_to
+from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import StrictRun
 from amprewrite.tables.boundary.notebook import fragment
 from amprewrite.tables.vocabulary import Colour
@@ -149,4 +149,4 @@ def place_of(row: Row, width: int) -> str:
     return f"{name} in {module}".ljust(width)
 
 
-__all__ = ["Report", "Row", "relative_error", "round_to", "verify"]
+__all__ = ["Report", "Row", "verify"]

@@ -59,7 +59,7 @@ def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: 
     """Return the policy that `options` give on the device `row`, and call `note` with each restriction, such as a device without a gain.
 
     `kept`: whether a block keeps low copies of weights now. `products`: the part of `options.products` that the kernels on the device can
-    run (see `fp8_trial.runnable`).
+    run (see `fp8_units.runnable`).
     """
     low = options.low
     if low is None:

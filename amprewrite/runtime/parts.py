@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amprewrite.tables.boundary.arguments import is_word, shown
@@ -49,6 +50,11 @@ def fsdp_groups(module: Any) -> list[Any]:
     state = None if ask is None else ask()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
+
+
+def several_ranks() -> bool:
+    """True if torch.distributed runs with more than one rank."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:

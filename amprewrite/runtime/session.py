@@ -19,14 +19,13 @@ import torch.fx
 
 from amprewrite.ir.plans.each_once import each_once
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
-from amprewrite.runtime.ambient.low_cache import CacheReadHigh
+from amprewrite.runtime.ambient.low_cache import CacheReadHigh, mark_growing
 from amprewrite.runtime.ambient.past import asking_number
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graphs, past_the_limit
 from amprewrite.runtime.captured.graph_rewriter import GraphRewriter
 from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.compiler import dynamo
-from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
-from amprewrite.runtime.compiler.growing_sizes import mark_growing
+from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, is_capture_error
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON
 from amprewrite.runtime.compiler.suspend_modes import without_dispatch_modes
@@ -202,7 +201,7 @@ class Session(GraphRewriter):
             with without_dispatch_modes():
                 return graphs.compiled(*args, **kwargs)
         except Exception as error:
-            failed = dynamo.is_capture_error(error)
+            failed = is_capture_error(error)
             if failed and self.options.strict and entry.graphs.full:
                 raise CaptureError(past_the_limit(entry)) from error
             if failed or (isinstance(error, AmpRewriteError) and not isinstance(error, RoundedRead)):

@@ -240,11 +240,10 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
     """Return a callable that calls `run` with cached copies after its inputs, for calls without gradients."""
     if not hoisted:
         return run
-    places, dtypes, layouts = zip(*hoisted, strict=True)
 
     def call(*inputs: Any) -> Any:
         with unselected():
-            copies = cache.take([inputs[place] for place in places], dtypes, layouts)
+            copies = cache.take([(inputs[place], dtype, layout) for place, dtype, layout in hoisted])
         return run(*inputs, *copies)
 
     return call

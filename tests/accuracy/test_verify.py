@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.accuracy.verify import Report, relative_error, round_to, verify
+from amprewrite.accuracy.strict.interpreter import round_to
+from amprewrite.accuracy.verify import Report, verify
+from amprewrite.runtime.compiler.capture_check import relative_error
 from amprewrite.tables.formats import BF16, FP16, FP32
 from amprewrite.tables.vocabulary import Colour
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.accuracy.verify import relative_error
 from amprewrite.api.export_program import capture, export_with_plan
+from amprewrite.runtime.compiler.capture_check import relative_error
 from amprewrite.tables.formats import BF16
 from amprewrite.tables.vocabulary import Colour
 

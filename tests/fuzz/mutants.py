@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "closure-early", "a closure runs before its step, which may move the weights first", ("states",), ("'Ahead'", "fp16"),
-        (("amprewrite/runtime/training/optimizers/closures.py", "    first = isinstance(optimizer, torch.optim.LBFGS) or ", "    first = True or "),),
+        (("amprewrite/runtime/training/optimizers/closures.py", "    first = calls_closure_first(", "    first = True or calls_closure_first("),),
     ),
     Mutant(
         "parameter-written-twice", "a look at a first call writes parameters, and the call writes them again", ("programs",), ("large_parameter", "'fp16'"),

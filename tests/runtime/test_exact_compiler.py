@@ -15,7 +15,6 @@ from versions import differs_in_2_11
 import amprewrite
 from amprewrite.runtime.compiler.exact.fusible import is_fusible
 from amprewrite.runtime.compiler.exact.spelling import decompositions, spell
-from amprewrite.tables.errors import PolicyError
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -89,12 +88,6 @@ def test_the_plan_says_which_rounding_the_compiler_runs():
     assert "inductor keeps fp32 inside its kernels" in notes("inductor") and "inductor-exact" in notes("inductor")
     assert "rounded where the plan says" in notes("inductor-exact")
     assert "inductor" not in notes("eager")
-
-
-def test_a_torch_without_the_settings_is_refused(monkeypatch):
-    monkeypatch.delitem(config._config, "fallback_by_default")
-    with pytest.raises(PolicyError, match="fallback_by_default"):
-        amprewrite.rewrite(mlp(), dtype="bf16", backend="inductor-exact")
 
 
 # which calls are fused ----------------------------------------------------------------------------------------------------------

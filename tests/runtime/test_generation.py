@@ -7,7 +7,7 @@ import torch
 from runtime_help import low
 from torch import nn
 
-from amprewrite.runtime.compiler.growing_sizes import mark_growing
+from amprewrite.runtime.ambient.low_cache import mark_growing
 from amprewrite.runtime.model.rewritten import session_of
 
 transformers = pytest.importorskip("transformers")

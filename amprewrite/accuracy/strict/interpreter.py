@@ -8,28 +8,27 @@ the loss scale first, since low kernels see scaled gradients. Products that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.fx
-from torch import nn
 from torch.fx.node import map_aggregate, map_arg
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
+from amprewrite.graphs.fx.node_facts import is_checkpoint
 from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
 from amprewrite.graphs.fx.ops.scaled_casts import Scaled
 from amprewrite.graphs.fx.ops.wide_products import wide_linear
 from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
 from amprewrite.ir.plans.product_plan import ProductPlan
-from amprewrite.runtime.compiler.capture_check import Values
+from amprewrite.runtime.compiler.capture_check import Values, floats, relative_error
 from amprewrite.tables.formats import FP32, Format, is_far, saturate
 from amprewrite.tables.recipes import GEMMS, RECIPES, W, X
 from amprewrite.tables.vocabulary import Colour, Edit
-from amprewrite.torch_internals.trees import tree_leaves, tree_map
+from amprewrite.torch_internals.trees import tree_map
 
 
 @dataclass(frozen=True)
@@ -82,23 +81,6 @@ def _round_memory(tensor: torch.Tensor, fmt: Format) -> None:
     memory[places] = round_to(memory[places], fmt)
 
 
-def relative_error(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    """Return the relative L2 error of `got` against `exact`, over all tensors together.
-
-    Equal infinities, and NaN in both, count as no error. Any other non-finite difference gives inf. If all of `exact` is
-    zero, any error gives inf.
-    """
-    difference = size = 0.0
-    for a, b in zip(got, exact, strict=True):
-        a, b = a.detach().double(), b.detach().double()
-        same = (a == b) | (a.isnan() & b.isnan())
-        difference += torch.where(same, 0, a - b).square().sum().item()
-        size += torch.where(b.isfinite(), b, 0).square().sum().item()
-    if difference == 0:
-        return 0.0
-    return math.sqrt(difference / size) if size and math.isfinite(difference) else math.inf
-
-
 def measure(
     name: str,
     op: str,
@@ -133,25 +115,6 @@ def measure(
 
 def is_fp32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.layout == torch.strided
-
-
-def floats(value: Any) -> list[torch.Tensor]:
-    """Return the dense floating tensors in a result. Batched tensors inside a vmap are left out, since their values cannot be read."""
-    tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point())
-    return [t for t in tensors if t.layout == torch.strided and not is_batched(t)]
-
-
-def output_floats(value: Any) -> list[torch.Tensor]:
-    """Return the dense floating tensors of a model's result, also from attributes of objects that pytree does not know."""
-
-    def inside(part: Any, depth: int) -> Iterator[torch.Tensor]:
-        for leaf in tree_leaves(part):
-            if isinstance(leaf, torch.Tensor):
-                yield from floats(leaf)
-            elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and depth < 4:
-                yield from inside(vars(leaf), depth + 1)
-
-    return list(inside(value, 0))
 
 
 # -- one graph and one run of it -----------------------------------------------------------------

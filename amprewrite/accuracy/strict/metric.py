@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amprewrite.accuracy.strict.interpreter import output_floats, relative_error
+from amprewrite.runtime.compiler.capture_check import relative_error, results_of
 from amprewrite.tables.boundary.arguments import is_word, shown
 from amprewrite.tables.errors import CalibrationError, PolicyError
 from amprewrite.torch_internals.trees import tree_map
@@ -34,8 +34,7 @@ class Metric:
 
     def error(self, exact: Any, got: Any) -> float:
         """Return the error of one batch's output `got` against the fp32 output `exact`; inf if shapes differ."""
-        wanted, found = output_floats(exact), output_floats(got)
-        return relative_error(found, wanted) if [t.shape for t in found] == [t.shape for t in wanted] else math.inf
+        return relative_error(results_of(got), results_of(exact))
 
     def over(self, errors: Sequence[float]) -> float:
         """Combine the errors of all batches into one: here their root mean square."""
@@ -43,7 +42,7 @@ class Metric:
 
     def outputs(self, output: Any) -> list[Tensor]:
         """Return the tensors of a model's output that the metric reads."""
-        return output_floats(output)
+        return results_of(output)
 
     def size(self, outputs: Sequence[Tensor]) -> float:
         """Return the divisor that turns squared errors of `outputs` into the unit of the metric: here their squared norm."""

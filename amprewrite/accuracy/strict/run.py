@@ -13,7 +13,6 @@ graphs, this first run fails, and all graphs run again with gradients on.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,13 +21,13 @@ import torch
 import torch.fx
 from torch import nn
 
-from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, output_floats, relative_error
+from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
-from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values, copied
+from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values, copied, relative_error, results_of
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.runtime.parts import part_paths
@@ -116,7 +115,7 @@ class StrictRun:
         self.rounding, self.kept, self.diverged, self.runs = True, kept, False, []
         outputs, gradients = self._run()
         notes = ("rounding sent the model's control flow another way: later results have no fp32 counterpart",) * self.diverged
-        error = self._distance(outputs, self.exact)
+        error = relative_error(outputs, self.exact)
         several = len(self.regions) > 1
         rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]
         # backward visits the regions in reverse order
@@ -132,14 +131,14 @@ class StrictRun:
         captured, self.model = self.model, plain_of(self.amp)
         try:
             wanted, _ = self._run()
-            far = self._distance(self.exact, wanted)
+            far = relative_error(self.exact, wanted)
             if far <= TOLERANCE:
                 return 0.0, ""
             with Values() as values:
                 again, _ = self._run()
         finally:
             self.model = captured
-        if self._distance(again, wanted) > TOLERANCE:
+        if relative_error(again, wanted) > TOLERANCE:
             return None, ""
         values.add((self.args, dict(self.kwargs or {})))
         self.rounding, self.values, self.runs = False, values, []
@@ -147,10 +146,6 @@ class StrictRun:
         self.values = None
         parted = next((node for _, recording in self.runs for node in recording.parted), None)
         return far, "" if parted is None else f"{parted.name}{f' ({parted.source})' if parted.source else ''}"
-
-    @staticmethod
-    def _distance(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-        return relative_error(got, wanted) if [t.shape for t in got] == [t.shape for t in wanted] else math.inf
 
     def _prefix(self, number: int) -> str:
         return f"{self.regions[number].plan.name}/"
@@ -198,7 +193,7 @@ class StrictRun:
         args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs or {})))
         with state_kept(self.model):
             output = self.model(*args, **kwargs)
-        return output_floats(output), self._gradients(output) if self.backward else {}
+        return results_of(output), self._gradients(output) if self.backward else {}
 
     def _gradients(self, output: Any) -> dict[str, torch.Tensor]:
         loss = (self.loss or default_loss)(output)
@@ -217,7 +212,7 @@ def default_loss(output: Any) -> torch.Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and not own.dim():
         return own
-    found = [t for t in output_floats(output) if t.requires_grad]
+    found = [t for t in results_of(output) if t.requires_grad]
     if len(found) == 1 and not found[0].dim():
         return found[0]
     if not found:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, output_floats
+from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion
 from amprewrite.accuracy.strict.metric import Metric, check_reference, kept
 from amprewrite.accuracy.trial import GraphRunner, Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes import plan_region
 from amprewrite.passes.driver import rewrite_graph
+from amprewrite.runtime.compiler.capture_check import results_of
 from amprewrite.tables.vocabulary import Colour
 
 _NOTHING = Row("", "", Colour.HIGH, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -73,7 +74,7 @@ def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]
     results = [kept(trial.run(batch, run_fp32)) for batch in batches]
     trial.check_captured()
     for index, output in enumerate(results):
-        check_reference(output_floats(output), trial.name, index)
+        check_reference(results_of(output), trial.name, index)
         check_reference(metric.outputs(output), trial.name, index)
     return results
 

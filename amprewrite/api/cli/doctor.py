@@ -24,6 +24,7 @@ from torch import nn
 from amprewrite.api.cli.models import UsageError
 from amprewrite.api.cli.output import as_json, say, table
 from amprewrite.api.rewrite import rewrite
+from amprewrite.runtime.compiler.capture_check import relative_error
 from amprewrite.tables.devices import best_format, device_row
 from amprewrite.tables.errors import one_line
 from amprewrite.tables.extras import load_extra
@@ -177,13 +178,13 @@ def _checks(device: str, low: Format, planned_for: str | None) -> Iterator[Check
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         amp: Any = rewrite(model, dtype=low, loss_scale=2.0**10, optimizer=optimizer, strict=True, device=planned_for)
         result = amp(x)
-        error = _relative([result.detach()], [exact.detach()])
+        error = relative_error([result.detach()], [exact.detach()])
         yield Check(device, low.name, "results", error < room and result.dtype is FP32.dtype, f"relative error {error:.1e}")
         report = load_extra("accuracy", "doctor").verify(amp, (x,))
         found = f"relative error {report.capture_error} in fp32, from {report.parted} on"
         yield Check(device, low.name, "capture", same := report.capture_error == 0, "changes nothing in fp32" if same else found)
         result.mean().backward()
-        error = _relative([p.grad for p in model.parameters() if p.grad is not None], list(wanted))
+        error = relative_error([p.grad for p in model.parameters() if p.grad is not None], list(wanted))
         yield Check(device, low.name, "gradients", error < room, f"relative error {error:.1e}")
         before = [p.detach().clone() for p in model.parameters()]
         (amp(x) * float("inf")).mean().backward()
@@ -193,8 +194,3 @@ def _checks(device: str, low: Format, planned_for: str | None) -> Iterator[Check
         yield Check(device, low.name, "overflow", skipped, "the step was skipped" if skipped else "the step was not skipped")
     except Exception as error:  # the report must show any failure on a user's machine
         yield Check(device, low.name, "ran to the end", False, f"{type(error).__name__}: {one_line(error)}")
-
-
-def _relative(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    flat = [torch.cat([each.flatten() for each in part]) for part in (found, wanted)]
-    return float((flat[0] - flat[1]).norm() / flat[1].norm()) if flat[0].shape == flat[1].shape else float("inf")

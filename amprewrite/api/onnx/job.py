@@ -25,10 +25,9 @@ from amprewrite.graphs.onnx.check import invalid, same_complaint
 from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.counts import with_counts
+from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offsets
 from amprewrite.graphs.onnx.read.file_steps import read_small_steps
 from amprewrite.graphs.onnx.read.load import Source, make_ready
-from amprewrite.graphs.onnx.read.matrix_products import read_matrix_products
-from amprewrite.graphs.onnx.read.offsets import read_offsets
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
 from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
@@ -249,23 +248,26 @@ class Job:
 
     # -- 3. emit ---------------------------------------------------------------------------------
     def emit(self, region: RegionPlan, report: OnnxReport, samples: Samples, order: Order) -> OnnxResult:
-        model, low, name = self.model, self.low.name, self.policy.lists_name
-        if order.target is None and not is_large(model):
+        if order.target is None and not is_large(self.model):
             if order.verify:
                 report = self.verify(None, report, samples, order)
             self.check_accuracy(region, report, order)
-            plan = CastPlan(low, (region,), notes=tuple(self.notes), lists=name)
-            return OnnxResult(plan, replace(report, notes=plan.notes), None, None, model)
-        with written(model, order.target, order.external_data) as made:
+            return self.result(region, report)
+        with written(self.model, order.target, order.external_data) as made:
             if order.verify:
                 report = self.verify(made, report, samples, order)
             self.check_accuracy(region, report, order)
-            plan = CastPlan(low, (region,), notes=tuple(self.notes), lists=name)
+            result = self.result(region, report)
             if order.target is not None:
-                made.keep({} if order.plan_target is None else {order.plan_target: plan.to_json()})
-                if is_large(model):
-                    model = ir.load(order.target)  # reload: the weights may refer to a data file that has just been replaced
-        return OnnxResult(plan, replace(report, notes=plan.notes), order.target, order.plan_target, model)
+                made.keep({} if order.plan_target is None else {order.plan_target: result.plan.to_json()})
+                if is_large(self.model):  # reload: the weights may refer to a data file that has just been replaced
+                    result = replace(result, ir_model=ir.load(order.target))
+        return replace(result, path=order.target, plan_path=order.plan_target)
+
+    def result(self, region: RegionPlan, report: OnnxReport) -> OnnxResult:
+        """Return the result of the conversion, of which nothing is written yet."""
+        plan = CastPlan(self.low.name, (region,), notes=tuple(self.notes), lists=self.policy.lists_name)
+        return OnnxResult(plan, replace(report, notes=plan.notes), None, None, self.model)
 
     def verify(self, made: Written | None, report: OnnxReport, samples: Samples, order: Order) -> OnnxReport:
         """Run onnx.checker's full check, run the model in ONNX Runtime, and measure the error under true rounding.
@@ -300,10 +302,8 @@ class Job:
                 "calibration= on which it does"
             )
         if not error <= order.max_rel_err:
-            plan = CastPlan(self.low.name, (region,), notes=tuple(self.notes), lists=self.policy.lists_name)
-            result = OnnxResult(plan, replace(report, notes=plan.notes), None, None, self.model)
             found = f"the relative L2 error under strict rounding is {error:.3g}, more than {order.max_rel_err:g}"
-            raise AccuracyError(f"{found}; nothing was written", result)
+            raise AccuracyError(f"{found}; nothing was written", self.result(region, report))
 
     def _run_here(self, made: str | onnx.ModelProto, samples: Samples, limit: TimeLimit) -> float | None:
         try:

@@ -9,13 +9,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.read.reader import OnnxReading
+from amprewrite.graphs.onnx.read.reader import OnnxReading, scopes
 from amprewrite.ir.follow_plan import match_region
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.ir.problem import Problem
@@ -152,12 +151,6 @@ def base_name(op: str) -> str:
 
 def _origin(node: ir.Node) -> tuple[str, str, str] | None:
     """Return the module path, ATen base name and FX name that torch's exporter recorded on a node; None if they are missing."""
-    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    module, name = scopes(node)
     target = re.search(r"target=torch\.ops\.\w+\.(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
-    if not scopes or target is None:
-        return None
-    try:
-        names = ast.literal_eval(scopes)
-        return str(names[-2]), base_name(target[1]), str(names[-1])
-    except (ValueError, SyntaxError, IndexError):
-        return None
+    return (module, base_name(target[1]), name) if name and target is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx
 import onnx_ir as ir
@@ -23,17 +23,15 @@ def infer_types(model: ir.Model) -> list[str]:
 
     `read/reader.py` infers the types in bodies (subgraphs).
     """
-    missing = [v for node in model.graph if node.op_type not in FLOW for v in node.outputs if v.name and v.type is None]
-    if not missing:
+    nodes = [node for node in model.graph if node.op_type not in FLOW]
+    if all(value.type is not None for node in nodes for value in node.outputs if value.name):
         return []
     try:
-        inferred = onnx.shape_inference.infer_shapes(_hollow(model))
+        _take(nodes, _inferred(model))
     except Exception as error:
         return [f"onnx could not infer types, so ops that read such values stay fp32: {one_line(error)}"]
-    _take(missing, inferred.graph)
-    for node in model.graph:  # onnx's inference stops at ops that it does not know; schemas may give the types of later results
-        if node.op_type not in FLOW:
-            fill_types(node, model.opset_imports[""])
+    for node in nodes:  # onnx's inference stops at ops that it does not know; schemas may give the types of later results
+        fill_types(node, model.opset_imports[""])
     return []
 
 
@@ -43,7 +41,7 @@ def all_types(model: ir.Model) -> Iterator[None]:
     known = set(guessed(model))
     try:
         with contextlib.suppress(Exception):  # ignored, because the schemas below may give the types all the same
-            _take_all(model.graph, onnx.shape_inference.infer_shapes(_hollow(model)).graph)
+            _take_all(model.graph, _inferred(model))
         for graph in model.graphs():
             for node in graph:
                 fill_types(node, model.opset_imports[""])
@@ -54,36 +52,28 @@ def all_types(model: ir.Model) -> Iterator[None]:
 
 def _take_all(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
     """Guess the missing types of a graph and its bodies from `inferred`, a protobuf with the same nodes in the same order."""
-    _take([value for node in graph for value in node.outputs if value.name and value.type is None], inferred)
+    _take(graph, inferred)
     for node, written in zip(graph, inferred.node, strict=True):
         for attribute in written.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 _take_all(node.attributes[attribute.name].as_graph(), attribute.g)
 
 
-def _take(missing: list[ir.Value], inferred: onnx.GraphProto) -> None:
-    """Give each value of `missing` the type and shape that `inferred` has for its name, as guesses."""
-    by_name = {str(value.name): value for value in missing}
+def _take(nodes: Iterable[ir.Node], inferred: onnx.GraphProto) -> None:
+    """Give the results of `nodes` without a type the types and shapes that `inferred` has for their names, as guesses."""
+    missing = {value.name: value for node in nodes for value in node.outputs if value.name and value.type is None}
     for info in inferred.value_info:
-        value, found = by_name.get(info.name), info.type.tensor_type
-        if value is None or not found.elem_type:
-            continue
-        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in found.shape.dim]
-        guess(value, ir.TensorType(ir.DataType(found.elem_type)), ir.Shape(dims) if found.HasField("shape") else None)
+        if info.name in missing and info.type.tensor_type.elem_type:
+            told = ir.from_proto(info)
+            guess(missing[info.name], told.type, told.shape)
 
 
-def _hollow(model: ir.Model) -> onnx.ModelProto:
-    """Return a protobuf of the model in which large weights are inputs, because type inference would copy them."""
+def _inferred(model: ir.Model) -> onnx.GraphProto:
+    """Return the graph with the types that onnx infers. Large weights are inputs of this graph, because onnx would copy them."""
     proto = ir.to_proto(model)
-    graph = proto.graph
-    small = []
-    for tensor in graph.initializer:
-        if math.prod(tensor.dims) < HOLLOW:
-            small.append(tensor)
-        else:
-            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    kept = onnx.GraphProto()
-    kept.initializer.extend(small)
-    del graph.initializer[:]
-    graph.initializer.extend(kept.initializer)
-    return proto
+    held = proto.graph.initializer
+    for place in reversed(range(len(held))):
+        if math.prod(held[place].dims) >= HOLLOW:
+            tensor = held.pop(place)
+            proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return onnx.shape_inference.infer_shapes(proto).graph

@@ -64,6 +64,32 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     return None
 
 
+def add_constant(graph: ir.Graph, name: str, numbers: np.ndarray) -> ir.Value:
+    """Add an initialiser with these numbers to a graph, and return its value."""
+    tensor = ir.tensor(numbers, name=name)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def drop_unread_constants(graph: ir.Graph) -> None:
+    """Remove the initialisers of a graph that nothing reads and that are no inputs."""
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
+            del graph.initializers[name]
+
+
+def insert_behind(graph: ir.Graph, maker: ir.Node | None, nodes: Sequence[ir.Node]) -> None:
+    """Insert nodes right after the maker of their input; at the beginning of `graph` if a constant or an input of the graph is read."""
+    if maker is not None:
+        assert isinstance(maker.graph, ir.Graph)
+        maker.graph.insert_after(maker, nodes)
+    elif (first := next(iter(graph), None)) is not None:
+        graph.insert_before(first, nodes)
+    else:
+        graph.extend(nodes)
+
+
 def describe(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> None:
     """Give a tensor the doc string and metadata of the tensor that it replaces."""
     tensor.doc_string = like.doc_string

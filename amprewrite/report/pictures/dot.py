@@ -8,13 +8,9 @@ from typing import Any
 from amprewrite.ir.plans.plan import ModelPlan, shape_of
 from amprewrite.report.counts import by_region
 from amprewrite.report.pictures.graph import Drawing, draw
+from amprewrite.report.pictures.svg import CAST, INK_OF, TINT
 from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.boundary.printable import printable
-from amprewrite.tables.vocabulary import Colour
-
-FILL = {Colour.LOW: "#e3f4f1", Colour.HIGH: "#fdf1df", Colour.PLAIN: "#eceef3"}
-INK = {Colour.LOW: "#0b8c82", Colour.HIGH: "#c96f06", Colour.PLAIN: "#6b7686"}
-CAST = "#8b3fe0"
 
 
 def to_dot(plan: ModelPlan, path: Any = None) -> str:
@@ -57,7 +53,7 @@ def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
         node = drawing.nodes[part]
         label = f"{node.op}\n{shape_of(node)} {node.dtype}" if node.role == "op" else node.name
         tip = node.why() if node.role == "op" else node.role
-        paint = f'fillcolor="{FILL[node.colour]}", color="{INK[node.colour]}"'
+        paint = f'fillcolor="{TINT[node.colour]}", color="{INK_OF[node.colour]}"'
         lines.append(f"{pad}n{part} [label={_quoted(label)}, tooltip={_quoted(tip)}, {paint}];")
     return lines
 

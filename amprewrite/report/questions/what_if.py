@@ -21,6 +21,7 @@ from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.ir.policies.policy import Override
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import plan_region
+from amprewrite.report.counts import amount
 from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -58,7 +59,8 @@ class Change:
         """Return the changes in casts, bytes and time in words."""
         parts = [_count(self.casts, "cast"), _count(self.weight_casts, "copy of a weight", "copies of weights")]
         said = " and ".join(part for part in parts if part) or "no cast more or fewer"
-        size = f" ({_bytes(self.cast_bytes)})" if self.cast_bytes else ""
+        sign = "+" if self.cast_bytes > 0 else "-"
+        size = f" ({sign}{amount(abs(self.cast_bytes), 'B')})" if self.cast_bytes else ""
         moved = f"; {len(self.moved)} more node{'s' * (len(self.moved) != 1)} would follow" if self.moved else ""
         time = f", {1e6 * self.seconds:+.3g} µs a pass" if self.seconds else ""
         return f"{said}{size}{time}{moved}"
@@ -164,16 +166,6 @@ def _count(number: int, word: str, words: str = "") -> str:
         return ""
     plural = words or f"{word}s"
     return f"{abs(number)} {word if abs(number) == 1 else plural} {'more' if number > 0 else 'fewer'}"
-
-
-def _bytes(number: int) -> str:
-    """Format a number of bytes with its sign and a unit, such as "+1.5 MB"."""
-    size, unit = float(abs(number)), "B"
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
-        size /= 1000
-    return f"{'+' if number > 0 else '-'}{size:.3g} {unit}"
 
 
 def conditions(node: NodePlan, low: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.modules.module as everywhere
 from torch import nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,14 +33,6 @@ def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
     with _OwnHookNumbers.lock:
         result.register_hook(hook)
         _OwnHookNumbers.taken += 1
-
-
-def hook_node(node: Node, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Set hooks before and after an autograd node and count them as our own, so that no HookWatch reports them."""
-    with _OwnHookNumbers.lock:
-        node.register_prehook(before)
-        node.register_hook(after)
-        _OwnHookNumbers.taken += 2
 
 
 class HookWatch:

@@ -5,6 +5,10 @@
 2. Only values that the plan rounds are rounded: if a graph reads keys or values in fp32, or if code that was not captured reads them, the
    layer stores fp32 again.
 3. A layer that outlives the call of `generate()` gets its former class again, and stores fp32.
+
+Before each step, the sizes that vary (batch, prompt, length of the cache) are marked, so that Dynamo captures them dynamic at once. Without
+a mark Dynamo treats a size as fixed until it sees another value: the prompt and the steps of decoding would be captured again for each new
+size. Sizes of one are not marked, because PyTorch broadcasts them.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSl
 _CACHES = ("self_attention_cache", "cross_attention_cache")
 """Attributes of the cache of an encoder-decoder model that hold its two inner caches."""
 _INNER, _KEPT = "amprewrite_inner", "amprewrite_kept"
+_IN_CACHE, _IN_STATES = (0, 2), (0, 1)
+"""Dims of batch and length: in keys and values (batch × heads × length × width), and in hidden states (batch × length × width)."""
 _SOURCE = file_label(__file__)
 
 
@@ -203,3 +209,27 @@ def reads_high(plan: RegionPlan) -> bool:
 def _is_conversion(node: NodePlan) -> bool:
     """True if a node is a conversion of a low cache: its source line is in this file."""
     return node.source.startswith(f"{_SOURCE}:")
+
+
+def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """In the arguments of a step of `generate()`, mark the dims whose sizes will change, so that Dynamo captures them as dynamic."""
+    for value in (*args, *kwargs.values()):
+        for tensor, dims in _growing(value):
+            torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])
+
+
+def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
+    """Yield each tensor in `value` with the dims whose sizes vary. `value` is a tensor, a mapping of tensors, or a cache."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            yield value, range(value.dim())  # tokens, positions and masks have only batch and length dims
+        elif value.dim() == 3:
+            yield value, _IN_STATES
+    elif isinstance(value, Mapping):
+        for inner in value.values():  # a mapping is, for example, the outputs of an encoder
+            yield from _growing(inner)
+    else:
+        for layer in layers_of(value):
+            for held in tensors_of(layer):
+                if isinstance(held, Tensor) and held.dim() == 4:
+                    yield held, _IN_CACHE

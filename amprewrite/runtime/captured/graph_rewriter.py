@@ -14,6 +14,7 @@ from torch import nn
 
 from amprewrite.graphs.fx.captured import Captured, put_inputs_first
 from amprewrite.graphs.fx.node_facts import takes_gradients
+from amprewrite.graphs.fx.ops.fp8_units import runnable
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
 from amprewrite.graphs.fx.run.first_run import Refusals
@@ -37,7 +38,6 @@ from amprewrite.runtime.captured.weight_watch import Schedule, known_weights
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import under_way
 from amprewrite.runtime.compiler.plain_words import own_autocast
-from amprewrite.runtime.fp8_trial import runnable
 from amprewrite.runtime.options import policy_on
 from amprewrite.runtime.parts import is_sharded
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
@@ -173,7 +173,7 @@ class GraphRewriter(CallRecord):
         """Plan and edit a captured graph, and emit the function that runs. If planning or editing fails, emit the unedited fp32 graph."""
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
-        backend = dynamo.without_counting_backwards(dynamo.lookup_backend(self.options.backend)) if compiled else None
+        backend = dynamo.lookup_backend(self.options.backend) if compiled else None
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)

@@ -18,6 +18,7 @@ The check is skipped if its answer would be uncertain, or if a side effect would
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -30,13 +31,14 @@ import torch.fx
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amprewrite.graphs.fx.node_facts import differentiates, kept_meta, written_inputs
+from amprewrite.graphs.fx.node_facts import differentiates, is_batched, kept_meta, written_inputs
 from amprewrite.graphs.fx.read.source_text import source_of
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.runtime.ambient.kept_state import random_state_kept
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.unlogged import loggers_of
+from amprewrite.runtime.parts import several_ranks
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 from amprewrite.torch_internals.trees import tree_leaves, tree_map
@@ -49,16 +51,29 @@ _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, Inde
 """Errors that code of a model may raise because it cannot run on copies."""
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """Return the relative L2 distance of tensor `a` from tensor `b` of the same shape. Equal infinities, and NaN in both, count as 0.
+def relative_error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the relative L2 error of `got` against `exact`, over all tensors together; inf if their numbers or shapes differ.
 
-    The norm of `b` takes only its finite elements. If that norm is 0, any difference has the distance inf.
+    Equal infinities, and NaN in both, count as no error. Any other non-finite difference gives inf. If all of `exact` is
+    zero, any error gives inf.
     """
-    a, b = a.detach().double(), b.detach().double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    size = torch.where(b.isfinite(), b, 0).norm().item()
-    lost = torch.where(same, 0, a - b).norm().item()
-    return 0.0 if lost == 0 else lost / size if size else float("inf")
+    if [each.shape for each in got] != [each.shape for each in exact]:
+        return math.inf
+    difference = size = 0.0
+    for a, b in zip(got, exact, strict=True):
+        a, b = a.detach().double(), b.detach().double()
+        same = (a == b) | (a.isnan() & b.isnan())
+        difference += torch.where(same, 0, a - b).square().sum().item()
+        size += torch.where(b.isfinite(), b, 0).square().sum().item()
+    if difference == 0:
+        return 0.0
+    return math.sqrt(difference / size) if size and math.isfinite(difference) else math.inf
+
+
+def floats(value: Any) -> list[Tensor]:
+    """Return the dense floating tensors in a result. Batched tensors inside a vmap are left out, since their values cannot be read."""
+    tensors = (t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point())
+    return [t for t in tensors if t.layout == torch.strided and not is_batched(t)]
 
 
 def results_of(value: Any) -> list[Tensor]:
@@ -67,8 +82,7 @@ def results_of(value: Any) -> list[Tensor]:
     def inside(part: Any, depth: int) -> Iterator[Tensor]:
         for leaf in tree_leaves(dict(part) if isinstance(part, dict) else part):
             if isinstance(leaf, Tensor):
-                if leaf.is_floating_point() and leaf.layout == torch.strided:
-                    yield leaf
+                yield from floats(leaf)
             elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and depth < 4:
                 yield from inside(vars(leaf), depth + 1)
 
@@ -76,11 +90,11 @@ def results_of(value: Any) -> list[Tensor]:
 
 
 def furthest(wanted: Iterable[Tensor], had: Sequence[Tensor]) -> float:
-    """Return the largest distance of a tensor in `wanted` from the nearest tensor of the same shape in `had` (see `distance`).
+    """Return the largest relative error, over the tensors in `wanted`, of the nearest tensor in `had`.
 
     The result is 0 if `wanted` is empty or all its tensors are in `had`, and inf if a tensor of `wanted` has a shape that `had` lacks.
     """
-    return max((min((distance(each, a) for each in had if each.shape == a.shape), default=float("inf")) for a in wanted), default=0.0)
+    return max((min((relative_error([each], [a]) for each in had), default=math.inf) for a in wanted), default=0.0)
 
 
 class Values(TorchDispatchMode):
@@ -217,15 +231,10 @@ def _is_dense(tensor: Tensor) -> bool:
     return dense and type(tensor) in (Tensor, nn.Parameter) and not is_traceable_wrapper_subclass(tensor)
 
 
-def _several_ranks() -> bool:
-    group = torch.distributed
-    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
-
-
 def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a call of `root` with these arguments can be repeated on copies, and no other ranks take part."""
     held = (*parameters_in(root), *buffers_in(root))
-    return not _several_ranks() and can_be_copied((args, kwargs)) and all(_is_dense(each) for each in held)
+    return not several_ranks() and can_be_copied((args, kwargs)) and all(_is_dense(each) for each in held)
 
 
 class CaptureCheck:

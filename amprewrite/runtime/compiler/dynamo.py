@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import types
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -21,9 +20,7 @@ from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
 from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
-from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
-from amprewrite.runtime.ambient.hook_watch import hook_node
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
 from amprewrite.runtime.compiler.handlers import breaking_at_gradients, recurrent_layers_whole
 from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
@@ -82,6 +79,7 @@ def compile_afresh(
     10. If `eager`, graphs run without a compiler. `torch.autograd.grad` then only breaks the graph, and the code after it is captured too;
         for a compiler Dynamo would leave the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
+    12. Code of a compiler runs as written. Dynamo sees it if a forward takes gradients: a compiler compiles a backward when it first runs.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
     """
@@ -92,8 +90,7 @@ def compile_afresh(
     given = unseen(backend)
     context = torch._dynamo.optimize(backend=given, nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
-    if hasattr(torch._dynamo.config, "record_runtime_overhead"):
-        settings["record_runtime_overhead"] = False  # off, because this mark in profiles costs 3 us in each call
+    settings["record_runtime_overhead"] = False  # off, because this mark in profiles costs 3 us in each call
     if hooks_differ:
         settings["skip_nnmodule_hook_guards"] = False
     if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
@@ -106,7 +103,7 @@ def compile_afresh(
         @functools.wraps(convert)  # copies the attributes by which Dynamo recognises the backend of a compiled function
         def convert_with_settings(*frame: Any, **state: Any) -> Any:
             nonlocal captured
-            if frame[0].f_code is not code and _is_of_python(frame[0].f_code.co_filename):
+            if frame[0].f_code is not code and (frame_id() is not None or _is_of_python(frame[0].f_code.co_filename)):
                 return skip_once()
             graphs, undo = counters["stats"]["unique_graphs"], []
             try:
@@ -117,7 +114,7 @@ def compile_afresh(
                 if own := frame[0].f_code is code:  # code without ops then gets guards, too, so that Dynamo reads it again in another mode
                     undo.append(_set("allow_empty_graphs", True))
                 if not whole:  # Dynamo refuses this setting beside fail_on_recompile_limit_hit, which the user may have set
-                    undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
+                    undo.append(_set("suppress_errors", not torch._dynamo.config.fail_on_recompile_limit_hit))
                 if not _ISOLATES and (more := _entries_of_others(frame[1], given)):
                     for name in ("recompile_limit", "accumulated_recompile_limit"):
                         undo.append(_set(name, getattr(torch._dynamo.config, name) + more))
@@ -259,16 +256,11 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backend with this name; a callable is returned unchanged.
-
-    Raises PolicyError for "inductor-exact" if this torch's inductor lacks a setting that the backend needs.
-    """
+    """Return the backend with this name; a callable is returned unchanged."""
     if callable(backend):
         return backend
     if backend == EXACT:
-        exact = load_extra("exact rounding", f"backend={EXACT!r}")
-        exact.check_inductor()
-        return exact.compile_exactly  # type: ignore[no-any-return]
+        return load_extra("exact rounding", f"backend={EXACT!r}").compile_exactly  # type: ignore[no-any-return]
     found: Callable[..., Any] = torch._dynamo.backends.registry.lookup_backend(backend)
     return found
 
@@ -293,13 +285,6 @@ def frame_id() -> int | None:
 
 ASKED_FOR = ("RecompileError", "FailOnRecompileLimitHit")
 """Names of errors that Dynamo raises only if a setting of the user asks for them."""
-
-
-def is_capture_error(error: BaseException) -> bool:
-    """True if `error` says that Dynamo cannot capture code: by its class, or by an attribute that Dynamo sets on other errors."""
-    names = ("TorchDynamoException", "FailOnRecompileLimitHit")
-    own = tuple(getattr(torch._dynamo.exc, name) for name in names if hasattr(torch._dynamo.exc, name))
-    return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
 
 
 def reading() -> Any:
@@ -371,75 +356,33 @@ def why_switched_off() -> str:
     """Return a message that names the switch that keeps Dynamo from capturing, with the remedy; "" if no switch is set."""
     if disabled():
         return "Dynamo is disabled (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or torch._dynamo.config.disable); enable it"
-    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
+    stance = torch._dynamo.eval_frame._stance.stance
     if stance != "default":
         return f"torch.compiler.set_stance({stance!r}) tells Dynamo to run the original code; call the model outside of it"
     return ""
 
 
-_FRAMES = "frames"
-_APART = Counter({_FRAMES: 0})
-"""Failures of Dynamo in backwards of compiled graphs, by kind (frames given up, each reason), to subtract from Dynamo's counts."""
+_READ: list[dict[str, int]] = [{}]
+"""Dynamo's counts of reasons when they were last read."""
 
 
 def frames_given_up() -> int:
     """Return the number of frames that Dynamo has given up in this process. These frames ran as written."""
     frames = counters["frames"]
-    return frames["total"] - frames["ok"] - _APART[_FRAMES]
+    return frames["total"] - frames["ok"]
 
 
 def reasons() -> dict[str, int]:
-    """Return Dynamo's reasons so far for code that it cannot capture, each with its count."""
-    said = counters["unimplemented"]
-    return {text: count - _APART[text] for text, count in said.items()} if said else {}
+    """Return Dynamo's reasons so far for code that it cannot capture, each with its count: the same dict until Dynamo gives another."""
+    if counters["unimplemented"] != _READ[0]:
+        _READ[0] = dict(counters["unimplemented"])
+    return _READ[0]
 
 
 def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
     """Return the first lines of the reasons that Dynamo gave since `before`, a result of `reasons()`."""
     new = [text for text, count in reasons().items() if count > before.get(text, 0)]
     return tuple(dict.fromkeys(first_line(text) for text in new))
-
-
-def without_counting_backwards(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `backend`, wrapped so that failures of Dynamo during the first backward of each of its graphs are not counted.
-
-    A compiler compiles the backward when it first runs. If a forward takes gradients itself, Dynamo is active then, and gives up code of
-    the compiler, which does not belong to the model. Dynamo gives up each code once, so later backwards add no counts.
-    """
-
-    def compile_graph(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        run = backend(module, example_inputs)
-        made: list[bool] = []
-
-        def call(*inputs: Any) -> Any:
-            results = run(*inputs)
-            if not made:
-                tensors = (each for each in results if isinstance(each, torch.Tensor)) if isinstance(results, tuple | list) else ()
-                for node in {each.grad_fn for each in tensors} - {None}:
-                    _leave_out_of_counts(node, made)
-            return results
-
-        return call
-
-    return compile_graph
-
-
-def _leave_out_of_counts(node: Any, made: list[bool]) -> None:
-    """While the autograd `node` runs, subtract the failures that Dynamo counts. Append True to `made` when the node has run."""
-    began: list[tuple[int, dict[str, int]]] = []
-
-    @uncaptured
-    def before(gradients: Any) -> None:
-        began.append((frames_given_up(), reasons()))
-
-    @uncaptured
-    def after(given: Any, taken: Any) -> None:
-        frames, said = began.pop()
-        _APART[_FRAMES] += frames_given_up() - frames
-        _APART.update({text: count - said.get(text, 0) for text, count in reasons().items()})
-        made.append(True)
-
-    hook_node(node, before, after)
 
 
 def first_line(text: object) -> str:

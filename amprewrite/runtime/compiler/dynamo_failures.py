@@ -77,6 +77,12 @@ class Listener(Quiet):
         return False
 
 
+def is_capture_error(error: BaseException) -> bool:
+    """True if `error` says that Dynamo cannot capture code: by its class, or by an attribute that Dynamo sets on other errors."""
+    own = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+    return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
+
+
 def failure_of(error: BaseException) -> Failure:
     """Return the place and the reason of a failure of Dynamo, in plain words and without the names of Dynamo's own exceptions."""
     line = getattr(error, "innermost_user_frame_summary", None)

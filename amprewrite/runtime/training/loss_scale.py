@@ -252,7 +252,8 @@ class LossScale:
 
     def _to(self, device: torch.device) -> None:
         """Move the state from the CPU, where it is made, to the device of the model."""
-        self._scale, self._counters, self._nothing = self._scale.to(device), self._counters.to(device), self._nothing.to(device)
+        for name in (*self._state, "_nothing"):
+            setattr(self, name, getattr(self, name).to(device))
         self._tables = ()
         self._replicas = {}
 
@@ -494,18 +495,16 @@ class DynamicLossScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, with its settings. Raises PolicyError for other values."""
         check_state(state)
-        new = object.__new__(type(self))  # check the settings on a copy first, so that an invalid state does not change this object
-        new.__dict__.update(self.__dict__)
         own = state.get(OWN_KEY, {})
-        new.__dict__.update({name: own[name] for name in _OWN_SETTINGS if name in own})
-        new.growth_factor, new.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
-        new.growth_interval = state["growth_interval"]
+        settings = {name: own[name] for name in _OWN_SETTINGS if name in own} | {"growth_interval": state["growth_interval"]}
+        settings |= {name: float(state[name]) for name in ("growth_factor", "backoff_factor")}
+        new = object.__new__(type(self))  # check the settings on a copy first, so that an invalid state does not change this object
+        new.__dict__.update(self.__dict__ | settings)
         try:
             new._check()
         except (PolicyError, TypeError, ValueError) as error:
             raise PolicyError(f"this loss-scale state cannot be loaded: {error}") from error
-        names = (*_OWN_SETTINGS, "growth_factor", "backoff_factor", "growth_interval")
-        self.__dict__.update({name: new.__dict__[name] for name in names})
+        self.__dict__.update(settings)
         self._load(state)
 
     def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -514,11 +513,6 @@ class DynamicLossScale(LossScale):
         self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
         self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
         self._searching = _scalar(own.get("searching", 0), torch.int32, device)
-
-    def _to(self, device: torch.device) -> None:
-        super()._to(device)
-        self._growth_tracker, self._left = self._growth_tracker.to(device), self._left.to(device)
-        self._searching = self._searching.to(device)
 
     def __repr__(self) -> str:
         return (

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.on_device import local_part, on_device
+from amprewrite.runtime.parts import several_ranks
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 from amprewrite.torch_internals.kernels import norms_of_tensors, unscale_and_check
@@ -153,11 +154,6 @@ def _one(device: torch.device) -> Tensor:
 @functools.cache
 def _kept_one(device: torch.device) -> Tensor:
     return _flag(1.0, device)
-
-
-def several_ranks() -> bool:
-    """True if torch.distributed runs with more than one rank."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def sharing(params: Iterable[Tensor]) -> dict[int, dict[int, Group]]:

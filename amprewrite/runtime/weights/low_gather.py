@@ -50,8 +50,6 @@ class Sharded:
     def cannot(self) -> str:
         """Return the reason why an all-gather cannot send the weights of this module in the low format; "" if it can."""
         group = self.group
-        if not hasattr(self.module, "set_custom_all_gather"):
-            return "this version of torch lets nobody choose how FSDP gathers"
         if group.mp_policy.param_dtype is not None:
             return "its MixedPrecisionPolicy casts weights already"
         if any(each.orig_dtype is not FP32.dtype or each.is_dtensor for each in group.fsdp_params):

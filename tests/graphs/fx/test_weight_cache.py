@@ -207,7 +207,7 @@ def test_copies_are_dropped(drop):
 
 
 def copy_one(cache: WeightCache, weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return cache.take([weight], [dtype], [()])[0]
+    return cache.take([(weight, dtype, ())])[0]
 
 
 def names() -> dict[int, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import TypeVar
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.wide_products import wide_product
+from amprewrite.ir.policies.product_policy import ProductPolicy
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import E4M3
 from amprewrite.tables.recipes import BASE, READS, ROWS, Recipe
@@ -192,4 +194,21 @@ def _multiply_ones(device: torch.device, recipe: Recipe, gemm: str) -> Tensor:
     return _launch(left, right, factor, factor, bias, BASE.dtype, fast)
 
 
-__all__ = ["by_kernel", "fails_on", "makes_copies", "multiplies_fp8", "multiply_units"]
+def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
+    """Return the part of `products` that works on a device of this `kind`, such as "cuda"; None if no fp8 product works there.
+
+    If our kernel that makes fp8 copies does not run there, the returned policy assumes the slower copies that torch makes. `note` is
+    called with the reason for each restriction.
+    """
+    if products is None:
+        return None
+    if why := fails_on(torch.device(kind), products.preset.recipe):
+        note(f"products: this GPU should multiply fp8, but a first product failed ({why}), so products run in bf16")
+        return None
+    if not products.fused and not makes_copies(torch.device(kind)):
+        note("products: the kernel that makes fp8 copies cannot run here, so copies are priced as torch makes them, in many passes")
+        return replace(products, kernel=False)
+    return products
+
+
+__all__ = ["by_kernel", "makes_copies", "multiplies_fp8", "multiply_units", "runnable"]

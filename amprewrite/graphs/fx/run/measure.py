@@ -1,8 +1,8 @@
 """Measure prices (run times) on the current device: each op of a graph and each size of cast is timed once, and cached on disk.
 
 1. An op is called as in the graph, on random tensors of its shapes. It has two prices: in fp32 and in the low format.
-2. After two warm-up calls, several short runs are timed. The price is the smallest mean time of a call, because other work on the machine
-   can only add time.
+2. After warm-up calls, several short runs are timed. The price is the smallest mean time of a call, because other work on the machine can
+   only add time.
 3. Prices are stored in the user's cache folder, by device, PyTorch version, threads, op, shapes and dtypes.
 
 An op that cannot be called alone (it refuses the format, or an argument is no strided tensor) has the price of the device table instead.
@@ -10,13 +10,13 @@ An op that cannot be called alone (it refuses the format, or an argument is no s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx.node import map_arg
+from torch.utils.benchmark import Timer
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import example_value, hint
@@ -26,9 +26,8 @@ from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.torch_internals.trees import tree_leaves
 
-RUN = 2e-3
-"""Least duration of one run, in seconds. A run repeats the call until it lasts this long; the fastest of `RUNS` runs counts."""
-RUNS = 3
+SECONDS = 6e-3
+"""Least duration, in seconds, of all timed runs of one call together. Each run repeats the call, and the fastest counts."""
 
 
 def measure(captured: Captured) -> Measured:
@@ -41,7 +40,7 @@ def measure(captured: Captured) -> Measured:
         for where, key, make in tasks:
             whole = f"{place}|{key}"
             if whole not in known:
-                known[whole] = new[whole] = _seconds(make, problem.device)
+                known[whole] = new[whole] = _seconds(make)
             seconds = known[whole]
             found.refused += seconds is None
             if seconds is not None and isinstance(where, tuple):
@@ -119,35 +118,14 @@ def _caster(numel: int, low: Format, device: str) -> Callable[[], Callable[[], A
     return make
 
 
-def _seconds(make: Callable[[], Callable[[], Any]], device: str) -> float | None:
+def _seconds(make: Callable[[], Callable[[], Any]]) -> float | None:
     """Return the seconds that one call takes; None if the call raises an error."""
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            call = make()
-            for _ in range(2):
-                call()
-            calls, best = 1, float("inf")
-            for _ in range(RUNS):
-                taken = _run(call, calls, device)
-                while taken < RUN:
-                    calls *= 2
-                    taken = _run(call, calls, device)
-                best = min(best, taken / calls)
-            return best
+            timer = Timer("call()", globals={"call": make()}, num_threads=torch.get_num_threads())
+            return min(timer.blocked_autorange(min_run_time=SECONDS).times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
-
-
-def _run(call: Callable[[], Any], calls: int, device: str) -> float:
-    accelerator = torch.accelerator if device != "cpu" else None
-    if accelerator is not None:
-        accelerator.synchronize()
-    started = time.perf_counter()
-    for _ in range(calls):
-        call()
-    if accelerator is not None:
-        accelerator.synchronize()
-    return time.perf_counter() - started
 
 
 def _place(device: str) -> str:

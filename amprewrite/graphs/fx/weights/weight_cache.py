@@ -19,7 +19,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast, slice_dims
 from amprewrite.graphs.fx.uncaptured import GradMode, unselected
-from amprewrite.graphs.fx.weights.compare import differs, same, sample
 from amprewrite.graphs.fx.weights.step_listeners import AFTER_STEPS
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, StaleWeightsError
@@ -38,10 +37,18 @@ from amprewrite.torch_internals.dispatch import is_plain
 
 LOOKED_AT = 2
 """Number of kept copies that one call compares with their weights. Each call takes the next copies in turn."""
+SAMPLE = 64
+"""Number of elements of a 1-dim weight that a sample takes. Of a weight with more dims, a sample takes one index of the first dim."""
+WORDS_FROM = 1 << 14
+"""Number of elements above which two copies are compared as 64-bit words: three to five times as fast, measured on a CPU."""
 _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
 """(id of the weight, dtype of the copy, padded layout of the copy, id of the stream that wrote the copy)."""
+Wanted = tuple[Tensor, torch.dtype, Layout]
+"""(weight, dtype of a low copy of the weight, padded layout of the copy)."""
+Flag = tuple[Tensor, Tensor]
+"""(weight, 0-dim boolean tensor on the device of the weight: True if the weight differs from its copy)."""
 Names = Callable[[], Mapping[int, str]]
 """Function that returns the names of weights by id. It is called only to write a message."""
 
@@ -109,44 +116,33 @@ class WeightCache:
             AFTER_STEPS.add(self.stepped)
 
     # -- copies --------------------------------------------------------------------------
-    def take(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-        """Return a low copy of each weight: the copy that an open block keeps if it is up to date, otherwise a new copy."""
-        streams = streams_of(weights)
+    def take(self, asked: Sequence[Wanted]) -> list[Tensor]:
+        """Return each wanted low copy: the copy that an open block keeps if it is up to date, otherwise a new copy."""
+        streams = streams_of([weight for weight, _, _ in asked])
         if streams and recording(_CUDA):
             self._replayed = True  # keep no copies from now on: a replay of the CUDA graph may step weights without calling our hook
         block = self.block() if not self._replayed else None
         if block is None:
-            return make_copies(weights, dtypes, layouts)
-        keys = [
-            (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
-            for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
-        ]
-        copies = block.copies  # read once, because another thread that drops all copies gives the block a new dict
-        taken: list[Tensor | None] = []
-        for weight, key in zip(weights, keys, strict=True):
-            found = copies.get(key)
-            taken.append(found.copy if found is not None and found.counted_fresh(weight) else None)
-        stale = [place for place, copy in enumerate(taken) if copy is None]
-        if stale:
-            if len(copies) >= block.searched_from:
-                with self._lock:
-                    _drop_dead(copies)
-                block.searched_from = max(1, 2 * len(copies))
-            made = self._make_kept([weights[place] for place in stale], [keys[place] for place in stale], copies)
-            for place, copy in zip(stale, made, strict=True):
-                taken[place] = copy
-        return taken  # type: ignore[return-value]
+            return [low_copy(*each) for each in asked]
+        return [self._kept(block, *each, streams.get(each[0].get_device(), 0)) for each in asked]
 
-    def _make_kept(self, weights: Sequence[Tensor], keys: Sequence[Key], keep: Copies) -> list[Tensor]:
-        """Return a new copy for each weight and key. Copies of plain weights are stored in `keep`."""
-        states = [_state(weight) if is_plain(weight) else None for weight in weights]
-        with torch.inference_mode(False):  # not inference tensors, because a later call outside of inference mode may read the kept copies
-            made = make_copies(weights, [key[1] for key in keys], [key[2] for key in keys], linked=None not in states)
-        with self._lock:
-            for weight, key, state, copy in zip(weights, keys, states, made, strict=True):
-                if state is not None:
-                    keep[key] = _Copy(weight, copy, *state)
-        return made
+    def _kept(self, block: Block, weight: Tensor, dtype: torch.dtype, layout: Layout, stream: int) -> Tensor:
+        """Return the copy that `block` keeps if it is up to date, otherwise a new copy. The block keeps new copies of plain weights."""
+        key, copies = (id(weight), dtype, layout, stream), block.copies  # read once: a thread that drops all copies gives a new dict
+        found = copies.get(key)
+        if found is not None and found.counted_fresh(weight):
+            return found.copy
+        if len(copies) >= block.searched_from:
+            with self._lock:
+                _drop_dead(copies)
+            block.searched_from = max(1, 2 * len(copies))
+        state = _state(weight) if is_plain(weight) else None
+        with torch.inference_mode(False):  # no inference tensor, because a later call outside of inference mode may read the kept copy
+            copy = low_copy(weight, dtype, layout, linked=state is not None)
+        if state is not None:
+            with self._lock:
+                copies[key] = _Copy(weight, copy, *state)
+        return copy
 
     # -- blocks --------------------------------------------------------------------------
     def block(self) -> Block | None:
@@ -207,11 +203,19 @@ class WeightCache:
             self._end(block)
         return stale
 
-    def _end(self, block: Block, which: Callable[[Tensor], bool] = lambda weight: True) -> None:
-        """Drop the copies in `block` of the weights for which `which` is true."""
+    def _end(self, block: Block, stepped: Set[int] | None = None) -> None:
+        """Drop the copies in `block`: all, or those of weights that an optimizer has stepped, whose ids are `stepped`.
+
+        The block of `cache_weights="step"` then drops the copies of all weights that require gradients. The optimizer may have stepped
+        other tensors instead (such as master weights), and the training loop copies these to the weights afterwards.
+        """
+
+        def stays(weight: Tensor) -> bool:
+            return stepped is not None and id(weight) not in stepped and not (block.lasting and weight.requires_grad)
+
         with self._lock:
             _drop_dead(block.copies)
-            block.copies, block.asked = {key: found for key, found in block.copies.items() if not which(found.weight)}, None
+            block.copies, block.asked = {key: found for key, found in block.copies.items() if stays(found.weight)}, None
 
     # -- dropping copies -----------------------------------------------------------------
     def clear(self) -> None:
@@ -230,22 +234,10 @@ class WeightCache:
         return self._until_step is not None or bool(self._open)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Drop the kept copies of the weights that `optimizer` has stepped.
-
-        The block of `cache_weights="step"` drops the copies of all weights that require gradients. The optimizer may have stepped other
-        tensors instead (such as master weights), and the training loop copies these to the weights afterwards.
-        """
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-        def ends(weight: Tensor) -> bool:
-            return id(weight) in stepped
-
-        def ends_too(weight: Tensor) -> bool:
-            return id(weight) in stepped or weight.requires_grad
-
+        """Drop the kept copies of the weights that `optimizer` has stepped."""
         with self._lock:
             for block in self._blocks():
-                self._end(block, which=ends_too if block.lasting else ends)
+                self._end(block, {id(p) for group in optimizer.param_groups for p in group["params"]})
 
     # -- writes that PyTorch does not count --------------------------------------------------
     def look(self, names: Names) -> None:
@@ -279,18 +271,10 @@ class WeightCache:
         everything = list(block.copies.items())
         block.turn += LOOKED_AT
         chosen = [everything[(block.turn + at) % len(everything)] for at in range(min(LOOKED_AT, len(everything)))]
-        asked: list[tuple[Tensor, Tensor]] = []
-        stale = []
-        for (_, _, layout, _), found in chosen:
-            weight = found.weight
-            if not found.counted_fresh(weight):
-                continue  # nothing to compare: PyTorch counted a write, so the next call that reads the weight makes a new copy
-            if weight.is_cpu and not same(*sample(weight, found.copy, layout, block.turn)):
-                stale.append(weight)
-            elif weight.is_cuda and not recording(weight.device):
-                asked.append((weight, differs(*sample(weight, found.copy, layout, block.turn))))
+        stale, asked = _compared(chosen, block.turn)
+        asked = [each for each in asked if each[0].is_cuda]
         if asked:
-            block.asked = _Answer([weight for weight, _ in asked], [flag for _, flag in asked])
+            block.asked = _Answer(asked)
         return stale
 
     def __len__(self) -> int:
@@ -300,9 +284,8 @@ class WeightCache:
 class _Answer:
     """The result of comparing weights with their copies on an accelerator, copied to the host without waiting."""
 
-    def __init__(self, weights: list[Tensor], flags: list[Tensor]) -> None:
-        self.weights = weights
-        found = torch.stack([flag.to(flags[0].device) for flag in flags])
+    def __init__(self, asked: Sequence[Flag]) -> None:
+        self.weights, found = [weight for weight, _ in asked], _stacked(asked)
         self.flags = torch.empty(found.shape, dtype=found.dtype, pin_memory=True, device="cpu").copy_(found, non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record(torch.cuda.current_stream(found.device))
@@ -315,17 +298,14 @@ class _Answer:
 
 
 # -- copies ------------------------------------------------------------------------------
-def make_copies(
-    weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], linked: bool = False
-) -> list[Tensor]:
-    """Return a new copy of each weight, with its dtype and padding. Autograd records the copy only if `linked`.
+def low_copy(weight: Tensor, dtype: torch.dtype, layout: Layout, linked: bool = False) -> Tensor:
+    """Return a new copy of a weight in `dtype`, padded to `layout`. Autograd records the copy only if `linked`.
 
-    A copy has the `requires_grad` of its weight, because products choose by this flag between one mm and an expanded bmm (should_fold in
+    The copy has the `requires_grad` of its weight, because products choose by this flag between one mm and an expanded bmm (should_fold in
     ATen/native/LinearAlgebra.cpp).
     """
     with GradMode(on=linked):
-        copies = [pad_cast(*each) for each in zip(weights, dtypes, layouts, strict=True)]
-    return list(map(marked, copies, weights))
+        return marked(pad_cast(weight, dtype, layout), weight)
 
 
 def marked(copy: Tensor, weight: Tensor) -> Tensor:
@@ -343,20 +323,17 @@ def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: La
     if in_forward_mode() or not is_plain(weight):
         return pad_cast(weight, dtype, layout, inverse)
     with unselected():
-        (kept,) = cache.take([weight], [dtype], [layout])
+        (kept,) = cache.take([(weight, dtype, layout)])
         linked = kept.grad_fn is not None or not weight.requires_grad
         return kept if linked and inverse is None and torch.is_grad_enabled() else pad_cast(weight, dtype, layout, inverse, kept)
 
 
 def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
-    """Return the id of the current stream of each accelerator that holds one of `weights`, by device index; {} if none does.
-
-    If the result is not empty, it maps -1, the index of CPU tensors, to 0.
-    """
+    """Return the id of the current stream of each accelerator that holds one of `weights`, by device index; {} if none does."""
     if torch.accelerator.current_accelerator() is None:
         return {}
     places = {weight.get_device() for weight in weights} - {-1}
-    return {place: torch.accelerator.current_stream(place).stream_id for place in places} | ({-1: 0} if places else {})
+    return {place: torch.accelerator.current_stream(place).stream_id for place in places}
 
 
 def _drop_dead(copies: Copies) -> None:
@@ -376,26 +353,72 @@ def _state(weight: Tensor) -> tuple[int, int] | None:
     return None if weight.is_inference() else (weight._version, weight.data_ptr())
 
 
-# -- stale copies ----------------------------------------------------------------------
+# -- comparisons ----------------------------------------------------------------------
 def _stale(copies: Copies, whole: bool) -> list[Tensor]:
     """Return the weights that differ from their copies although PyTorch counted no write.
 
     With `whole`, every element is compared, otherwise a sample of each copy.
     """
-    stale, asked, flags = [], [], []
     with torch.no_grad():
-        for (_, dtype, layout, _), found in copies.items():
-            weight = found.weight
-            if not found.counted_fresh(weight):
-                continue
-            ends = (pad_cast(weight, dtype, layout), found.copy) if whole else sample(weight, found.copy, layout, 0)
-            if not weight.is_cpu:
-                asked.append(weight)
-                flags.append(differs(*ends))
-            elif not same(*ends):
-                stale.append(weight)
-        found_out = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-    return stale + [weight for weight, differs in zip(asked, found_out, strict=True) if differs]
+        stale, asked = _compared(copies.items(), None if whole else 0)
+        differ = _stacked(asked).tolist() if asked else []
+    return stale + [weight for (weight, _), differs in zip(asked, differ, strict=True) if differs]
+
+
+def _compared(kept: Iterable[tuple[Key, _Copy]], turn: int | None) -> tuple[list[Tensor], list[Flag]]:
+    """Compare weights with their copies where PyTorch counted no write: one slice, selected by `turn`, or with None every element.
+
+    Returns the weights on a CPU that differ, and a `Flag` for each weight on an accelerator that records no CUDA graph.
+    """
+    stale: list[Tensor] = []
+    asked: list[Flag] = []
+    for (_, dtype, layout, _), found in kept:
+        weight = found.weight
+        if not found.counted_fresh(weight):
+            continue  # nothing to compare: the next call that reads the weight makes a new copy
+        ends = (pad_cast(weight, dtype, layout), found.copy) if turn is None else sample(weight, found.copy, layout, turn)
+        if not weight.is_cpu and not recording(weight.device):
+            asked.append((weight, differs(*ends)))
+        elif weight.is_cpu and not same(*ends):
+            stale.append(weight)
+    return stale, asked
+
+
+def _stacked(asked: Sequence[Flag]) -> Tensor:
+    """Return the flags in one tensor, on the device of the first."""
+    return torch.stack([flag.to(asked[0][1].device) for _, flag in asked])
+
+
+def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
+    """Return (slice of `weight`, cast to the dtype of `copy`; the same slice of `copy`).
+
+    `layout` is the padding of `copy`, which is left out. `turn`, an int from 0 on, selects the slice.
+    """
+    if layout:
+        copy = slice_dims(copy, layout)
+    length = SAMPLE if weight.dim() == 1 else 1
+    if weight.dim() and weight.numel() and weight.shape[0] > length:
+        start = turn % (weight.shape[0] - length + 1)
+        weight, copy = weight[start : start + length], copy[start : start + length]
+    return weight.to(copy.dtype), copy
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Return a 0-dim boolean tensor: True if `a` and `b` differ by more than the smallest normal fp32 number. NaN equals NaN.
+
+    Smaller differences do not count, because some processors flush such numbers to zero.
+    """
+    near = (a.float() - b.float()).abs() <= torch.finfo(torch.float32).tiny
+    return ~((a == b) | near | (a.isnan() & b.isnan())).all()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """True if `differs` finds no difference between `a` and `b`. The host waits for the device of the tensors."""
+    if a.numel() > WORDS_FROM and a.is_contiguous() and b.is_contiguous():
+        whole_words = not any(int(count) % 4 for count in (a.numel(), a.storage_offset(), b.storage_offset()))
+        if whole_words and torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)):
+            return True
+    return torch.equal(a, b) or not bool(differs(a, b))
 
 
 def _changed(stale: Sequence[Tensor], names: Names, cause: str) -> str:

@@ -30,7 +30,7 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
     found = dict[ir.Value, Count]()
     for value in model.graph.inputs:
         found[value] = _entering(value, low)
-    for node in _nodes(model.graph):
+    for node in model.graph.all_nodes():
         given = [_read(value, found, low) for value in node.inputs if value is not None]
         numbers = [number for value in node.inputs if value is not None for number in _number(value)]
         op = "one_hot" if node.op_type == "OneHot" else op_of(node)
@@ -43,14 +43,6 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
         return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
 
     return keep_counts(reading.graph, counts, summed)
-
-
-def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yield the nodes of a graph, each followed by the nodes of its bodies (subgraphs)."""
-    for node in graph:
-        yield node
-        for body in bodies(node):
-            yield from _nodes(body)
 
 
 def _entering(value: ir.Value, low: Format) -> Count:

@@ -18,7 +18,7 @@ import onnx_ir.passes.common as ir_passes
 from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands
 from amprewrite.graphs.onnx.guesses import declared, mark_guesses
 from amprewrite.graphs.onnx.infer import infer_types
-from amprewrite.graphs.onnx.ops import OLDEST, describe, format_of
+from amprewrite.graphs.onnx.ops import OLDEST, bodies, describe, format_of
 from amprewrite.graphs.onnx.read.densify import densify
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
@@ -246,8 +246,7 @@ def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
         makers = (value.producer() for value in node.inputs if value is not None)
         if any(maker is not None and maker not in made for maker in makers):
             return False
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref() and not _is_sorted(attribute.as_graph(), made):
-                return False
+        if not all(_is_sorted(body, made) for body in bodies(node)):
+            return False
         made.add(node)
     return True

@@ -17,7 +17,17 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
-from amprewrite.graphs.onnx.ops import OLDEST, changed_ops, constant_tensor, format_of, op_of, opset_taking
+from amprewrite.graphs.onnx.ops import (
+    OLDEST,
+    add_constant,
+    bodies,
+    changed_ops,
+    constant_tensor,
+    drop_unread_constants,
+    format_of,
+    op_of,
+    opset_taking,
+)  # fmt: skip
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large, refusal
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
@@ -80,18 +90,9 @@ def _fold_unsqueezes(model: ir.Model) -> None:
             held = tensor.numpy()
             for axis in sorted(node.attributes["axes"].as_ints()):
                 held = np.expand_dims(held, axis)
-            result.replace_all_uses_with(_initializer(graph, f"{result.name}_held", held))
+            result.replace_all_uses_with(add_constant(graph, f"{result.name}_held", held))
             graph.remove(node, safe=True)
-        for name in [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]:
-            del graph.initializers[name]
-
-
-def _initializer(graph: ir.Graph, name: str, held: np.ndarray) -> ir.Value:
-    """Add an initialiser with the numbers `held` to a graph, and return its value."""
-    tensor = ir.tensor(held, name=name)
-    made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(held.shape), const_value=tensor)
-    graph.register_initializer(made)
-    return made
+        drop_unread_constants(graph)
 
 
 def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
@@ -119,7 +120,7 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
     """Let the PRelu `node` read its slope with dims of size one inserted at `axes`, after the dim of the channels."""
     tensor, name = constant_tensor(slope), f"{slope.name}_of_{node.outputs[0].name}"
     if tensor is not None:
-        shaped = _initializer(graph, name, tensor.numpy().reshape(-1, *(1 for _ in axes)))
+        shaped = add_constant(graph, name, tensor.numpy().reshape(-1, *(1 for _ in axes)))
     else:
         made = ir.node("Unsqueeze", [slope], {"axes": axes})
         graph.insert_before(node, [made])
@@ -170,7 +171,7 @@ def _raise_ir_version(model: ir.Model, opset: int) -> None:
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
     """True if a node has fp32 values and the lists let it run low."""
     if node.op_type in FLOW:  # If, Loop and Scan have no kind: fp32 values of their bodies may become low
-        bodies = (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
-        return any(format_of(value) == "fp32" for value in (*node.outputs, *(v for body in bodies for v in (*body.inputs, *body.outputs))))
+        crossing = (value for body in bodies(node) for value in (*body.inputs, *body.outputs))
+        return any(format_of(value) == "fp32" for value in (*node.outputs, *crossing))
     kind = lists.kind(op_of(node))
     return kind not in (None, OpKind.DENY) and any(format_of(value) == "fp32" for value in node.outputs)

@@ -451,15 +451,17 @@ def _shape(value: ir.Value) -> tuple[int | str, ...]:
 
 def provenance(node: ir.Node) -> tuple[str, str]:
     """Return (module path, "file:line" in the source) that torch's exporter recorded on the node, each "" if unknown."""
-    module = ""
-    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
-    if scopes:
-        try:
-            module = ast.literal_eval(scopes)[-2]
-        except (ValueError, SyntaxError, IndexError):
-            module = ""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.metadata_props.get("pkg.torch.onnx.stack_trace", ""))
-    return str(module), f"{PurePath(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
+    return scopes(node)[0], f"{PurePath(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
+
+
+def scopes(node: ir.Node) -> tuple[str, str]:
+    """Return (module path, FX name) that torch's exporter recorded on the node, each "" if unknown."""
+    try:
+        names = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", ""))
+        return str(names[-2]), str(names[-1])
+    except (ValueError, SyntaxError, IndexError):
+        return "", ""
 
 
 def flops(node: ir.Node) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import describe_copy
-from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, constant_tensor, describe
+from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, add_constant, constant_tensor, describe, drop_unread_constants, insert_behind
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.read.weights import rounded
 from amprewrite.ir.plans.plan import Cast, RegionPlan
@@ -125,7 +125,8 @@ def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _Fres
     nodes: list[ir.Node] = []
     source = value
     if cast.saturate:
-        bounds = [_bound(graph, names, bound, value) for bound in (-to.max, to.max)]
+        name = f"{value.name}_bound"
+        bounds = [add_constant(graph, names.new(name), np.asarray(bound, np.float32)) for bound in (-to.max, to.max)]
         clip = ir.node("Clip", [value, *bounds], name=names.new(f"clip_{value.name}"))
         source = clip.outputs[0]
         source.name = names.new(f"{value.name}_clipped")
@@ -144,25 +145,8 @@ def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _Fres
     else:
         copy.name = names.new(f"{value.name}_{to.name}")
     nodes.append(node)
-    maker = value.producer()
-    if maker is not None:
-        graph.insert_after(maker, nodes)
-    else:
-        first = next(iter(graph), None)
-        if first is None:
-            graph.extend(nodes)
-        else:
-            graph.insert_before(first, nodes)
+    insert_behind(graph, value.producer(), nodes)
     return node
-
-
-def _bound(graph: ir.Graph, names: _FreshNames, bound: float, like: ir.Value) -> ir.Value:
-    """Add a constant with the number `bound` to a graph, as an operand of Clip, and return its value."""
-    name = names.new(f"{like.name}_bound")
-    tensor = ir.tensor(np.asarray(bound, np.float32), name=name)
-    held = ir.Value(name=name, type=like.type, shape=ir.Shape(()), const_value=tensor)
-    graph.register_initializer(held)
-    return held
 
 
 def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
@@ -195,9 +179,7 @@ def _tidy(model: ir.Model) -> None:
         for node in list(graph):
             if node.op_type == "Constant" and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
                 graph.remove(node, safe=True)
-        for name, value in list(graph.initializers.items()):
-            if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
-                del graph.initializers[name]
+        drop_unread_constants(graph)
 
 
 def _target(node: ir.Node) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import describe_copy
-from amprewrite.graphs.onnx.ops import constant_tensor
+from amprewrite.graphs.onnx.ops import add_constant, constant_tensor, drop_unread_constants, insert_behind
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.errors import PolicyError
@@ -53,9 +53,7 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
         made = _stored(model, value, low) if copy.role == W else _quantised(model, value, largest[copy.value], low)
         for node in nodes:
             node.replace_input_with(place, made)
-    for name, held in list(model.graph.initializers.items()):
-        if not held.uses() and not held.is_graph_output() and not held.is_graph_input():
-            del model.graph.initializers[name]
+    drop_unread_constants(model.graph)
 
 
 def scale_for(amax: float, low: Format) -> np.ndarray:
@@ -91,7 +89,7 @@ def _quantised(model: ir.Model, value: ir.Value, amax: float, low: Format) -> ir
     made = node.outputs[0]
     made.name = f"{value.name}_{E4M3.name}"
     describe_copy(made, value, ir.TensorType(STORED))
-    _place(model, node, value.producer())
+    insert_behind(model.graph, value.producer(), [node])
     return _read_back(model, made, value, scale, low)
 
 
@@ -100,17 +98,8 @@ def _read_back(model: ir.Model, made: ir.Value, like: ir.Value, scale: ir.Value,
     node = ir.node("DequantizeLinear", [made, scale, _zero(model)], name=f"dequantise_{like.name}")
     node.outputs[0].name = f"{made.name}_read"
     describe_copy(node.outputs[0], like, ir.TensorType(ir.DataType[low.onnx]))
-    _place(model, node, made.producer())
+    insert_behind(model.graph, made.producer(), [node])
     return node.outputs[0]
-
-
-def _place(model: ir.Model, node: ir.Node, after: ir.Node | None) -> None:
-    """Insert a node after `after`, the maker of its input; at the beginning if the input is a constant or an input of the model."""
-    if after is None:
-        model.graph.insert_before(next(iter(model.graph)), node)
-    else:
-        assert isinstance(after.graph, ir.Graph)
-        after.graph.insert_after(after, node)
 
 
 def _zero(model: ir.Model) -> ir.Value:
@@ -123,8 +112,5 @@ def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
     """Add an initialiser with these numbers to the model, under `name` or a longer name that is free, and return its value."""
     while name in model.graph.initializers:  # the name is taken if a weight is stored twice, once transposed
         name += "_"
-    tensor = ir.tensor(numbers, name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)
-    model.graph.register_initializer(value)
-    return value
+    return add_constant(model.graph, name, numbers)
 

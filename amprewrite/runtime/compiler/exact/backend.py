@@ -20,13 +20,11 @@ from typing import Any, cast
 
 import torch
 import torch.fx
-from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from amprewrite.runtime.compiler.exact.fusible import is_fusible
 from amprewrite.runtime.compiler.exact.spelling import decompositions, spell
-from amprewrite.tables.errors import PolicyError
 
 SETTINGS: dict[str, Any] = {
     "fallback_by_default": True,
@@ -49,16 +47,6 @@ def compile_exactly(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call
     """Compile a graph with inductor, and return a function that gives the same numbers as eager code. `inputs` are example inputs."""
     patches = {**SETTINGS, "post_grad_custom_post_pass": ChooseFused()}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=patches, decompositions=decompositions()))
-
-
-def check_inductor() -> None:
-    """Raise PolicyError if this torch's inductor lacks a setting that exact rounding needs."""
-    missing = sorted(name for name in SETTINGS if name not in config._config)  # type: ignore[attr-defined]
-    if missing:
-        raise PolicyError(
-            f"backend='inductor-exact' needs inductor's settings {', '.join(missing)}, which torch {torch.__version__} does not have; take "
-            "a later torch, or backend='inductor'"
-        )
 
 
 class ChooseFused(CustomGraphPass):

@@ -1,12 +1,20 @@
-"""The stack of a running optimizer step: who calls the step shows whether a GradScaler, a wrapper or a subclass makes it."""
+"""The stack of a running optimizer step: who calls the step shows whether a GradScaler, a wrapper or a subclass makes it.
+
+Wrappers of optimizers are told whether a step was skipped, so that they do not advance the learning-rate schedule after it. accelerate's
+AcceleratedOptimizer stores whether a GradScaler skipped the step in `_is_overflow`, and its schedulers and transformers' Trainer read this
+attribute. Only this attribute is set.
+"""
 
 from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+_ANSWER = "_is_overflow"
+_MOST_WRAPPERS = 5
 _MOST = 12
 """Number of frames that are searched for the step, and then for its callers."""
 
@@ -32,3 +40,22 @@ def is_inner_step(frames: list[FrameType], optimizer: Optimizer) -> bool:
     """True if another `step` of the same optimizer, such as a subclass's, called the step of `frames`: its hooks have run already."""
     step, *callers = frames
     return optimizer in [frame.f_locals.get("self") for frame in callers if frame.f_code is step.f_code]
+
+
+def wrappers_among(frames: list[FrameType], optimizer: Optimizer) -> list[Any]:
+    """Return the wrappers of `optimizer` whose `step` is running in one of `frames`, the innermost first."""
+    callers = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "step"]
+    return [each for each in callers if each is not optimizer and hasattr(each, _ANSWER) and _wraps(each, optimizer)]
+
+
+def _wraps(found: Any, optimizer: Optimizer) -> bool:
+    for _ in range(_MOST_WRAPPERS):
+        found = getattr(found, "optimizer", None)
+        if found is optimizer:
+            return True
+    return False
+
+
+def tell(wrapper: Any, skipped: bool) -> None:
+    """Set the attribute by which `wrapper` knows whether the latest step was skipped."""
+    setattr(wrapper, _ANSWER, skipped)

@@ -1,21 +1,20 @@
 """Optimizer steps with a closure: decides when the closure runs, checks its gradients, and skips the step if they overflow.
 
-There are three kinds of optimizers:
+There are two kinds of optimizers:
 
 1. `step` calls the closure before it does anything else. Then the closure runs before the step begins, its gradients are checked, and the
    step gets the result of the closure. A step that overflows is skipped like a step without a closure.
-2. LBFGS calls the closure several times. If gradients of a later call overflow, weights and state are restored after the step.
-3. `step` may read gradients or change weights before it calls the closure (SAM, MeZO, extragradient). So the closure runs when the step
-   calls it. If gradients overflow, all are set to zero, so that no later forward of this step runs on NaN weights and keeps NaN
-   statistics. After the step weights, state and settings are restored. This takes a copy of the weights and of the state at each step.
+2. `step` may read gradients or change weights before it calls the closure (SAM, MeZO, extragradient), or call it several times (LBFGS). So
+   the closure runs when the step calls it. If gradients overflow, all are set to zero, so that no later forward of this step runs on NaN
+   weights and keeps NaN statistics; zeros also end a line search. After the step weights, state and settings are restored. This takes a
+   copy of the weights and of the state at each step.
 
-The kind is found in the source code of `step`. An optimizer without source code is of the third kind.
+The kind is found in the source code of `step`. An optimizer without source code is of the second kind.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import inspect
 import textwrap
@@ -36,58 +35,20 @@ _HARMLESS = frozenset({"_cuda_graph_capture_health_check", "_accelerator_graph_c
 
 
 class Evaluated:
-    """A closure that has run once before the step. Its first call in the step returns the loss of that run.
-
-    Later calls run the closure again. If their gradients overflow, all gradients become None, and all calls return the first loss, which
-    ends a line search. After the step `rewind` restores the weights and the state, so that the step has no effect.
-    """
+    """A closure that has run once before the step. Its only call in the step returns the loss of that run."""
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], look: Look) -> None:
         with torch.enable_grad():
             self.loss = closure()
-        self.optimizer, self.closure, self.look = optimizer, closure, look
         self.found = look(optimizer)
-        self.overflow = self.found is not None and self.found.item() > 0
-        self.start: list[tuple[Tensor, Tensor, dict[str, Any] | None]] | None = None
-        self._calls = 0
-        if isinstance(optimizer, torch.optim.LBFGS):
-            self.start = [
-                (p, p.detach().clone(), copy.deepcopy(optimizer.state[p]) if p in optimizer.state else None)
-                for p in params_of(optimizer)
-            ]
-            if self.overflow:
-                self._drop_gradients()
-
-    @property
-    def idles(self) -> bool:
-        """True if the step must be skipped as a whole: the first gradients overflowed, and the optimizer is not LBFGS."""
-        return self.overflow and self.start is None
+        self.overflow = self.idles = self.found is not None and self.found.item() > 0
+        """True if the gradients overflowed, so that the step must be skipped as a whole (`idles`)."""
 
     def __call__(self) -> Any:
-        self._calls += 1
-        if self._calls == 1 or self.overflow:
-            return self.loss
-        with torch.enable_grad():
-            loss = self.closure()
-        found = self.look(self.optimizer)
-        if found is None or found.item() == 0:
-            return loss
-        self.found, self.overflow = found, True
-        self._drop_gradients()
         return self.loss
 
-    def _drop_gradients(self) -> None:
-        for p in params_of(self.optimizer):
-            p.grad = None
-
-    @torch.no_grad()
     def rewind(self) -> None:
-        """Restore the weights and the state that LBFGS had before the step. For other optimizers do nothing."""
-        for p, value, state in self.start or ():
-            p.copy_(value)
-            self.optimizer.state.pop(p, None)
-            if state is not None:
-                self.optimizer.state[p] = state
+        """Do nothing: a step whose gradients overflowed was skipped as a whole."""
 
 
 class Checked:
@@ -171,8 +132,8 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
 
 # -- the kind of an optimizer, by the source of its step --------------------------------------------
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
-    """Return the closure that the step gets in place of `closure`: `Evaluated` for kinds 1 and 2 of this file, `Checked` for kind 3."""
-    first = isinstance(optimizer, torch.optim.LBFGS) or calls_closure_first(inspect.unwrap(type(optimizer).step))
+    """Return the closure that the step gets in place of `closure`: `Evaluated` for kind 1 of this file, `Checked` for kind 2."""
+    first = calls_closure_first(inspect.unwrap(type(optimizer).step))
     return (Evaluated if first else Checked)(optimizer, closure, look)
 
 

@@ -12,7 +12,7 @@ Before each step:
    including `self`, so the code of the class runs once, with no parameters and a temporary state. Parameters, state, step counts and
    gradients of the real optimizer stay the same, and its learning-rate scheduler sees that `step` was called.
 5. If the step has a closure, check the gradients that the closure computes (closures.py).
-6. Tell wrappers that control a schedule whether the step was skipped (wrappers.py). They need to know at once, so in this case the flag of
+6. Tell wrappers that control a schedule whether the step was skipped (callers.py). They need to know at once, so in this case the flag of
    a fused optimizer is read as well.
 
 The optimizer's state_dict includes the loss scales (carried_scale.py).
@@ -33,11 +33,10 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.graphs.fx.weights.step_listeners import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
-from amprewrite.runtime.training.optimizers.callers import frames_of_step, is_inner_step
+from amprewrite.runtime.training.optimizers.callers import frames_of_step, is_inner_step, tell, wrappers_among
 from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
 from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure
 from amprewrite.runtime.training.optimizers.grad_scalers import refuse_grad_scaler
-from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_among
 from amprewrite.runtime.training.step_record import StepRecord
 
 _SAVES = "_optimizer_state_dict_post_hooks"
