@@ -185,7 +185,7 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 
 
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
-    """Yield the paths of modules that the model's class keeps in fp32.
+    """Yield the paths of modules that the model's class keeps in fp32, without the modules inside them.
 
     Modules in `_keep_in_fp32_modules_strict` always count; modules in `_keep_in_fp32_modules` count only in a `narrow` format (fp16).
     """
@@ -194,7 +194,7 @@ def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
         names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     if not names:
         return
-    pattern = re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(names)))
+    pattern = re.compile("|".join(rf"(?:^|\.){re.escape(name)}$" for name in sorted(names)))
     yield from (path for path, _ in model.named_modules() if path and pattern.search(path))
 
 

@@ -36,7 +36,7 @@ from amprewrite.runtime.weights.weight_reads import RoundedRead
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError, one_line
 from amprewrite.tables.recipes import BASE, WIDE
-from amprewrite.tables.vocabulary import Edit
+from amprewrite.tables.vocabulary import Colour, Edit
 from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dispatch import count_dispatch_modes
 
@@ -241,7 +241,7 @@ class Session(GraphRewriter):
         if not ran:
             return
         if entry.path == "" and tuple(dict.fromkeys(ran)) not in self.calls:
-            self._check_node_overrides()
+            self._check_overrides()
             self._check_products()
             self._check_wide()
         with self.lock:
@@ -284,8 +284,19 @@ class Session(GraphRewriter):
                     "module or node of a linear layer; print(amp.plan) lists them"
                 )
 
+    def _check_overrides(self) -> None:
+        """Raise PolicyError if an override names a node that no captured graph has. Warn if it names a module of which they have no op."""
+        self._check_node_overrides()
+        plans = [part for region in self.regions for part in region.plan.flat("")]
+        modules = {node.module for plan in plans for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN}
+        for asked in (each for each in self.options.overrides if each.scope == "module"):
+            if not any(map(asked.matches_module, modules)):
+                self.warn_once(
+                    f"overrides[{shown(asked.key)}] decides nothing so far: the graphs have no op with fp32 values of that module. It did not "
+                    "run, runs as written (plan.skipped), or only holds weights that other modules read; print(amp.plan) lists all ops"
+                )
+
     def _check_node_overrides(self) -> None:
-        """Raise PolicyError if an override names a node that no captured graph has."""
         if any(override.scope == "node" for override in self.options.overrides):
             self.policy.check_nodes(node.name for region in self.regions for node in region.plan.nodes)
 

@@ -198,10 +198,10 @@ class CompiledSession(Session):
         """Return False: only failing guards make Dynamo capture these graphs anew."""
         return False
 
-    def _check_node_overrides(self) -> None:
-        """Warn if an override names a node that no graph has so far. A later graph may still have the node, so no error is raised."""
+    def _check_overrides(self) -> None:
+        """Warn if an override names a node that no graph has so far. A later graph may have the node, or a module that no graph has yet."""
         try:
-            super()._check_node_overrides()
+            self._check_node_overrides()
         except PolicyError as error:
             self.warn_once(str(error))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +14,7 @@ from runtime_help import MLP, data, low, matmul_dtypes, mlp, ran_low
 from torch import nn
 
 import amprewrite
-from amprewrite import CaptureError, PlanError, PolicyError
+from amprewrite import AmpRewriteWarning, CaptureError, PlanError, PolicyError
 from amprewrite.api.module import Rewritten
 from amprewrite.runtime.captured import graph_rewriter
 from amprewrite.runtime.model.rewritten import RewrittenBase
@@ -353,6 +354,33 @@ def test_bad_node_override_fails_at_every_call():
     for _ in range(2):
         with pytest.raises(PolicyError, match="node:linear_1"):
             amp(data())
+
+
+class Beside(nn.Module):
+    """A model with modules that an override by module cannot reach: of one the parent reads the weight, and one runs in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.held, self.aux = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = nn.functional.linear(self.first(x), self.held.weight)
+        return self.aux(x) if self.training else x
+
+
+def test_a_module_override_without_an_op_is_said_once():
+    amp = low(Beside().eval(), overrides={"module:first": "fp32", "module:held": "fp32", "module:aux": "fp32"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            amp(data(2, 8))
+    said = [str(each.message) for each in caught if "decides nothing so far" in str(each.message)]
+    assert [text.partition("]")[0] for text in said] == ["overrides['module:held'", "overrides['module:aux'"]
+    amp = low(Beside(), overrides={"module:aux": "fp32"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpRewriteWarning)
+        amp(data(2, 8))
+    assert [node.colour.value for node in amp.plan.nodes if node.module == "aux" and node.op == "linear"] == ["high"]
 
 
 def test_contradicting_overrides_name_both():
