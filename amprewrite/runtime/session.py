@@ -292,8 +292,8 @@ class Session(GraphRewriter):
         for asked in (each for each in self.options.overrides if each.scope == "module"):
             if not any(map(asked.matches_module, modules)):
                 self.warn_once(
-                    f"overrides[{shown(asked.key)}] decides nothing so far: the graphs have no op with fp32 values of that module. It did not "
-                    "run, runs as written (plan.skipped), or only holds weights that other modules read; print(amp.plan) lists all ops"
+                    f"overrides[{shown(asked.key)}] decides nothing so far: the graphs have no op with fp32 values of that module. It did "
+                    "not run, runs as written (plan.skipped), or only holds weights that other modules read; print(amp.plan) lists all ops"
                 )
 
     def _check_node_overrides(self) -> None:
