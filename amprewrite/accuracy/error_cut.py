@@ -3,8 +3,7 @@
 Put the low ops on the source side of a flow network. Then a plan's time and its squared error are both values of cuts (Kolmogorov and
 Zabih 2004). So a minimum cut finds, for every price λ, the plan with the least time + λ·error², where errors add up as in `sensitivity`:
 
-1. An op's low time is the capacity of its arc to the sink. Its high time is the capacity of its arc from the source. A copy of a value
-   in the other format is paid once for all readers. The ops of a precision group share a vertex.
+1. Times of ops and copies are arcs as in `amprewrite.planner.assignment`.
 2. An edge (value, reader) with error w is rounded if the value (v = 1) or the reader (r = 1) is low: w·max(v, r) = w·v + w·r·(1 − v),
    which is an arc from the value to the sink and an arc from the reader to the value. A clear op only passes values on: if it is low,
    the rounding is counted at the readers of its result instead.
@@ -27,19 +26,18 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from amprewrite.accuracy.strict.edges import Edges
 from amprewrite.accuracy.strict.metric import Metric
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.ir.cost import elements_read
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
-from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
+from amprewrite.ir.op_graph import Demand, Operand, OpNode
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
-from amprewrite.planner.min_cut import SINK, SOURCE, Network, min_cut
-from amprewrite.tables.formats import FP32
+from amprewrite.planner.assignment import ColourNetwork, PricedNetwork
+from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, min_cut
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 STEP = 2**0.5
@@ -72,11 +70,21 @@ class GraphErrors:
         self.open = {node.name for node in self.graph if movable(node) and node.name not in fixed and node.precision_group not in tied}
         self.low = {name for name, paint in paints.items() if name not in self.open and paint.colour is Colour.LOW}
         self.heavy = {node.name for node in self.graph if node.name in self.open and node.kind is OpKind.ALLOW}
-        self.typical = sum(self._copy(node) for node in self.graph if movable(node))
-        times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
-        self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
-        """A cost above the time of any plan. No edge costs more than this, because a cut avoids any error at this price already."""
         self.flops = {name: self.graph[name].flops + 1 for name in self.heavy}
+        self.typical = sum(self.model.cast(node) + self.model.gradient_cast(node) for node in self.graph if movable(node))
+        self.networks = {heavies: self._network(heavies) for heavies in (False, True)}
+
+    def _network(self, heavies: bool) -> ColourNetwork:
+        """Return the network in which a cut costs the time of its plan; with `heavies`, the FLOPs of the open ops that run in fp32."""
+        low = self.low if heavies else self.low | self.heavy
+        colours = {node.name: Colour.LOW if node.name in low else Colour.HIGH for node in self.graph}
+        free = [node for node in self.graph if node.name in self.open and (node.name in self.heavy) is heavies]
+        if not heavies:
+            return PricedNetwork(self.graph, colours, free, self.model)
+        found = ColourNetwork(colours, free)
+        for name, flops in self.flops.items():
+            found.network.arc(SOURCE, found.end(name), flops)
+        return found
 
     def kept(self, price: float, heavies: bool) -> set[str]:
         """Return the ops that run in fp32 in the cheapest plan, if a unit of squared error costs `price`.
@@ -85,72 +93,25 @@ class GraphErrors:
         allowlist, and all other open ops run in fp32. Without `heavies`, open ops on the allowlist run low, and the plan chooses for the
         others.
         """
-        network = Network()
-        by_tie: dict[str, int] = {}
-        vertices: dict[str, int] = {}
-        for name in self.open:
-            node = self.graph[name]
-            if (name in self.heavy) != heavies:
-                vertices[name] = SINK if heavies else SOURCE
-                continue
-            if node.precision_group not in by_tie:
-                by_tie[node.precision_group or name] = network.vertex()
-            vertices[name] = by_tie[node.precision_group or name]
-        for name in self.low:
-            vertices[name] = SOURCE
+        made = self.networks[heavies]
+        low, _ = min_cut(made.network, self._errors(made, price))
+        return {name for name in self.open if not low[made.end(name)]}
 
-        def end(name: str) -> int:
-            return vertices.get(name, SINK)
-
-        if heavies:
-            for name, flops in self.flops.items():
-                network.arc(SOURCE, end(name), flops)
-        else:
-            self._times(network, end)
-        self._errors(network, end, price, sum(self.flops.values()) + 1 if heavies else self.dearest)
-        low, _ = min_cut(network)
-        return {name for name in self.open if not low[end(name)]}
-
-    def _times(self, network: Network, end: Callable[[str], int]) -> None:
-        for name in self.open:
-            node = self.graph[name]
-            read = elements_read(self.graph, node)
-            more = self.model.op(node, self.model.low, read) - self.model.op(node, FP32, read)
-            network.arc(end(name), SINK, max(more, 0))
-            network.arc(SOURCE, end(name), max(-more, 0))
-        for node in self.graph:
-            if node.carries_fp32:
-                self._copies(network, node, end)
-
-    def _copy(self, node: OpNode) -> int:
-        return self.model.cast(node) + self.model.gradient_cast(node)
-
-    def _copies(self, network: Network, node: OpNode, end: Callable[[str], int]) -> None:
-        maker, cost = end(node.name), self._copy(node)
-        low: set[int] = set()
-        high: set[int] = set()
-        for reader, operand in _reads(self.graph, node):
-            own = end(reader.name) if operand.demand is not Demand.HIGH else SINK
-            if _rounds(operand):
-                low.add(own)
-            if operand.demand is not Demand.PROMOTE:
-                high.add(own)
-        network.once(maker, low - {SINK}, cost, outwards=True)
-        network.once(maker, high - {SOURCE}, cost, outwards=False)
-
-    def _errors(self, network: Network, end: Callable[[str], int], price: float, dearest: int) -> None:
+    def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
+        """Yield arcs (tail, head, cost) for the errors of all edges, if a unit of squared error costs `price`."""
+        most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)  # enough for a cut to avoid any error
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
             # limited to 1e6, because the error is infinite if rounding overflows, and capacities must be finite
-            cost = min(round(price * min(squared, 1e6)), dearest)
+            cost = min(round(price * min(squared, 1e6)), most)
             if _hands_on(reader):
-                network.arc(end(value), end(name), cost)
+                yield made.end(value), made.end(name), cost
                 continue
-            network.arc(end(value), SINK, cost)
+            yield made.end(value), SINK, cost
             if any(operand.value == value and _rounds(operand) for operand in reader.operands):
-                network.arc(end(name), end(value), cost)
+                yield made.end(name), made.end(value), cost
 
     def why(self, name: str) -> str:
         """Return a sentence on the largest error that a rounding at node `name` causes; "its neighbours are kept" if none was measured."""
@@ -159,13 +120,6 @@ class GraphErrors:
             return "its neighbours are kept"
         (value, reader), squared = max(touching.items(), key=lambda item: item[1])
         return f"rounding {value} for {reader} adds {self.metric.of_squares(squared):.2g} to the output's error"
-
-
-def _reads(graph: OpGraph, node: OpNode) -> Iterator[tuple[OpNode, Operand]]:
-    for reader in graph.readers(node.name):
-        for operand in reader.operands:
-            if operand.value == node.name and operand.demand is not Demand.ANY:
-                yield reader, operand
 
 
 def _rounds(operand: Operand) -> bool:

@@ -19,7 +19,7 @@ Of several cheapest solutions the cut nearest to the source is taken: the soluti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,14 +93,34 @@ def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode
     return Assignment(frozenset(name for name, vertex in search.vertices.items() if side[vertex]), gap)
 
 
-class _Search:
-    """The flow network of one graph, and a branch-and-bound search over the ops that promote types (rule 3 of this file)."""
+class ColourNetwork:
+    """A flow network with a vertex for each op whose colour is searched. The ops of a precision group share a vertex."""
 
-    def __init__(self, graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> None:
-        self.graph, self.colours, self.model = graph, colours, model
-        self.network = Network()
+    def __init__(self, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode]) -> None:
+        """`colours` are the fixed colours of all other nodes."""
+        self.colours, self.network = colours, Network()
         self.vertices: dict[str, int] = {}
-        self._name_vertices(open_nodes)
+        groups: dict[str, int] = {}
+        for node in open_nodes:
+            known = groups.get(node.precision_group) if node.precision_group else None
+            self.vertices[node.name] = self.network.vertex() if known is None else known
+            groups[node.precision_group] = self.vertices[node.name]
+
+    def end(self, name: str) -> int:
+        """Return a node's vertex in the cut graph: its own if its colour is searched, otherwise the source (low) or the sink (high)."""
+        vertex = self.vertices.get(name)
+        if vertex is not None:
+            return vertex
+        return SOURCE if self.colours[name] is Colour.LOW else SINK
+
+
+class PricedNetwork(ColourNetwork):
+    """The network in which a cut costs as much as its colours. Of the price of ops that promote types it holds the first bound (rule 3)."""
+
+    def __init__(self, graph: OpGraph, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode], model: CostModel) -> None:
+        open_nodes = list(open_nodes)
+        super().__init__(colours, open_nodes)
+        self.graph, self.model = graph, model
         self._price_ops(open_nodes)
         self.copies: dict[Key, _Copies] = {}
         self.mixers: list[_Mixer] = []
@@ -111,23 +131,6 @@ class _Search:
         for key, copies in self.copies.items():
             self._price_copies(key, copies, key in anchors)
 
-    # -- the network -------------------------------------------------------------------
-    def _name_vertices(self, open_nodes: list[OpNode]) -> None:
-        by_tie: dict[str, int] = {}
-        for node in open_nodes:
-            vertex = by_tie.get(node.precision_group) if node.precision_group else None
-            vertex = self.network.vertex() if vertex is None else vertex
-            if node.precision_group:
-                by_tie[node.precision_group] = vertex
-            self.vertices[node.name] = vertex
-
-    def _end(self, name: str) -> int:
-        """Return a node's vertex in the cut graph: its own if its colour is searched, otherwise the source (low) or the sink (high)."""
-        vertex = self.vertices.get(name)
-        if vertex is not None:
-            return vertex
-        return SOURCE if self.colours[name] is Colour.LOW else SINK
-
     def _price_ops(self, open_nodes: list[OpNode]) -> None:
         for node in open_nodes:
             read = elements_read(self.graph, node)
@@ -137,7 +140,7 @@ class _Search:
 
     def _read(self, node: OpNode) -> None:
         """Record the copies and casts that `node` causes when it runs low, and when it runs in fp32."""
-        own, mixing = self._end(node.name), node.promoted
+        own, mixing = self.end(node.name), node.promoted
         mixer = self._mixer(node, own) if mixing else None
         for operand, want in wanted(node, Colour.LOW):
             end = SINK if want is Colour.HIGH else own
@@ -163,16 +166,16 @@ class _Search:
 
         None if that cannot happen: the op always runs low, or an operand is high whenever the op is. `own` is the vertex of the op.
         """
-        ends = [self._end(operand.value) for operand in node.promoted]
+        ends = [self.end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
             return None
         cast = anchor(node, self.graph.nodes)
         assert cast is not None
-        others = tuple(dict.fromkeys(end for end in ends if end not in (SOURCE, self._end(cast.value))))
+        others = tuple(dict.fromkeys(end for end in ends if end not in (SOURCE, self.end(cast.value))))
         return _Mixer(own, (cast.value, cast.write_version), others)
 
     def _price_copies(self, key: Key, copies: _Copies, is_anchor: bool) -> None:
-        maker = self._end(key[0])
+        maker = self.end(key[0])
         low = {reader for reader in copies.low if reader != maker} if maker != SOURCE else set()
         high = {reader for reader in copies.high if reader != maker} if maker != SINK else set()
         node = self.graph[key[0]]
@@ -188,6 +191,10 @@ class _Search:
         self.high_copies[key] = self.network.once(maker, high, forward, outwards=False, named=is_anchor)
         for others, cost in beyond.items():
             self.network.once(maker, others, cost, outwards=False)
+
+
+class _Search(PricedNetwork):
+    """A branch-and-bound search over the colours of the ops that promote types (rule 3 of this file)."""
 
     # -- bounds ------------------------------------------------------------------------
     def _forward(self, mixer: _Mixer) -> int:
@@ -216,7 +223,7 @@ class _Search:
 
         The op pays if it is high and all its operands are low.
         """
-        return bool(not side[mixer.op] and side[self._end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
+        return bool(not side[mixer.op] and side[self.end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 
     def _true_cost(self, side: Side) -> int:
         """Return the exact price of an assignment. It leaves out the same constant as the bounds, so that they can be compared."""
@@ -224,7 +231,7 @@ class _Search:
         for key in {mixer.anchor for mixer in self.mixers}:
             copy = self.high_copies[key]
             if copy != SINK:
-                maker = self._end(key[0])
+                maker = self.end(key[0])
                 side[copy] = side[maker] and all(side[reader] for reader in self.copies[key].high)
         tails, heads, capacities = self._columns
         cut = side[tails] & ~side[heads]
@@ -293,4 +300,4 @@ class _Search:
                 return
 
 
-__all__ = ["Assignment", "Contradiction", "cheapest"]
+__all__ = ["Assignment", "ColourNetwork", "Contradiction", "PricedNetwork", "cheapest"]
