@@ -84,7 +84,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
-"""Passes that keep values in fp32 at any price. Most of these values stay unrounded under torch.autocast, too."""
+"""Passes that keep values in fp32, whatever that costs in time. Most of these values are fp32 under torch.autocast, too."""
 BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
 """The passes that choose colours by prices, and all passes before them."""
@@ -102,7 +102,7 @@ WEIGH: tuple[Deciding, ...] = (
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
-    SpreadCopies(),  # give a value with many readers several low copies, so that fp32 adds up their gradients
+    SpreadCopies(),  # give a value with many readers several low copies, whose gradients autograd then adds up in fp32
     SuitKernels(),  # give norms fp32 weights of one, and convolutions a separate pad, where their low kernels would be inexact
     ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale leaving gradients
     FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster

@@ -24,10 +24,7 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 class MaskRules(ABC, Generic[Value]):
-    """Decides whether ±max may replace masks and other numbers beyond the range, for one graph and one low format.
-
-    A subclass reads the ops of the graph.
-    """
+    """Decides whether ±max may replace masks and other numbers beyond a low format's range in one graph, whose ops a subclass reads."""
 
     def __init__(self, low: Format) -> None:
         self.low = low

@@ -60,10 +60,7 @@ def _may_be_small(factors: Collection[Factor]) -> bool:
 
 
 class SmallSteps(ABC, Generic[Node]):
-    """Finds the sums of one graph that change a value in many small steps, as `x = x + 0.1 * f(x)` does.
-
-    A subclass reads the ops of one kind of graph.
-    """
+    """Finds the sums of one graph that change a value in many small steps `x = x + 0.1 * f(x)`. A subclass reads one kind of graph."""
 
     order: Mapping[Node, int]
     """The position of each value in the order of the graph."""

@@ -195,7 +195,7 @@ class CompiledSession(Session):
         return results
 
     def look_at_weights(self) -> bool:
-        """Return False: only failing guards make Dynamo capture these graphs anew."""
+        """Return False, without looking: a moved weight cannot cause a new capture here, because Dynamo captures only when guards fail."""
         return False
 
     def _check_overrides(self) -> None:

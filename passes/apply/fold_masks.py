@@ -92,7 +92,7 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Let `calls` take their mask and `is_causal` from `question(*about, query, key)`. Calls with equal lengths share one such node."""
+    """Insert nodes `question(*about, query, key)` that return (mask, is_causal) for `calls` to read. Calls of equal lengths share one."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = queries_and_keys(call)

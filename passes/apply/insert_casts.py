@@ -106,7 +106,7 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
-    """Make `node` return `fmt` if it takes its dtype from an argument or another tensor. If `clamps`, clamp its constants to ±max."""
+    """Make `node` return `fmt` if it takes its dtype from an argument or another tensor. If `clamps`, clamp its far constants to ±max."""
     op = op_name(node.target)
     if op in CONVERSIONS:
         _aim_conversion(node, op, fmt)

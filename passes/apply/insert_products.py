@@ -6,7 +6,7 @@
 
 A product runs up to three GEMMs: the forward and two in the backward. A value is quantised once, before the first product that reads a
 copy of it, in all layouts that these GEMMs read. If a GEMM of a product reads no fp8, the product reads the unquantised value, too.
-Gradients are quantised in the backward of the product, once for both GEMMs.
+Gradients are quantised in the backward of the product, once for both of its GEMMs.
 
     before   y = linear(x.to(fp32), w, bias)
     after    y = wide_linear(x, w, bias)

@@ -50,12 +50,12 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder" and "val" not in n.meta:  # an input that is None has "val"
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # the key "val" is there if the input is None
                 self.unknown.add(n)
             return value
         if n.op == "output":
             return super().run_node(n)
-        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # needs gradients: not run
+        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # not run: no gradients here
             return example_value(n)
         want = self.expected.get(n)
         changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
@@ -98,7 +98,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
             if fake_mode is None:
                 run.run(*placeholders, enable_io_processing=False)
             else:
-                with fake_mode, enable_python_dispatcher():  # Dynamo's Python implementations, as oneDNN's LSTM takes no symbolic sizes
+                with fake_mode, enable_python_dispatcher():  # Python forms of ops, as in Dynamo: oneDNN's LSTM op takes no symbolic sizes
                     run.run(*placeholders, enable_io_processing=False)
     except Refused:
         raise

@@ -205,7 +205,7 @@ def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, froze
 
 
 def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
-    """Return the parameter that `node` casts, if the cast can be hoisted; otherwise None."""
+    """Return the parameter that `node` casts, or in training unscales, if it can be replaced by a kept copy; otherwise None."""
     crosses = training and node.target is unscale_gradient
     copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target is cast_in))
     if not node.meta.get("weight") or not (crosses or copies):

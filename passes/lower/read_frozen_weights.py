@@ -73,7 +73,7 @@ def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) ->
 def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight], edited: EditedGraph) -> list[Any]:
     """Return `inputs` in the form that a compiled graph takes, with tensors in place of FrozenWeight objects.
 
-    The graph's example values of weights without fp32 values become low.
+    If a frozen weight keeps no fp32 values, its example value in the graph becomes low, too.
     """
     given = _given(inputs, frozen, edited, compiled=True)
     for place, node in enumerate(edited.module.graph.find_nodes(op="placeholder")):
@@ -115,7 +115,7 @@ def with_frozen_weights(
     """Return a callable that calls `run` with the stored copies of the frozen weights among its inputs.
 
     `quiet` says that nothing in the graph takes a gradient, so that none needs to be recorded. Copies then have the requires_grad flag of
-    their weights, which chooses kernels (see WeightCache).
+    their weights, by which PyTorch chooses kernels (see WeightCache).
     """
     stored, places = list(edited.stored), list(frozen)
 

@@ -39,7 +39,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
             node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
 
     def _keep_low(self, edited: EditedGraph) -> None:
-        """Return low values instead of their fp32 casts, and mark all casts to fp32 for recomputation."""
+        """Let the graph return low values instead of fp32 casts of them, and mark its casts to fp32 for recomputation in the backward."""
         edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
         edited.widened = return_low(edited.module.graph)
         for node in filter(widens, edited.module.graph.nodes):

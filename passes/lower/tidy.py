@@ -1,9 +1,9 @@
 """Remove nodes that the rewrite made idle: conversions to the dtype a value already has, and copies that nothing reads.
 
-Zeros and ones, such as the initial state of an LSTM, are made in the low format at once if only copies read them.
+Zeros and ones, such as the initial state of an LSTM, are made directly in the low format if only casts read them.
 
-Only conversions without side effects are removed: those of the captured graph, and the casts of the rewrite. A conversion that changes the
-dtype stays, even if a later conversion changes it back.
+A conversion is removed only if it does nothing else: a cast that also pads or scales gradients stays if anything reads it. A conversion
+that changes the dtype stays, even if a later conversion changes it back.
 """
 
 from __future__ import annotations

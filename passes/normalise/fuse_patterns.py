@@ -6,7 +6,7 @@ of the fused op reads and writes the low format and computes in fp32 inside. The
 1. GELU's tanh form:  0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))                     gelu(approximate="tanh")
 2. softmax:           exp(x − max) / sum, with or without the maximum                   softmax
 3. layer norm:        (x − mean) / √(mean((x − mean)²) + ε), times weight, plus bias    layer_norm
-4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm (fp32 on a CPU)
+4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm (stays fp32 on a CPU)
 
 A pattern is fused only if no node outside it reads its intermediate values, and the lists allow its op to run low. Patterns in the model's
 own autocast regions and in torch.func transforms stay written out. If gradients are recorded, no later node may write to the operands or
@@ -152,12 +152,12 @@ def _argument(node: Node, place: int, *names: str) -> Any:
 
 
 def _two(node: Any, op: str) -> tuple[Any, Any] | None:
-    """Return the two operands of the binary op `op` without further arguments; None for any other node."""
+    """Return the two arguments of `node` if it is the op `op` and has no other arguments; None for any other node."""
     return (node.args[0], node.args[1]) if _op(node) == op and len(node.args) == 2 and not node.kwargs else None
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Return `node` without the fp32-to-fp32 conversions at its end, that is, their operand, and add the conversions to `inside`."""
+    """Return `node`, or its operand if it is a conversion from fp32 to fp32, at any depth. Add the conversions to `inside`."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -167,7 +167,7 @@ def _bare(node: Any, inside: set[Node]) -> Any:
 def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
     """Return the factors of a product as numbers and nodes, and add the nodes of the product to `inside`.
 
-    x³ gives x three times. 1/√v gives ("rsqrt", v). A value that is no product is its own only factor.
+    x³ gives x three times, 1/√v gives ("rsqrt", v). Any other value is its own only factor. So is a product with many readers unless `top`.
     """
     node = _bare(node, inside)
     if not isinstance(node, Node) or (not top and len(node.users) > 1 and _op(node) in ("mul", "div")):
@@ -196,7 +196,7 @@ def _number(factors: list[Any], like: float) -> bool:
 
 
 def _nodes(factors: list[Any]) -> list[Any]:
-    """Return the factors that are no plain numbers."""
+    """Return the factors that are not plain numbers."""
     return [factor for factor in factors if not isinstance(factor, int | float)]
 
 
@@ -301,7 +301,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """Split the factors of a norm, value · 1/√v · weight, into (value, v, weight or None); None for other factors."""
+    """Split the factors of a norm, value · 1/√v · weight, into (value, v, weight of `width` elements or None); None for other factors."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):
@@ -377,7 +377,7 @@ def _rms_norm(end: Node) -> Pattern | None:
 
 
 def _is_row(node: Any, width: int) -> bool:
-    """True if an operand is an fp32 tensor of one dim with `width` numbers."""
+    """True if an operand is an fp32 tensor of one dim with `width` elements."""
     return _is_fp32(node) and tuple(map(comparable, example_value(node).shape)) == (width,)
 
 

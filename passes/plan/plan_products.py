@@ -181,8 +181,8 @@ class _Choice:
     def _cheapest(self, free: set[Key], taken: set[Key]) -> frozenset[object]:
         """Return the GEMMs to run in fp8, and the kernels that make their copies.
 
-        GEMMs in `free` are chosen if they save more time than their copies cost. GEMMs in `taken` run in fp8 at any price, and others may
-        share their copies.
+        GEMMs in `free` are chosen if they save more time than their copies cost. GEMMs in `taken` run in fp8 at any price, and GEMMs in
+        `free` may share their copies.
         """
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)

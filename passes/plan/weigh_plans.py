@@ -119,7 +119,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
     """Return `node` with the kind that `lists` give its op.
 
-    An op on no list is forced to fp32; under torch.autocast's rules it follows its operands.
+    An op on no list is forced to fp32; under torch.autocast's rules it follows its operands. `to` follows its operand under all rules.
     """
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node

@@ -37,7 +37,7 @@ from amprewrite.tables.vocabulary import Held, OpKind, Reason
 
 STEPS, KINKS, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.HAS_KINKS), ops_with(Trait.TAKES_BATCH_MEAN)
 LEVEL = AVERAGES | NORMS
-"""Averages and norms. Only batch norms magnify every rounding; the others only that of a value that may have an offset (`Held.EXACT`)."""
+"""Averages and norms. Batch norms magnify every rounding, the others only the rounding of a value with an offset (`Held.EXACT`)."""
 WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
 """Ops that magnify the rounding error of a value that no product has rounded before: logarithms and softmax."""
 
@@ -64,7 +64,7 @@ class Roundings:
     def __init__(self, problem: Problem) -> None:
         self.graph, self.held, self.trained = problem.graph, held(problem), problem.trained
         self.magnifies: dict[str, str] = dict.fromkeys(problem.needs_bits, problem.name)
-        """Maps a value to a reader that would magnify its rounding. A value in `needs_bits` maps to the name of the graph."""
+        """Maps a value to a reader that would magnify its rounding, or to the graph's name if that reader is outside (`needs_bits`)."""
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
         for node in reversed(list(self.graph)):  # backwards, so that all readers of a value are judged before the value

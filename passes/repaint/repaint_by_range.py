@@ -113,7 +113,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: the op's subgraph decides
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: the subgraph fixed the format
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
@@ -150,7 +150,7 @@ def _of_weight(problem: Problem, node: OpNode) -> str:
 
 
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
-    """Return a text that says how a weight misses the low format's range; "" if it fits. Known values need no headroom."""
+    """Return a text that says how a weight misses the low format's range; "" if it fits. No headroom is left, as its values are known."""
     size, low, known = problem.magnitudes.get(_of_weight(problem, node), 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"

@@ -24,7 +24,7 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 FEW = 16
-"""Largest number of ops to examine before one logarithm."""
+"""Largest number of ops that `_leading` examines."""
 LOGS, LOSSES = ops_with(Trait.LOGARITHM), ops_with(Trait.LOGS_OF_BOTH)
 SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
 
@@ -52,7 +52,7 @@ class RepaintShares(Pass[Problem, Decisions]):
 def _leading(
     graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
 ) -> Iterator[str]:
-    """Yield the softmaxes and sigmoids in `shares` that lead to `operands` through ops of these `kinds` alone, and the ops in between."""
+    """Yield the nodes with an op of `shares` (softmax, sigmoid) from which ops of these `kinds` compute `operands`, and these ops."""
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:

@@ -41,7 +41,7 @@ class State(threading.local):
         self.forwards = 0
         """Number of outermost calls that have begun, without recomputations."""
         self.given_up = 0
-        """Number of frames that Dynamo had given up when the outermost call began."""
+        """Number of frames (calls of Python functions) that Dynamo had given up capturing when the outermost call began."""
         self.failures: list[Failure] = []
         """Code that Dynamo failed on in the innermost running call."""
         self.check: CaptureCheck | None = None

@@ -167,7 +167,8 @@ class Graphs:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
         self.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and DISABLE_REASON not in reason.reason:  # after other breaks Dynamo captures the rest
+        # A disabled function stays uncaptured; at other breaks Dynamo captures the code on both sides. Our own disable() needs no warning.
+        if "disable()" in why and DISABLE_REASON not in reason.reason:
             self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:

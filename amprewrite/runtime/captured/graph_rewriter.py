@@ -58,7 +58,7 @@ class GraphRewriter(CallRecord):
     entries: dict[str, Entry] = field(default_factory=dict)
     checks: ReadChecks = field(default_factory=ReadChecks)
     training: Training = field(init=False, repr=False, compare=False)
-    """The loss scaling of the model. If there is a loss scale, this is made at once; otherwise when it is first read (`__getattr__`)."""
+    """The loss scaling of the model: made by `__post_init__` if there is a loss scale, otherwise when it is first read (`__getattr__`)."""
     children: tuple[nn.Module | None, ...] | None = None
     """Children of the root at the latest search for new modules. None: search again after the running call, because it captured a graph."""
 
@@ -78,7 +78,7 @@ class GraphRewriter(CallRecord):
             self._begin_training()  # now: an optimizer may step before the first call, which its closure makes
 
     def __getattr__(self, name: str) -> Any:
-        """Make `training` when it is first read."""
+        """Make `training` when it is first read. Raises AttributeError for any other name."""
         if name != "training":
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         with self.lock:  # first calls in two threads get the same object
@@ -156,10 +156,10 @@ class GraphRewriter(CallRecord):
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Captured:  # fmt: skip
-        """Return a graph of this model with its `Problem`, the input of the planner, by this model's options.
+        """Read a captured graph into a `Captured`: the graph with its `Problem` (the planner's input), set up by this model's options.
 
-        `training`: the graph records gradients; None: True if grad mode is on or the graph turns it on. `may_decline`: the graph may stay
-        fp32 if a low format gains nothing.
+        `training` says if the graph records gradients; if None, it does if grad mode is on or the graph turns it on. With `may_decline` the
+        graph may stay fp32 if a low format gains nothing and the policy allows that.
         """
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training

@@ -137,9 +137,9 @@ class LookAhead:
         return finite
 
     def _observed(self, inputs: tuple[Any, ...], brief: bool) -> tuple[Mapping[str, RegionRanges], bool]:
-        """Return the value ranges of an fp32 run on all ranks, and whether its results and all written inputs are finite.
+        """Run the graph in fp32. Return (value ranges; True if the results, and the inputs that it writes, are finite on this rank).
 
-        `brief`: without histograms.
+        If values are sharded, the ranges are merged over all ranks. With `brief` they have no histograms.
         """
         with self._aside():
             observer, copies = Observer(weights=False, brief=brief), self._copies(inputs)

@@ -111,7 +111,7 @@ def compile_afresh(
                     undo.append(_set(name, value))
                 if calls_that_captured >= COUNTS_FROM:
                     undo.append(_set("allow_unspec_int_on_nn_module", True))
-                if own := frame[0].f_code is code:  # code without ops then gets guards, too, so that Dynamo reads it again in another mode
+                if own := frame[0].f_code is code:  # by default code without ops is skipped for good, even if eval() or no_grad adds ops
                     undo.append(_set("allow_empty_graphs", True))
                 if not whole:  # Dynamo refuses this setting beside fail_on_recompile_limit_hit, which the user may have set
                     undo.append(_set("suppress_errors", not torch._dynamo.config.fail_on_recompile_limit_hit))
@@ -333,7 +333,7 @@ def at_work() -> bool:
 
 
 def kept_out() -> bool:
-    """True if Dynamo is enabled, but would not capture a function that is called now, as inside the function of a checkpoint."""
+    """True if no setting switches Dynamo off, yet it would not capture a call now, as in a function that torch.utils.checkpoint runs."""
     return not at_work() and not why_switched_off()
 
 

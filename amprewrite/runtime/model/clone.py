@@ -92,7 +92,7 @@ class _Cloning:
             slot.__set__(clone, self._carried(slot.__get__(original)))
 
     def _carried(self, value: Any) -> Any:
-        """Return `value` with every module of the tree replaced by its clone. Containers are copied, all other values are shared."""
+        """Return `value` with the tree's modules replaced by clones. Containers in `owned` or around modules are copied, others shared."""
         if id(value) in self.made:
             return self.made[id(value)]
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):

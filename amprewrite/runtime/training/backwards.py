@@ -170,7 +170,8 @@ class Noted:
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False
-        # The flag must not count again without a known optimizer, because new gradients may reuse the memory, or after a recording.
+        # An overflow counts again at later steps while its gradients still exist (`_MOST_SETS`), but not in two cases: without a known
+        # optimizer, because new gradients may lie in the same memory; after a CUDA graph was recorded, whose replays the host cannot see.
         untold = self.owner is NoneType or self._recorded or recording(flag.device)
         if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there = None, {}
@@ -181,7 +182,7 @@ class Noted:
         self._heard, self._there = flag, _memory(gradients)
 
     def inherit(self, others: Iterable[Noted]) -> None:
-        """Take over the flags of `others`, notes of the same model: their gradients may belong to the optimizer of this note."""
+        """Take over the overflow flags of `others` (for the same model), as the flagged gradients may belong to this object's optimizer."""
         for other in others:
             self._flags += other._flags
             if other._recorded and other._place is not None:

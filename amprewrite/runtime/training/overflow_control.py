@@ -194,7 +194,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters to whose gradients the overflow flags of `note` refer."""
+        """Return the parameters about whose gradients `note` keeps overflow flags."""
         optimizer = note.owner()
         return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 
@@ -228,7 +228,7 @@ class StepGate(StepRecord):
         if optimizer not in self._guarded and optimizer not in self._copies:
             self.forward_began()
             found = Noted(optimizer)
-            found.inherit(self._notes)  # the new optimizer may own gradients that other notes have flagged
+            found.inherit(self._notes)  # the new optimizer may own gradients that other `Noted`s have flagged
             self._notes = [note for note in self._notes if note is self._rest or note.owner() is not None] + [found]
         self._guarded.add(optimizer)
         self._unguarded, self.loss_scale.withheld = 0, False

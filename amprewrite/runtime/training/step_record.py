@@ -79,7 +79,7 @@ class StepRecord:
     parameters: Callable[[], Iterable[Tensor]]
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
     on_overflow: Callable[[], str | None] | None = None
-    """Called when the host learns of an overflow in a step: at once, or later for a fused optimizer. Returns where it began, or None."""
+    """Called when the host learns that a step overflowed: in it, or later if it is fused. Returns where the overflow began, or None."""
     on_clean: Callable[[], None] | None = None
     """Called when the host learns that the first step after an overflow was clean."""
     on_stuck: Callable[[], bool] | None = None

@@ -47,10 +47,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """Yield a `Read` for each result of each op that reads `value`.
+        """Yield a `Read` for each result of each op that reads `value`. An op that the op table lacks gives a `Read` without facts.
 
-        An in-place op has two results: the value that it returns, and the tensor to which it writes. For a checkpoint nothing is yielded,
-        because its body is read as a separate graph.
+        An in-place op has two results: the value that it returns, and the tensor to which it writes. A checkpoint gives no `Read`.
         """
         for user in value.users:
             row = _row(user)
@@ -85,7 +84,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (sides of zero, largest magnitude) of constants beyond the range that an op writes into its result or adds to it."""
+        """Return (sides of zero, largest magnitude) of constants beyond the range that an op writes down, adds, or scales a mask by.
+
+        A sum or a scaled mask gives both sides, because its sign is not known. Any other op gives no side.
+        """
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
         if fact.op in _WRITE_DOWN:
@@ -107,10 +109,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(sides), size
 
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
-        """Return (high, reason, detail), to force the op to fp32, if one of its constants does not fit the low format; otherwise None.
+        """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
-        This may be a constant of the op itself, or in an operand. A constant fits if it underflows harmlessly, or if it is beyond the range
-        and may be clamped. A factor must leave room for an activation of magnitude `_ORDINARY`.
+        The constant is an argument of the op, or is held in an operand. It does not fit if it underflows where zero makes a difference, if
+        it exceeds the range and may not be clamped, or if its product with an ordinary activation (`_ORDINARY`) exceeds the range.
         """
         low = self.low
         for constant in _constants(fact.node):

@@ -20,7 +20,7 @@ Each addition rounds. In bf16, eight additions together are off by as much as on
 
 
 def trained_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Return the nodes that get gradients in a backward: parameters and inputs that require gradients, and values computed from these."""
+    """Return the nodes that get gradients: parameters and inputs that require them, and values computed from these, up to a `detach`."""
     found: set[torch.fx.Node] = set()
     for node in graph.nodes:
         value = example_value(node)

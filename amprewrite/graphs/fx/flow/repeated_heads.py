@@ -38,7 +38,7 @@ class Way:
     spread: torch.fx.Node
     """The `expand` that repeats each head."""
     between: tuple[torch.fx.Node, ...]
-    """Conversions that the graph runs between `lined` and `spread`, the last one first."""
+    """Conversions, and ops that scale gradients, between `lined` and `spread`, the last one first."""
     lined: torch.fx.Node
     """The first op, `unsqueeze` or `getitem`, which returns the heads with one more dim."""
 

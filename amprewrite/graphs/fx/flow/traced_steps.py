@@ -143,7 +143,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return size if made is None and row.kind is OpKind.CLEAR else made
 
     def _is_exact(self, node: torch.fx.Node, role: str) -> bool:
-        """True if a value is computed from numbers, buffers and inputs alone, without products, random draws, booleans or parameters."""
+        """True if a value is computed from numbers, buffers and inputs without gradients, by no product, random draw or boolean."""
         value = example_value(node)
         if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or role == "output":
             return False
@@ -152,7 +152,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return self._is_made_of(node, self.exact)
 
     def _is_noise(self, node: torch.fx.Node, role: str) -> bool:
-        """True if a value is drawn from a normal distribution, is a floating input, or is computed from such values alone."""
+        """True if a value is a normal draw or a floating input without gradient, or is computed by no product from such values alone."""
         value = example_value(node)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or role == "output":
             return False

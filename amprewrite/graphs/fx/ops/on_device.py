@@ -12,7 +12,7 @@ from torch import Tensor
 def on_device(number: Tensor, device: torch.device) -> Tensor:
     """Return `number` on `device`: the same tensor if it is there already, otherwise a copy.
 
-    The host waits only for a copy to a CPU, because it may read such a copy at once.
+    The host waits only for a copy to a CPU, because it may read such a copy immediately.
     """
     return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
 

@@ -74,7 +74,7 @@ class Ties:
     group: dict[torch.fx.Node, torch.fx.Node]
     """Representative of the group of each node."""
     writes_state: set[torch.fx.Node]
-    """Representatives of the groups that write to a model input, parameter or buffer."""
+    """Representatives of the groups that must be fp32: they write to an input, parameter or buffer, or a body graph writes to them."""
     size: Counter[torch.fx.Node]
     """Number of nodes in a group, by its representative."""
     kept: set[torch.fx.Node]
@@ -334,7 +334,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
     for node, fact in facts.items():
         if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in _lies_in(fact)):
             state.add(union.find(node))
-        if is_opaque(node):  # the group must be fp32, because a body graph writes fp32 to its operands
+        if is_opaque(node):  # its body graph writes fp32 to these operands, so their groups must be fp32
             state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}
     group = {node: union.find(node) for node in list(union.parent)}
 

@@ -107,7 +107,7 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
             if not targets <= scaled or not _hands_on_factor(node, scaled, zeros):
                 return False
             scaled.add(node)
-        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # item() may depend on the factor
+        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # a float, as of item(), may depend on the factor
             return False
     return False
 

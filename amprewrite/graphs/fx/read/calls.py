@@ -109,7 +109,7 @@ def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> d
     """Return {node: why padding must not pass it} for the nodes whose memory is written in place while another op may still read it.
 
     An in-place op on a value that is not read afterwards does not count, because it gives the same result as the op out of place. Nodes
-    inside torch.func transforms (`transformed`) are skipped.
+    inside torch.func transforms (`transformed`) are skipped. Writes to inputs and weights, and by ops that return nothing, always count.
     """
     place = {node: position for position, node in enumerate(graph.nodes)}
     sharing: dict[int, list[torch.fx.Node]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Read an fx graph into an op graph: one node for each op, with dtype, shape, device, source line and module path as facts.
 
-The colour of an op-graph node is low if it runs in the low format, and high if it runs in fp32. A pin is a colour that facts force: the
-passes may not change it. This file decides the pins.
+The colour of an op-graph node is low if it runs in the low format, high if it runs in fp32, and plain if it carries no dense fp32 value. A
+pin is a colour that facts force: the passes may not change it. This file decides the pins.
 
 1. Read facts from the example values that capture left on the nodes.
 2. Find the operands that follow an op's colour, from its row in the op table.
@@ -237,7 +237,7 @@ def _reads_bits(fact: Fact) -> bool:
 
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbers) -> tuple[Colour, Reason, str] | None:
-    """Return (high or low, reason, detail) if facts force the format of a node; None if the op lists and the passes may choose it."""
+    """Return (plain or high, reason, detail) if facts force the colour of a node; None if the op lists and the passes may choose it."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "op" and fact.dtype.startswith(NOT_DENSE) and fact.dtype.endswith("fp32"):
@@ -299,7 +299,7 @@ def _read_anything(fact: Fact) -> None:
 
 
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Return (high, reason, detail), to force fp32, for an op that makes fp32 from other dtypes; None if it converts exactly.
+    """Return (high, reason, detail), to force fp32, for an op that makes fp32 from other dtypes; None if it reads fp32 or converts exactly.
 
     A conversion of booleans or of low values is exact, so it may return the low format instead.
     """

@@ -48,10 +48,7 @@ def location(stack_trace: str | None) -> tuple[str, int]:
 
 
 def source_of(stack_trace: str | None) -> str:
-    """Return "file:line" of the innermost frame, as plans show it; "" if there is none.
-
-    `file_label` gives the name of the file.
-    """
+    """Return "file:line" of the innermost frame, as plans show it; "" if there is none. `file_label` shortens the name of the file."""
     file, line = location(stack_trace)
     return f"{file_label(file)}:{line}" if file else ""
 

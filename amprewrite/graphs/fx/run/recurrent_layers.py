@@ -30,7 +30,7 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
         *_, batch_first = args
         time = 1 if batch_first else 0
         rows, *last = layer(x.narrow(time, 0, 1), states, *args)
-        rows = rows.transpose(0, time).repeat(x.shape[time], 1, 1).transpose(0, time)  # PyTorch's result, too, is a view of rows by time
+        rows = rows.transpose(0, time).repeat(x.shape[time], 1, 1).transpose(0, time)  # a transposed view: the strides of PyTorch's result
         return rows, *last
 
     def packed(data: torch.Tensor, _: Any, states: Any, *args: Any) -> Any:

@@ -40,7 +40,7 @@ def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
 
 
 class Arrived:
-    """States of loss scales that a checkpoint brought to one optimizer. Each is kept until its scale is known."""
+    """Loss-scale states that a checkpoint brought to one optimizer. Each waits until `resume` is given the `LossScale` to load it into."""
 
     def __init__(self) -> None:
         self._states: dict[int, Any] = {}
