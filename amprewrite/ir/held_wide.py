@@ -123,7 +123,7 @@ class _Reading:
         if node.op in NORMS and given and node.numel >= self.graph[given[0]].numel:
             return max(Held.PLAIN, min(found[0], Held.ROUNDED))
         if node.op in FACTORS:
-            spans = [each for each in given if self._spans(each) >= node.numel]
+            spans = [each for each in given if self.graph[each].numel >= node.numel]
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log turns its operand's scale into an offset
@@ -136,15 +136,3 @@ class _Reading:
         """True if the value `name` counts as learnt: a weight or another input, rows of a table, the result of a norm, or a mask."""
         seen = self.graph.seen(name)
         return seen.role != "op" or seen.op in LOOKS_UP | NORMS or self.graph[name].may_saturate
-
-    def _spans(self, name: str) -> int:
-        """Return an upper bound on the number of different elements of a value.
-
-        It is the smallest number of elements found on the way back from the value through ops with one operand. For example, an expanded
-        scalar has one.
-        """
-        node, least = self.graph[name], self.graph[name].numel
-        while node.role == "op" and not is_product(node) and len(node.operands) == 1:
-            node = self.graph[node.operands[0].value]
-            least = min(least, node.numel)
-        return least

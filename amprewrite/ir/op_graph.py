@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -220,3 +220,20 @@ def reached(starts: Iterable[Vertex], step: Callable[[Vertex], Iterable[Vertex]]
             if near not in known:
                 known[near] = None
                 waiting.append(near)
+
+
+class DisjointSets(Generic[Vertex]):
+    """Disjoint sets (union-find) of the nodes of any kind of graph: `join` merges two sets, `find` returns the representative of a set."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Vertex, Vertex] = {}
+
+    def find(self, node: Vertex) -> Vertex:
+        self.parent.setdefault(node, node)
+        while self.parent[node] != node:
+            self.parent[node] = self.parent[self.parent[node]]
+            node = self.parent[node]
+        return node
+
+    def join(self, one: Vertex, other: Vertex) -> None:
+        self.parent[self.find(one)] = self.find(other)

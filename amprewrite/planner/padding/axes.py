@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amprewrite.ir.op_calls import Size
+from amprewrite.ir.op_graph import DisjointSets
 
 
 class Axes:
@@ -22,23 +23,18 @@ class Axes:
 
     def __init__(self) -> None:
         self._size: list[Size] = []
-        self._joined: list[int] = []
-        """For each axis: the axis to which it was joined, or itself."""
+        self._joined = DisjointSets[int]()
         self._parts: dict[int, tuple[int, ...]] = {}
         """For each axis that was split: the (outer, inner) axes of which it consists."""
 
     def new(self, size: Size) -> int:
         """Add an axis of extent `size` and return its number."""
         self._size.append(size)
-        self._joined.append(len(self._joined))
-        return len(self._joined) - 1
+        return len(self._size) - 1
 
     def find(self, axis: int) -> int:
         """Return the axis that stands for `axis` and all axes joined to it."""
-        while self._joined[axis] != axis:
-            self._joined[axis] = self._joined[self._joined[axis]]
-            axis = self._joined[axis]
-        return axis
+        return self._joined.find(axis)
 
     def size(self, axis: int) -> Size:
         return self._size[self.find(axis)]
@@ -75,7 +71,7 @@ class Axes:
             if a == b:
                 continue
             if size_a == size_b:
-                self._joined[a] = b
+                self._joined.join(a, b)
             elif isinstance(size_a, int) and isinstance(size_b, int) and size_a > size_b:
                 left += self._split(a, size_b)
                 right.append(b)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from amprewrite.ir.op_calls import Call
+from amprewrite.ir.op_graph import DisjointSets
 from amprewrite.ir.plans.pad_plan import Factors, Layout, PadCopy, extents
 from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
 from amprewrite.planner.padding.axes import Axes
@@ -75,8 +76,8 @@ class Regions:
     of_value: dict[str, list[int]] = field(default_factory=dict)
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """The axes of the dims: `of_value` by value, `of_use` by (value, reader). A reader behind a barrier has axes of its own."""
-    group: dict[Place, Place] = field(default_factory=dict)
-    """Parents in a union-find of dims, which joins the dims of a call that are padded together. Dims that may not be padded are absent."""
+    group: DisjointSets[Place] = field(default_factory=DisjointSets)
+    """Joins the dims of a call that are padded together. Dims that may not be padded are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By call: axes whose extent is fixed by its rule, such as three chunks or four gates."""
     extent: dict[int, int] = field(default_factory=dict)
@@ -95,7 +96,7 @@ class Regions:
     # -- 1. axes -----------------------------------------------------------------------
     def build(self) -> None:
         """Find the axes of every dim, from the rules of every call."""
-        self.axes, self.of_value, self.of_use, self.group, self.rules = Axes(), {}, {}, {}, {}
+        self.axes, self.of_value, self.of_use, self.group, self.rules = Axes(), {}, {}, DisjointSets(), {}
         self.fixed = defaultdict(list)
         for call in self.calls.values():
             for i, shape in enumerate(call.shapes):
@@ -149,7 +150,7 @@ class Regions:
                 continue
             slots = [(call.name, *p) for leg in tie for p in leg if not isinstance(p, int)]
             for slot in slots:
-                self._join(slot, slots[0])
+                self.group.join(slot, slots[0])
 
     def _fixed(self, call: Call, size: int) -> int:
         """Return a new axis of a fixed extent, such as a number of chunks or gates, which `call` must not pad."""
@@ -157,23 +158,13 @@ class Regions:
         self.fixed[call.name].append(axis)
         return axis
 
-    def _root(self, slot: Place) -> Place:
-        while self.group.get(slot, slot) != slot:
-            slot = self.group[slot]
-        return slot
-
-    def _join(self, one: Place, other: Place) -> None:
-        for slot in (one, other):
-            self.group.setdefault(slot, slot)
-        self.group[self._root(one)] = self._root(other)
-
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
         """Return the variable (a yes-or-no choice of the cut) that decides if a dim is padded along `axis`; None if it must not be."""
-        if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
+        if (call, slot, dim) not in self.group.parent or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
             return None
-        return self._root((call, slot, dim)), self.axes.find(axis)
+        return self.group.find((call, slot, dim)), self.axes.find(axis)
 
     # -- 2. wants ----------------------------------------------------------------------
     def all_aligned(self, multiple_of: Callable[[str], int | None]) -> bool:
@@ -210,7 +201,7 @@ class Regions:
             axis = self._axes_of(call, want.slot, want.dim)
             if want.why_not or axis is None:
                 continue
-            if (want.call, want.slot, want.dim) not in self.group:
+            if (want.call, want.slot, want.dim) not in self.group.parent:
                 want.why_not = self.rules[want.call].why_opaque or f"{call.op} needs the logical size"
                 continue
             leaves = self.axes.leaves([axis])

@@ -41,6 +41,7 @@ from amprewrite.graphs.fx.ops.tensor_hooks import hooked
 from amprewrite.graphs.fx.run.recurrent_layers import in_one_step
 from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.graphs.log_quiet import Quiet
+from amprewrite.ir.op_graph import DisjointSets
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.torch_internals.dispatch import FakeTensor
 from amprewrite.torch_internals.trees import tree_map
@@ -48,23 +49,6 @@ from amprewrite.torch_internals.trees import tree_map
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
 """Dispatch key of the Python code that capture runs in place of PyTorch's own code."""
 _CHOOSE, _HIDE = ops_with(Trait.CHOOSES), ops_with(Trait.HIDES_WRITES)
-
-
-class _Union:
-    """Disjoint sets (union-find): `join` merges two sets, `find` returns the representative of a set."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Any, Any] = {}
-
-    def find(self, x: Any) -> Any:
-        self.parent.setdefault(x, x)
-        while self.parent[x] != x:
-            self.parent[x] = self.parent[self.parent[x]]
-            x = self.parent[x]
-        return x
-
-    def join(self, a: Any, b: Any) -> None:
-        self.parent[self.find(a)] = self.find(b)
 
 
 @dataclass
@@ -307,7 +291,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
                 writes[storage].append(fact.position)
     hidden = _hidden_writes(facts) if training and writes else {}
     moves = _moves(facts) if writes and not hidden else {}
-    union, state, kept = _Union(), set(), set()
+    union, state, kept = DisjointSets[torch.fx.Node](), set(), set()
     first: dict[tuple[int, int], torch.fx.Node] = {}
     for node, fact in facts.items():
         if fact.dtype != "fp32" or fact.role == "output":
