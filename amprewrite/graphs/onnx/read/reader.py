@@ -145,7 +145,7 @@ class _Reader:
     def read_nodes(self, graph: ir.Graph) -> None:
         for node in graph:
             if node.op_type in FLOW and node.domain == "" and not (node.op_type == "Scan" and self.opset < 9):
-                {"If": self.read_if, "Loop": self.read_loop, "Scan": self.read_scan}[node.op_type](node)
+                (self.read_if if node.op_type == "If" else self.read_turns)(node)
             elif node.op_type != "Constant" or node.domain:
                 self.read_node(node)
             else:
@@ -360,33 +360,19 @@ class _Reader:
         for index, value in enumerate(node.outputs):
             self.leave(name, node, value, [(Slot(branch, index), branch.outputs[index]) for branch in branches])
 
-    def read_loop(self, node: ir.Node) -> None:
-        body = node.attributes["body"].as_graph()
-        name = self.unique(node.name or "loop")
-        states = len(node.inputs) - 2
-        for index in range(states):
-            self.enter(name, node, index + 2, body.inputs[index + 2], tied=True)
-        self.read_turns(body)
-        for index, value in enumerate(node.outputs):
-            precision_group = f"{name}.state{index}" if index < states else ""
-            self.leave(name, node, value, [(Slot(body, index + 1), body.outputs[index + 1])], precision_group)
-
-    def read_scan(self, node: ir.Node) -> None:
-        body = node.attributes["body"].as_graph()
-        name = self.unique(node.name or "scan")
-        states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
-        for index in range(len(node.inputs)):
-            self.enter(name, node, index, body.inputs[index], tied=index < states)
-        self.read_turns(body)
-        for index, value in enumerate(node.outputs):
-            precision_group = f"{name}.state{index}" if index < states else ""
-            self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], precision_group)
-
-    def read_turns(self, body: ir.Graph) -> None:
-        """Read a body (subgraph) that runs many times. Prices of casts in it count TURNS times."""
+    def read_turns(self, node: ir.Node) -> None:
+        """Read a Loop or Scan, whose body (subgraph) runs many times. Prices of casts in the body count TURNS times."""
+        body, name = node.attributes["body"].as_graph(), self.unique(node.name or node.op_type.lower())
+        taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)  # a Loop takes a limit and a condition first, and returns a condition
+        states = len(node.inputs) - (taken or node.attributes["num_scan_inputs"].as_int())
+        for index in range(taken, len(node.inputs)):
+            self.enter(name, node, index, body.inputs[index], tied=index - taken < states)
         self.turns *= TURNS
         self.read_nodes(body)
         self.turns //= TURNS
+        for index, value in enumerate(node.outputs):
+            precision_group = f"{name}.state{index}" if index < states else ""
+            self.leave(name, node, value, [(Slot(body, index + given), body.outputs[index + given])], precision_group)
 
     def enter(self, name: str, node: ir.Node, index: int, inner: ir.Value, tied: bool) -> None:
         """Add an op-graph node for a value that a loop or scan passes into its body: its state, or a slice of a sequence."""
