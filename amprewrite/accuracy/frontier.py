@@ -38,7 +38,6 @@ from amprewrite.runtime.options import Options
 from amprewrite.tables.boundary.arguments import is_word, shown
 from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.errors import AccuracyError, PolicyError
-from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
@@ -141,7 +140,7 @@ def search(
     if not batches:
         raise AccuracyError(f"{asked} is measured on data: pass calibration=batches, or example_inputs=")
     trial = Trial(module, options)
-    low = options.low or _low_of(trial)
+    low = options.low or session_of(trial.amp).policy.low  # of the model's device if `dtype` is None
     trial = Trial(module, replace(options, low=low))
     exact = reference(trial, batches, measure)
     tried: list[TriedPlan] = []
@@ -215,11 +214,6 @@ def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) 
 def _most(metric: Metric) -> float:
     """Return the exclusive upper limit of `tolerance`: infinity for a metric that is a user's function, 1 for other metrics."""
     return math.inf if isinstance(metric, Judged) else 1
-
-
-def _low_of(trial: Trial) -> Format:
-    """Return the low format of the trial's options, or of the model's device if `dtype` is None."""
-    return session_of(trial.amp).policy.low
 
 
 def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:

@@ -367,11 +367,8 @@ def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """Return one optimizer or several as a list, without wrappers such as accelerate's. Raises PolicyError for any other object."""
     if optimizer is None:
         return []
-    if isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
-        return [optimizer_inside(optimizer)]
-    if not isinstance(optimizer, Iterable):
-        raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(optimizer).__name__}")
-    found = list(optimizer)
+    alone = isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer")
+    found: list[Any] = [optimizer] if alone or not isinstance(optimizer, Iterable) else list(optimizer)
     for each in found:
         if not (isinstance(each, torch.optim.Optimizer) or hasattr(each, "optimizer")):
             raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(each).__name__}")

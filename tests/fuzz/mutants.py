@@ -241,7 +241,7 @@ MUTANTS = (
     ),
     Mutant(
         "rounded-shares", "shares are rounded in front of a loss of probabilities", ("programs",), ("shares",),
-        (("passes/__init__.py", "RepaintAsAutocast(), RepaintShares(), ", "RepaintAsAutocast(), "),),
+        (("passes/__init__.py", "RepaintAsAutocast(), RepaintShares())", "RepaintAsAutocast())"),),
     ),
     Mutant(
         "added-up-low", "the gradients of many readers of one low copy are added up in the low format", ("programs",), ("many_readers",),

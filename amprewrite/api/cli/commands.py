@@ -228,17 +228,9 @@ def debug(options: Options) -> int:
         with working("bisecting"), _mode(options):
             overrides = report.suggest_overrides(options.max_rel_err)
     if options.json:
-        findings = [
-            {
-                "kind": f.kind,
-                "seen": f.row.name,
-                "lost": f.lost_at.name,
-                "source": f.lost_at.source,
-                "detail": f.detail,
-                "backward": f.backward,
-            }
-            for f in report.findings
-        ]
+        keys = ("kind", "seen", "lost", "source", "detail", "backward")
+        found = ((f.kind, f.row.name, f.lost_at.name, f.lost_at.source, f.detail, f.backward) for f in report.findings)
+        findings = [dict(zip(keys, each, strict=True)) for each in found]
         as_json({"error": report.output_error, "low": report.low, "findings": findings, "overrides": overrides})
     else:
         text(str(report))

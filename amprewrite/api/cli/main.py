@@ -85,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
         )
         made.set_defaults(run=doctor if name == "doctor" else getattr(commands, name))
         made.add_argument("--json", action="store_true", help="print data instead of text")
+        if model and name != "diff":
+            made.add_argument("model", metavar="MODEL")
         if model:
             made.add_argument("--trust", action="store_true", help="load a .pt2 file that may run code")
         made.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -92,7 +94,6 @@ def parser() -> argparse.ArgumentParser:
 
     _plan(command("plan", "show the format of each op, and why"))
     made = command("explain", "explain a node's format, and what would change it")
-    made.add_argument("model", metavar="MODEL")
     made.add_argument("node", metavar="NODE", nargs="?", default="", help="a node or a module path; the whole plan if left out")
     _policy(made)
     made = command("diff", "list what differs between two plans; status 1 where something does")
@@ -101,18 +102,15 @@ def parser() -> argparse.ArgumentParser:
     _policy(made)
     _convert(command("convert", "write a model in mixed precision, as .onnx or .pt2"))
     made = command("verify", "measure what the plan costs in accuracy, with true rounding")
-    made.add_argument("model", metavar="MODEL")
     made.add_argument("--max-rel-err", type=_positive, metavar="X", help="status 1 where the output error exceeds X")
     made.add_argument("--top", type=int, default=20, metavar="N", help="rows in the JSON")
     made.add_argument("--plan", metavar="JSON", help="follow this plan")
     _policy(made)
     made = command("debug", "find what overflows, underflows or cancels; status 1 where something does")
-    made.add_argument("model", metavar="MODEL")
     made.add_argument("--suggest", action="store_true", help="bisect to the fewest nodes to keep in fp32")
     made.add_argument("--max-rel-err", type=_positive, metavar="X", help="the output error that --suggest aims at")
     _policy(made)
     made = command("calibrate", "watch a model's values on batches: what fp16 cannot hold", epilog=f"{BATCHES}\n\n{MODEL}")
-    made.add_argument("model", metavar="MODEL")
     made.add_argument("batches", metavar="BATCHES", nargs="?", default="", help="the model's example inputs if left out")
     made.add_argument("-o", "--output", metavar="PATH", help="write the ranges, for --calibration and rewrite(calibration=...)")
     made.add_argument("--top", type=int, default=20, metavar="N", help="how many values to show, those most at risk first")
@@ -128,7 +126,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _plan(made: argparse.ArgumentParser) -> None:
-    made.add_argument("model", metavar="MODEL")
     shown = made.add_mutually_exclusive_group()
     shown.add_argument("--code", action="store_true", help="every line of the rewritten code, annotated")
     shown.add_argument("--nodes", action="store_true", help="every node with its reason")
@@ -147,7 +144,6 @@ def _plan(made: argparse.ArgumentParser) -> None:
 
 
 def _convert(made: argparse.ArgumentParser) -> None:
-    made.add_argument("model", metavar="MODEL")
     made.add_argument("out", metavar="OUT", help="the file to write: .onnx, or .pt2 for PyTorch models")
     made.add_argument("--max-rel-err", type=_positive, metavar="X", help="status 1, and nothing written, where the error exceeds X")
     made.add_argument("--low-io", action="store_true", help="inputs and outputs go low, too")

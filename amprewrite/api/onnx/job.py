@@ -186,9 +186,9 @@ class Job:
 
     def prepare(self) -> None:
         """Prepare the model for the passes. Raises PolicyError if an override matches nothing in the model."""
-        ready = make_ready(self.model, self.low, self.lists, 0 if self.exported or not may_quantise(self.policy, self.given) else OPSET)
-        self.model, self.before_raising = ready.model, ready.before
-        self.notes += ready.notes
+        least = 0 if self.exported or not may_quantise(self.policy, self.given) else OPSET
+        self.model, notes, self.before_raising = make_ready(self.model, self.low, self.lists, least)
+        self.notes += notes
         if not self.exported:
             nodes = [node for graph in self.model.graphs() for node in graph]
             modules, names = {module for node in nodes if (module := provenance(node)[0])}, [node.name or op_of(node) for node in nodes]
@@ -206,7 +206,7 @@ class Job:
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
         reading.graph = with_counts(reading, self.model, self.low)
         if self.torch_plan is not None:
-            self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]).note())
+            self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]))
         self.notes += keep_out(self.kept_out, reading)
         region = decide_region(reading, self.policy, self.lists, samples, self.given)
         apply_plan(self.model, reading, region, self.low)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -47,25 +47,8 @@ def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     return region
 
 
-@dataclass(frozen=True)
-class Carried:
-    """Result of `carry_over`: how many nodes of a file follow a plan of the PyTorch graph."""
-
-    followed: int
-    """Number of ONNX nodes that have their colour from the plan."""
-    missed: tuple[str, ...]
-    """Names of nodes of the plan that have no matching node in the file."""
-
-    def note(self) -> str:
-        text = f"the plan of the PyTorch graph decides {self.followed} ops of the file"
-        if not self.missed:
-            return text
-        more = f" and {len(self.missed) - 4} more" if len(self.missed) > 4 else ""
-        return f"{text}; {', '.join(self.missed[:4])}{more} have no op of their own there, so lists decide"
-
-
-def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carried:
-    """Fix the colours (low or high) of ops in an ONNX graph to those of the same ops in a PyTorch plan. Return how many were matched.
+def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
+    """Fix the colours (low or high) of ops in an ONNX graph to those of the same ops in a PyTorch plan. Return a note on their number.
 
     With `only_chosen`, only ops for which the user gave a node override are fixed.
     """
@@ -91,7 +74,9 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carr
         for node, names in zip(nodes, groups, strict=False):
             if _counts(node, only_chosen):
                 followed += sum(_pin(reading, name, node) for name in names)
-    return Carried(followed, tuple(missed))
+    more = f" and {len(missed) - 4} more" if len(missed) > 4 else ""
+    left = f"; {', '.join(missed[:4])}{more} have no op of their own there, so lists decide" if missed else ""
+    return f"the plan of the PyTorch graph decides {followed} ops of the file{left}"
 
 
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:

@@ -124,10 +124,7 @@ class WhatIf:
         denied = [n for n in nearest if n in above and graph[n].kind is OpKind.DENY]
         told = [planned[name].because_of, *(denied if planned[name].reason is Reason.AFTER_DENY else ()), *nearest]
         same = (n for n in dict.fromkeys(told) if n in self.colours and n != name and self.colours[n] is colour and graph[n].role == "op")
-        for count, each in enumerate(same):
-            if count == MOST_TOGETHER:
-                return
-            yield each
+        yield from islice(same, MOST_TOGETHER)
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
         """Force `nodes` to the opposite of the colour (low or high) of `name`. Return the effect; None if `name` keeps its colour."""

@@ -50,7 +50,7 @@ class Agreement:
             return ""
         weights = weights_by_path(root)
         found = {graphs: moved(graphs.weights, weights, low) for graphs in every if graphs.anew is None}
-        said = [(weight.says(low), weight.now) for each in found.values() for weight in each]
+        said = [each for changes in found.values() for each in changes]
         for graphs in every if said else ():
             if self.on or found.get(graphs):
                 graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # empty, because the new capture measures all weights again

@@ -56,26 +56,6 @@ class Known:
         return found if found in self.bounds else Fit.FITS
 
 
-@dataclass(frozen=True)
-class Moved:
-    """A weight that fits the low format's range now and did not at capture, or the other way round."""
-
-    name: str
-    size: float
-    """The largest magnitude of the weight now."""
-    before: Fit
-    now: Fit
-
-    def says(self, low: Format) -> str:
-        """Return a note for the plan that describes the change."""
-        how = {
-            Fit.TOO_LARGE: f"{low.name} ends at {low.max:g}",
-            Fit.FLUSHED: f"{low.name} flushes that to zero",
-            Fit.FITS: f"which {low.name} holds now",
-        }
-        return f"captured anew: {self.name} has come to {self.size:.3g}, and {how[self.now]}"
-
-
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
     """Return the weights among the `inputs` of a captured graph, for later calls of `moved`.
 
@@ -118,8 +98,8 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
     return {**dict(named_parameters_in(root, remove_duplicate=False)), **dict(named_buffers_in(root, remove_duplicate=False))}
 
 
-def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[Moved]:
-    """Return the weights in `known` that fit the low format at capture and do not now, or the other way round.
+def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
+    """Return (note for the plan, fit now) for each weight in `known` that fits the low format at capture and does not now, or vice versa.
 
     Returns [] while a CUDA graph is being recorded. `weights` has the present values.
     """
@@ -127,12 +107,17 @@ def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) ->
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]
     if not here or any(recording(device) for device in {part.device for *_, part in here}):
         return []
-    sizes = largest([part for *_, part in here])
-    found = [
-        (tensor is part, Moved(each.name, size, each.fit, each.judged(size, low)))
-        for (each, tensor, part), size in zip(here, sizes, strict=True)
-    ]
-    return [each for whole, each in found if each.now is not each.before and (whole or each.now is Fit.TOO_LARGE)]
+    how = {
+        Fit.TOO_LARGE: f"{low.name} ends at {low.max:g}",
+        Fit.FLUSHED: f"{low.name} flushes that to zero",
+        Fit.FITS: f"which {low.name} holds now",
+    }
+    found = []
+    for (each, tensor, part), size in zip(here, largest([part for *_, part in here]), strict=True):
+        fits = each.judged(size, low)
+        if fits is not each.fit and (tensor is part or fits is Fit.TOO_LARGE):
+            found.append((f"captured anew: {each.name} has come to {size:.3g}, and {how[fits]}", fits))
+    return found
 
 
 def _readable(tensor: Tensor) -> Tensor | None:

@@ -22,7 +22,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -175,39 +174,22 @@ class _FirstUnseen(torch.fx.Interpreter):
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in self.devices)]
 
 
-@dataclass(frozen=True)
-class Random:
-    """The states of the random generators that a model may use: Python, NumPy, PyTorch on the CPU, and CUDA devices by index."""
+def random_states(devices: Sequence[int]) -> Callable[[], None]:
+    """Return a function that sets all random generators that a model may use to their present states.
 
-    python: Any
-    numpy: Any
-    torch: Tensor
-    devices: dict[int, Tensor]
+    They are the generators of Python, NumPy, PyTorch on the CPU, and the CUDA `devices`.
+    """
+    python, of_numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = {each: torch.cuda.get_rng_state(each) for each in devices}
 
-    @classmethod
-    def now(cls, devices: Sequence[int]) -> Random:
-        there = {each: torch.cuda.get_rng_state(each) for each in devices}
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), there)
-
-    def set(self) -> None:
-        """Set all generators to these states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-        for device, state in self.devices.items():
+    def set_back() -> None:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(cpu)
+        for device, state in cuda.items():
             torch.cuda.set_rng_state(state, device)
 
-
-@contextlib.contextmanager
-def _from(start: Random) -> Iterator[None]:
-    """Context manager in which all random generators begin with the states `start`. Their present states are restored afterwards."""
-    now = Random.now(tuple(start.devices))
-    with random_state_kept(tuple(start.devices)):
-        start.set()
-        try:
-            yield
-        finally:
-            now.set()
+    return set_back
 
 
 def copied(leaf: Any) -> Any:
@@ -247,8 +229,8 @@ class CaptureCheck:
         self.plain = plain
         self.args, self.kwargs = tree_map(copied, (args, kwargs))
         self.buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in buffers_in(root)}
-        devices = {each.device.index or 0 for each in (*parameters_in(root), *buffers_in(root)) if each.device.type == "cuda"}
-        self.random, self.grad = Random.now(sorted(devices)), torch.is_grad_enabled()
+        self.devices = sorted({t.device.index or 0 for t in (*parameters_in(root), *buffers_in(root)) if t.device.type == "cuda"})
+        self.random, self.grad = random_states(self.devices), torch.is_grad_enabled()
         self.graph: torch.fx.Graph | None = None
         self.module: torch.fx.GraphModule | None = None
         self.given: tuple[Any, ...] = ()
@@ -291,7 +273,7 @@ class CaptureCheck:
             if far <= TOLERANCE or furthest(wanted, again) > TOLERANCE:
                 return None
             values.add(self.given)
-            search = _FirstUnseen(self.module, self.graph, values, tuple(self.random.devices))  # type: ignore[arg-type]
+            search = _FirstUnseen(self.module, self.graph, values, self.devices)  # type: ignore[arg-type]
             self._captured(search)
         except _FAILURES:
             return None  # the original model cannot run on copies, so there is nothing to compare with
@@ -310,6 +292,17 @@ class CaptureCheck:
         except _FAILURES:
             return False
 
+    @contextlib.contextmanager
+    def _again(self, grad: bool) -> Iterator[None]:
+        """Context manager for a further run: random generators begin as in the call, `grad` is the grad mode, no saved tensor is hooked."""
+        now = random_states(self.devices)
+        with random_state_kept(self.devices), unhooked(), torch.set_grad_enabled(grad):
+            self.random()
+            try:
+                yield
+            finally:
+                now()
+
     def _as_written(self, grad: bool, values: Values | None = None) -> list[Tensor]:
         """Return the floating results of the plain model on copies of the arguments, buffers and random states.
 
@@ -320,7 +313,7 @@ class CaptureCheck:
         for module in plain.modules():
             module._buffers.update({name: copies.get(id(each), each) for name, each in module._buffers.items() if each is not None})
         args, kwargs = tree_map(copied, (self.args, self.kwargs))
-        with Quiet(*loggers_of(plain)), _from(self.random), unhooked(), torch.set_grad_enabled(grad), values or contextlib.nullcontext():
+        with Quiet(*loggers_of(plain)), self._again(grad), values or contextlib.nullcontext():
             return [each.detach() for each in results_of(plain.forward(*args, **kwargs))]
 
     def _captured(self, interpreter: torch.fx.Interpreter) -> Any:
@@ -332,5 +325,5 @@ class CaptureCheck:
             if isinstance(each, Tensor):
                 each = each.detach().clone() if place in self.written else each.detach()
                 given[place] = each.requires_grad_(grad and self.given[place].requires_grad)
-        with _from(self.random), closed_if_raised(), unhooked(), torch.set_grad_enabled(grad):
+        with closed_if_raised(), self._again(grad):
             return interpreter.run(*given)

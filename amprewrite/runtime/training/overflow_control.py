@@ -113,7 +113,7 @@ class StepGate(StepRecord):
         for optimizer in guarded:
             guard_of(optimizer).resume()
         learns = learns or any(p.requires_grad for p in self.parameters())
-        return self.use.pair(torch.device(device), learns, evaluates, len(guarded) > 0, self._knows_optimizer)
+        return self.use.pair(torch.device(device), learns, evaluates, len(guarded) > 0, self.knows_optimizer)
 
     @property
     def listens(self) -> bool:
@@ -132,11 +132,7 @@ class StepGate(StepRecord):
                 self._alone.warned = True
                 self.on_unscaled(weights)
 
-    def look_for_optimizers(self) -> None:
-        """If no optimizer is known, search for one. Call this before a forward that runs on other tensors than the parameters."""
-        self._knows_optimizer()
-
-    def _knows_optimizer(self) -> bool:
+    def knows_optimizer(self) -> bool:
         """True if the steps of an optimizer are checked. If none are, calls number 1, 2, 4, 8, ... search the process for one."""
         if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
             self._unguarded += 1

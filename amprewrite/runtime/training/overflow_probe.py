@@ -29,6 +29,7 @@ from torch.fx.node import map_aggregate
 from amprewrite.graphs.fx.node_facts import NODE, is_batched
 from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
 from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.ir.op_graph import reached
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.runtime.parts import is_flattened
@@ -216,14 +217,8 @@ class _FiniteWatch(torch.fx.Interpreter):
     def first_activation(self) -> FirstNonFinite | None:
         """Return the first node of the forward whose NaN or infinity reached an output; None if there is none."""
         output = next(n for n in self.module.graph.nodes if n.op == "output")  # type: ignore[union-attr]
-        reached: set[torch.fx.Node] = set()
-        stack = [n for n in output.all_input_nodes if n in self.state]
-        while stack:
-            node = stack.pop()
-            if node not in reached:
-                reached.add(node)
-                stack.extend(feeder for feeder in node.all_input_nodes if feeder in self.state)
-        cause = next((n for n in self.causes if n in reached), None)
+        found = set(reached([output], lambda node: self.state.keys() & node.all_input_nodes))
+        cause = next((n for n in self.causes if n in found), None)
         if cause is None:
             return None
         planned = self.names.get(cause.meta.get(NODE, ""))

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -187,20 +186,10 @@ def name_of(source: Source) -> str:
     return printable(source) if isinstance(source, str | Path) else "the model"
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A model prepared for the passes."""
-
-    model: ir.Model
-    notes: list[str]
-    """Changes made to the model, as texts for the user."""
-    before: list[ir.Model]
-    """The model before each change of its opset, to compare results; empty if the opset did not change."""
-
-
-def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> Ready:
+def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str], list[ir.Model]]:
     """Prepare a model for the passes, at opset `least` or later if possible.
 
+    Returns the model, the changes made to it as texts for the user, and the model before each change of its opset, to compare results.
     Raises CaptureError if its opset is too old and cannot be raised.
     """
     notes: list[str] = model.meta.pop(NOTES, [])
@@ -225,7 +214,7 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> 
     notes += more
     if not any(format_of(v) == "fp32" for g in model.graphs() for n in g for v in n.outputs):
         notes.append("no value of the model is fp32: there is nothing to rewrite")
-    return Ready(model, notes, [each for each in before if each is not model])
+    return model, notes, [each for each in before if each is not model]
 
 
 def sort_nodes(model: ir.Model) -> None:

@@ -21,6 +21,7 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.guesses import describe_copy
 from amprewrite.graphs.onnx.ops import add_constant, constant_tensor, drop_unread_constants, insert_behind
 from amprewrite.graphs.onnx.read.reader import OnnxReading
+from amprewrite.graphs.onnx.read.weights import NUMPY
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import E4M3, Format
@@ -61,7 +62,7 @@ def scale_for(amax: float, low: Format) -> np.ndarray:
 
     The scale is limited, so that the largest number of e4m3 times the scale stays within the range of `low`.
     """
-    number = np.dtype(getattr(ml_dtypes, low.library_name, low.library_name))
+    number = NUMPY[low.name]
 
     def rounded(exact: float, up: bool) -> np.ndarray:
         near = np.asarray(exact, number)

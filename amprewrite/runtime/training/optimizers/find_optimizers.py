@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amprewrite.ir.op_graph import reached
 from amprewrite.runtime.parts import fsdp_groups
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
@@ -36,13 +37,8 @@ def every_optimizer() -> list[Optimizer]:
 
 def instances_of(base: type[T]) -> Iterator[T]:
     """Yield all objects of the process whose class is `base` or derives from it."""
-    classes: set[type] = {base}
-    ahead: list[type] = [base]
-    while ahead:
-        below: list[type] = type.__subclasses__(ahead.pop())
-        new = [cls for cls in below if cls not in classes]
-        classes.update(new)
-        ahead += new
+    start: type = base
+    classes = set(reached([start], type.__subclasses__))
     objects = gc.get_objects()
     return itertools.compress(objects, map(classes.__contains__, map(type, objects)))
 
