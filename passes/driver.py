@@ -269,7 +269,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """If the op that failed runs rewritten bodies (subgraphs), mark them to be left in fp32, and return True; otherwise return False."""
+    """If the op at which the check failed (`refusal`) runs rewritten bodies, mark these to be left in fp32. Return True if it does."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -438,7 +438,7 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """After the edited graph failed, forbid the padding of the op that failed, and return True.
+    """After the check of the edited graph failed at an op (`refusal`), forbid the padding of this op, and return True.
 
     If the op is unknown, or its padding is forbidden already, forbid all padding. Return False if nothing is padded or a plan is given.
     """
@@ -468,7 +468,7 @@ def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
 
 
 def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> None:
-    """Record that the op that failed must run in fp32, so that the next attempt keeps it there, whatever the op lists say.
+    """Record that the op at which the check failed (`refusal`) must run in fp32, so that the next attempt keeps it there.
 
     Raises PassError if the op runs in fp32 already, PlanError if the graph follows a given plan.
     """

@@ -39,7 +39,7 @@ class MaskRules(ABC, Generic[Value]):
         """Return (op that makes a value, its floating operands except constants); None if no op of the graph makes the value."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
-        """True if the numbers of `value` beyond the range, above or below zero as `sides` says, only block positions in every reader.
+        """True if each reader uses the numbers of `value` beyond the range, on the `sides` of zero (ABOVE, BELOW), only to block positions.
 
         True for any value if the low format has fp32's range, because there ±max differs from such numbers by a rounding at most.
         """
@@ -66,7 +66,7 @@ class MaskRules(ABC, Generic[Value]):
         positions, and `beside` if an operand of the op holds such numbers already.
 
         Data added to a mask, for example scores with blocked positions, may be clamped if it is only moved or if a softmax reads it. Data
-        that enters other arithmetic may not, because ±max would be wrong, and finite.
+        that enters other arithmetic may not: ±max would be a wrong number, and because it is finite, no overflow would show the error.
         """
         if kind not in (OpKind.CLEAR, OpKind.INFER) or not (masks or beside):
             return False

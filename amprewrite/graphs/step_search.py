@@ -32,7 +32,7 @@ Node = TypeVar("Node", bound=Hashable)
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor of a summand: a number times schedules. Each schedule has a use: it multiplies, it divides, or it is taken from one."""
+    """The factor of a summand: a number times schedules (values known only in a call), each with its use: s, 1 / s, or 1 - s."""
 
     number: float = 1.0
     schedules: frozenset[tuple[Hashable, str]] = frozenset()
@@ -44,7 +44,7 @@ class Factor:
         if self.schedules == other.schedules:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
-        if larger.schedules <= self.schedules & other.schedules:  # as in `1 - schedule`: the number decides the size of the sum
+        if larger.schedules <= self.schedules & other.schedules:  # as in `1 - schedule`, which counts as 1
             return larger
         return Factor(1.0, self.schedules | other.schedules)
 

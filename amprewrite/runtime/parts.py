@@ -42,7 +42,7 @@ def is_flattened(parameter: Tensor) -> bool:
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of weights of `module`, each gathered together; [] if the module did not go through `fully_shard`.
+    """Return FSDP2's groups of weights of `module` (one all-gather for each); [] if the module did not go through `fully_shard`.
 
     In earlier versions of torch a module has at most one group.
     """

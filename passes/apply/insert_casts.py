@@ -66,8 +66,8 @@ def insert_cast(
 ) -> torch.fx.Node:  # fmt: skip
     """Insert a copy of `value` in format `to` before `place`, let `users` read it instead of `value`, and return it.
 
-    With `saturate`, finite numbers beyond the range become ±max. `weight` marks a copy of a parameter. PlanError if a user does not read
-    `value`.
+    With `saturate`, finite numbers beyond the range become ±max. `weight` says that `value` is a parameter. PlanError if a user does not
+    read `value`.
     """
     with graph.inserting_before(place):
         source = value
@@ -106,7 +106,7 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
-    """Make `node` return `fmt` if it takes its dtype from an argument or another tensor. If `clamps`, clamp its far constants to ±max."""
+    """Make `node` return `fmt` if an argument or another tensor gives its dtype. If `clamps`, constants beyond the range become ±max."""
     op = op_name(node.target)
     if op in CONVERSIONS:
         _aim_conversion(node, op, fmt)

@@ -99,7 +99,7 @@ class _ProductInsertion:
         return copy
 
     def _exchange(self, node: torch.fx.Node, product: ProductPlan, x8: torch.fx.Node | None, w8: torch.fx.Node | None) -> None:
-        """Turn `node` into a product that reads the copies `x8` and `w8`. A copy is None if no GEMM of the product reads it."""
+        """Turn `node` into a product that reads the fp8 copies `x8` and `w8` of its operands. A copy is None if no GEMM reads it."""
         wide = {role for each in product.gemms if not each.fp8 for role, _ in READS[each.gemm]}
         x = self._operand(node, X) if x8 is None or X in wide else None
         w = self._operand(node, W) if w8 is None or W in wide else None

@@ -115,7 +115,7 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Return {op: its operand} for each op that returns its operand itself and whose result has hooks: the operand has these hooks, too."""
+    """Return {op: operand} for each op that returns its operand as the same tensor object, if the result has hooks: so has the operand."""
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]

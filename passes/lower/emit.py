@@ -51,7 +51,7 @@ class Emitted:
     low_alone: frozenset[int]
     """Positions of the inputs that are cast to the low format and read in no other way."""
     refused: Refusals
-    """Errors of ops that refused low operands, by op. The first run fills it."""
+    """Errors of the ops that refused low operands, by the name of the op. The first run fills it."""
 
 
 def emit(

@@ -191,7 +191,7 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 
 
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
-    """Return, for each position of an input, the copies of the input that an edited graph reads.
+    """Return, for each position of an input, the low copies (dtype, layout) of the input that an edited graph reads.
 
     None is among the copies if the graph also reads the input without a cast.
     """

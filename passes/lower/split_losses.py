@@ -43,7 +43,7 @@ class SplitLosses(Pass[Target, EditedGraph]):
 
 
 def _large(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the losses of many logits with one row for each target, outside of torch.func transforms."""
+    """Return the calls of cross_entropy with many logits, in one row for each target, outside of torch.func transforms."""
     losses = graph.find_nodes(op="call_function", target=torch.nn.functional.cross_entropy)
     apart = transformed_nodes(graph) if losses else set()
     return [node for node in losses if node not in apart and _qualifies(named_arguments(node))]

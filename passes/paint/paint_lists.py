@@ -17,7 +17,7 @@ from amprewrite.tables.recipes import WIDE
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
-"""Reasons for high that an override of a node or module may overrule: the op then runs low, with a less exact result."""
+"""Reasons for the colour high that an override of a node or module may overrule: the op then runs low, with a less exact result."""
 
 
 class PaintLists(Pass[Problem, Decisions]):

@@ -41,6 +41,6 @@ class DeclineSmallGraphs(Pass[Problem, Decisions]):
 
 
 def all_high(problem: Problem, decisions: Decisions) -> dict[str, Colour]:
-    """Return the colours of `decisions`, but with all ops in fp32 whose colour is free: no fact forces it, and they have fp32 values."""
+    """Return the colours of `decisions`, but with high (fp32) for each op that has fp32 values and whose colour no fact forces."""
     fixed = {node.name for node in problem.graph if node.role != "op" or node.pinned is not None}
     return {name: colour if name in fixed or colour is Colour.PLAIN else Colour.HIGH for name, colour in decisions.colours.items()}

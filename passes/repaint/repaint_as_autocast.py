@@ -122,7 +122,7 @@ class Roundings:
         return False
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
-        """True if rounding `value` does harm after `node`: a later op magnifies the error, or torch.autocast never rounds the result."""
+        """True if rounding `value` does harm after `node`: a later op magnifies the error, or the result is `EXACT` and `value` is not."""
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False
         kept = self.held[node.name] is Held.EXACT is not self.held[value]

@@ -52,7 +52,7 @@ class RepaintShares(Pass[Problem, Decisions]):
 def _leading(
     graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
 ) -> Iterator[str]:
-    """Yield the nodes with an op of `shares` (softmax, sigmoid) from which ops of these `kinds` compute `operands`, and these ops."""
+    """Search back from `operands` through ops of these `kinds`. Yield the ops of `shares` (softmax, sigmoid) found, and the ops between."""
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:

@@ -226,7 +226,7 @@ class InputSource:
 
 
 def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata `meta` for a copy of its node, without Dynamo's reference to the graph input: it would keep the input alive."""
+    """Return a node's metadata `meta` for a copy of the node, without Dynamo's reference that would keep the graph input alive."""
     found = meta.get("grapharg")
     return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
 

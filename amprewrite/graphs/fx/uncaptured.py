@@ -84,7 +84,7 @@ def unhooked() -> contextlib.AbstractContextManager[Any]:
 
 
 def enters_regions(graph: torch.fx.Graph) -> bool:
-    """True if `graph` may change a mode of the thread, such as autocast or grad mode: it calls a function without tensors or a result."""
+    """True if `graph` may change a mode of the thread, such as grad mode: it calls a function that takes no tensor and returns nothing."""
     calls = (node for node in graph.nodes if node.op == "call_function" and not node.all_input_nodes)
     return any(example_value(node) is None for node in calls)
 

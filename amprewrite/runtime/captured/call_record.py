@@ -74,7 +74,7 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def generates(self, low_caches: LowCaches | None) -> Iterator[None]:
-        """Context manager for a call of `generate()`: sizes are captured dynamic, and `low_caches` store keys and values low."""
+        """Context manager for a call of `generate()`: sizes are captured as dynamic, and `low_caches` store keys and values low."""
         outer = self.low_caches
         self.generating, self.low_caches = self.generating + 1, low_caches
         try:

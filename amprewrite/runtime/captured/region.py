@@ -70,7 +70,7 @@ class Region:
     def call(self, inputs: tuple[Any, ...], forward: int) -> Any:
         """Run the graph on the inputs of its captured code, and return its results.
 
-        In fp16, each of the first calls first observes an fp32 run. `forward` is the number of this forward of the model.
+        In fp16, an observed run in fp32 precedes each of the first calls. `forward` is the number of this forward of the model.
         """
         first = self.look_ahead
         if first is None and not self.enters_regions:

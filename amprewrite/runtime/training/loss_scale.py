@@ -46,7 +46,7 @@ DEFAULT_CAP = 2.0**32
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
-"""Updates of the four counters as (factors, addends): `_AFTER_GOOD` if no optimizer's step overflowed, `_AFTER_OVERFLOW` if one did."""
+"""Updates of the four counters to factor * counter + addend, as (factors, addends): `_AFTER_OVERFLOW` if an optimizer's step overflowed."""
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
 """Stages of a search for the initial scale: no step was taken yet; every step so far overflowed; the scale grows again. 0: no search."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")

@@ -79,7 +79,7 @@ class StepRecord:
     parameters: Callable[[], Iterable[Tensor]]
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
     on_overflow: Callable[[], str | None] | None = None
-    """Called when the host learns that a step overflowed: in it, or later if it is fused. Returns where the overflow began, or None."""
+    """Called when the host learns that a step overflowed, which is later if the optimizer is fused. Returns where it began, or None."""
     on_clean: Callable[[], None] | None = None
     """Called when the host learns that the first step after an overflow was clean."""
     on_stuck: Callable[[], bool] | None = None
@@ -91,7 +91,7 @@ class StepRecord:
     instead."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
-        """Return the overflow flags that backwards left for gradients of `optimizer`."""
+        """Return the overflow flags for gradients of `optimizer`; if it is unknown or steps copies, for parameters without an optimizer."""
         if optimizer not in self._copies:
             for note in self._notes:
                 if note.owner() is optimizer:

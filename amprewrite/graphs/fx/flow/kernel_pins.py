@@ -98,7 +98,7 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 
 
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
-    """Return a pin that forces an op to fp32 if it would add up a gradient in the low format that torch.autocast adds up in fp32, or None.
+    """Return a pin to fp32 for an op that would add up a gradient in the low format where torch.autocast uses fp32; otherwise None.
 
     Either the op's kernel adds the gradient up, or autograd does, because the op reads the value more than MOST_READERS times. `learning`
     are all values that get gradients. torch.autocast holds some of them, `trained`, in fp32, and adds up their gradients in fp32. For an op

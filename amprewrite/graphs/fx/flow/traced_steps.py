@@ -32,7 +32,7 @@ from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.operators import HigherOrderOperator
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops whose result counts as the first operand times one, if both have as many elements: copies, views, conversions and bounds."""
+"""Ops whose result counts as the first operand times one, if both have the same number of elements: copies, views, conversions, bounds."""
 RANDOM = ops_with(Trait.RANDOM)
 SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 

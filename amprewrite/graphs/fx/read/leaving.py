@@ -217,8 +217,8 @@ def _returns_operand(op: Node) -> bool:
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
     """True if `result` is the same tensor object as an operand of its op, and the operand has other readers or hooks.
 
-    Also true if one of the two is a result of a checkpoint, or if `result` is in `without_grad` and the operand is not: these nodes are
-    made with gradients disabled. `returns_operand(op)` is True if an op of this graph returns one of its operands.
+    Also true if one of the two is a result of a checkpoint, or if only `result` is made with gradients disabled (is in `without_grad`).
+    `returns_operand(op)` is True if an op of this graph returns one of its operands.
     """
     result = _before_hooks(result)
     while (made_inside(result) is not None or returns_operand(result)) and (given := same_tensor(result)) is not None:

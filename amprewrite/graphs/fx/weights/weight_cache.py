@@ -128,7 +128,7 @@ class WeightCache:
 
     def _kept(self, block: Block, weight: Tensor, dtype: torch.dtype, layout: Layout, stream: int) -> Tensor:
         """Return the copy that `block` keeps if it is up to date, otherwise a new copy. The block keeps new copies of plain weights."""
-        key, copies = (id(weight), dtype, layout, stream), block.copies  # read once: a thread that drops all copies gives a new dict
+        key, copies = (id(weight), dtype, layout, stream), block.copies  # read once: another thread may replace the dict
         found = copies.get(key)
         if found is not None and found.counted_fresh(weight):
             return found.copy
@@ -244,8 +244,8 @@ class WeightCache:
         """Compare a few rows of a few kept copies with their weights, to find writes that PyTorch does not count.
 
         Each call checks other rows and copies. If a weight changed, the copies are dropped. The block of `cache_weights="step"` then warns,
-        any other block raises StaleWeightsError. On a CPU the result is used at once, before the copies are read. On an accelerator it is
-        read at a later call, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every
+        any other block raises StaleWeightsError. On a CPU this call uses the result, before it reads the copies. On an accelerator a later
+        call uses it, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every
         token pays for a comparison.
         """
         block = self.block() if self._open or self._until_step is not None else None
