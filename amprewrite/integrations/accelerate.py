@@ -17,7 +17,7 @@ except ImportError as error:
 
 
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None, **options: Any) -> Any:
-    """Rewrite every module among `objects` in place, then return the result of `accelerator.prepare(*objects)`.
+    """Rewrite every module among `objects` in place, then return `accelerator.prepare(*objects, device_placement=device_placement)`.
 
     `options` are the options of `amprewrite.rewrite`. Optimizers among the objects skip steps with overflowed gradients, from the first
     step on. Checkpoints of `save_state` include the loss scale, as part of the optimizer's state. The accelerator's

@@ -66,7 +66,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[nn.Module, list[Any], list[Any]]:
         """Have the optimizers skip steps with overflowed gradients, and their schedules wait during skipped steps.
 
-        Only schedules with interval "step" wait.
+        Only schedules with interval "step" wait. Returns its arguments, which are changed in place.
         """
         for optimizer in optimizers:
             for session in self._sessions:

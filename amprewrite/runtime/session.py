@@ -125,7 +125,7 @@ class Session(GraphRewriter):
             check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Set up the state for a call of the model inside no other call of it. `given_up`: frames Dynamo gave up before the call."""
+        """Set up the state for an outermost call of the model. `recomputes`: it repeats a forward. `given_up`: frames Dynamo gave up."""
         state = self.state
         self.cache.look(self.weight_names)
         self._look_for_new_modules()
@@ -138,7 +138,7 @@ class Session(GraphRewriter):
     ) -> tuple[Any, tuple[Region, ...], list[Failure]]:
         """Run `entry`, and return its result, the rewritten graphs (regions) that ran, and the failures of Dynamo in this call.
 
-        `given_up`: the number of frames that Dynamo gave up before the call.
+        `recomputes`: a backward repeats a forward. `given_up`: the number of frames that Dynamo gave up before the call.
         """
         state, captured = self.state, entry.captured
         outer = state.ran, state.failures

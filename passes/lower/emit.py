@@ -82,7 +82,7 @@ def _lower(
     training: bool,
     refused: Refusals,
 ) -> CompiledFn:
-    """Run the lowering passes on `module`, in place. Returns a callable that takes the captured inputs."""
+    """Run the lowering passes on `module`, in place. Returns a callable that takes the captured inputs. The arguments are as for `emit`."""
     edited = EditedGraph(module, {})
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
     switches = backend is None and not training  # each call chooses between casts and kept copies, see with_kept_weights

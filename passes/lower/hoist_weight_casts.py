@@ -73,7 +73,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """Give the casts of weights the requires_grad flag of their weight, where a product chooses its kernel by this flag."""
+    """Give casts of weights (`chosen`: as in `weight_casts`) the requires_grad flag of the weight, if products choose kernels by it."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, False, chosen)
@@ -113,7 +113,7 @@ def hoist_weight_casts(
 ) -> list[Hoisted]:
     """Replace casts of parameters by new trailing inputs, in place. Returns the copy that each new input takes.
 
-    In training, nodes that unscale the gradient of a parameter are replaced, too.
+    In training, nodes that unscale the gradient of a parameter are replaced, too. `chosen` is as in `weight_casts`.
     """
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
@@ -139,7 +139,7 @@ def hoist_weight_casts(
 def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable[[int], bool] = lambda _: True) -> None:
     """Replace casts of weights in a graph with gradients by reads of the copies that `cache` keeps, in place.
 
-    A read is outside any torch.func transform around the cast, because the copy belongs to no transform.
+    A read is outside any torch.func transform around the cast, because the copy belongs to no transform. `chosen` is as in `weight_casts`.
     """
     graph, openings = module.graph, transform_openings(module.graph)
     inputs = graph.find_nodes(op="placeholder")
@@ -193,7 +193,7 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
     """Return, for each position of an input, the low copies (dtype, layout) of the input that an edited graph reads.
 
-    None is among the copies if the graph also reads the input without a cast.
+    None is among the copies if the graph also reads the input without a cast. `training` is as in `weight_casts`.
     """
     changing = written_storages(module)
     found: dict[int, frozenset[Copy | None]] = {}

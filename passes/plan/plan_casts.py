@@ -76,7 +76,10 @@ def _is_spread(problem: Problem, cast: Cast) -> bool:
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
-    """Let ops that run in fp32 and promote mixed dtypes read the fp32 copy of a low operand, if other readers have such a copy."""
+    """Let ops that run in fp32 and promote mixed dtypes read the fp32 copy of a low operand, if other readers have such a copy.
+
+    `users` maps (value, format, write version) to the names of the readers of this copy. The ops are added to it, in place.
+    """
     for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
             readers = users.get((operand.value, FP32.name, operand.write_version))

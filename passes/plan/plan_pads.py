@@ -191,9 +191,10 @@ class _Chooser:
         self.regions.cut(asked, weighed, self.gains, self.model)
 
     def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
-        """Return the seconds that a step saves if all `wants` (unaligned dims) of a product are padded; 0 if the device gains nothing.
+        """Return the seconds that a step saves if all `wants` (unaligned dims) of the product `call` are padded.
 
-        Stores in `self.why` the reason to show if the padding is not chosen.
+        `mode`: "measure" to time products; "auto" to price them, which gives 0 if the device gains nothing. Stores in `self.why` the reason
+        to show if the padding is not chosen.
         """
         if not self.model.gains and mode == "auto":
             self.why[call] = f"{self.model.device.name} gains nothing from aligned ones"

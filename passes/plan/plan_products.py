@@ -86,7 +86,7 @@ def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
 
 
 def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, float]:
-    """Return the largest magnitude of each value in sample batches, for constant scales. {} without samples, and in training."""
+    """Return the largest magnitude of each value, for constant scales: by the plan `given`, or by samples. {} in training, or without."""
     if given is not None and given.copies:
         return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
     samples = problem.calibration if not problem.training else None

@@ -204,7 +204,7 @@ def _keep_exact(
 
 # -- cancellation -----------------------------------------------------------------------------
 def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
-    """Return the differences that are far smaller than their operands, and these operands, each with the evidence."""
+    """Return the differences that are far smaller than their operands by the ranges `values`, and these operands, each with evidence."""
     graph, found = problem.graph, dict[str, str]()
     for node in graph:
         result = values.get(node.name)

@@ -69,7 +69,7 @@ def _leading(
 
 
 def _kind(node: OpNode) -> OpKind | None:
-    """Return the kind of an op by the op table, because op lists may give all ops one kind; ALLOW for any op with FLOPs."""
+    """Return an op's kind by the op table, because op lists may give all ops one kind: ALLOW with FLOPs, None if the table lacks it."""
     if node.role != "op" or node.op not in OPS:
         return None
     return OpKind.ALLOW if node.flops else OPS[node.op].kind

@@ -223,7 +223,7 @@ class Entry:
         self, session: CallRecord, rewrite_region: RewriteRegion, path: str, function: Callable[..., Any], captured: bool = True,
         home: type[nn.Module] | None = None, key: str = "",
     ) -> None:  # fmt: skip
-        """`home`: the class of which `function` is the forward; None if `function` is not the forward of a class."""
+        """`path`: the module's path. `key`: its key in `entries`. `home`: the class whose forward is `function`; None if there is none."""
         self.session, self.rewrite_region, self.path, self.function, self._home = session, rewrite_region, path, function, home
         self.key = key
         self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"

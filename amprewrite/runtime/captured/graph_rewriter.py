@@ -159,7 +159,7 @@ class GraphRewriter(CallRecord):
         """Read a captured graph into a `Captured`: the graph with its `Problem` (the planner's input), set up by this model's options.
 
         `training` says if the graph records gradients; if None, it does if grad mode is on or the graph turns it on. With `may_decline` the
-        graph may stay fp32 if a low format gains nothing and the policy allows that.
+        graph may stay fp32 if a low format gains nothing and the policy allows that. The other arguments are as for `read_problem`.
         """
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
@@ -241,7 +241,8 @@ class GraphRewriter(CallRecord):
     def _cache(self, training: bool, compiled: bool) -> WeightCache | None:
         """Return the cache that keeps copies for a graph; None if the graph casts each weight where it reads the weight, in all calls.
 
-        A compiler makes one callable of a graph, so a compiled graph reads copies only if they are kept when it is captured.
+        With gradients (`training`), only eager graphs under `cache_weights="step"` read kept copies. A compiler makes one callable of a
+        graph, so a `compiled` graph without gradients reads copies only if they are kept when it is captured.
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)

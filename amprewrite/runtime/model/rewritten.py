@@ -399,7 +399,7 @@ def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, 
 def _take_in(session: Session, parts: tuple[str, ...], known: WeakValueDictionary[int, nn.Module]) -> None:
     """Rewrite the calls of modules that were added to the model after the rewrite, such as a new head.
 
-    `parts` are the paths of the parts. A new module that has parameters and is outside of the parts is listed as unreadable.
+    `parts` are the paths of the parts, `known` the modules seen before. A new module with parameters outside the parts is unreadable.
     """
     for path, module in _modules_not_in(known, session.root, session):
         if module._compiled_call_impl is not None or is_rewritten(module):

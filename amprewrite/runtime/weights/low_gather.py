@@ -135,7 +135,7 @@ class LowGather:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Gather `input_tensor` of all ranks into `output_tensor`. Both tensors are flat, in the dtype in which FSDP gathers.
 
-        Returns None after a low gather, otherwise the result of the inner all-gather.
+        Returns None after a low gather, otherwise the result of the inner all-gather. With `async_op` no weight is sent low.
         """
         self.rounded = not async_op and self._for_graphs(input_tensor)
         if not self.rounded:
@@ -176,7 +176,7 @@ def full_gather(group: Any) -> Any:
 def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return two lists of views that correspond one to one: parts of `wire`, the buffer to send, and parts of `flat`, the fp32 weights.
 
-    Weights that are not low are sent as the bits of their fp32 values: an element takes the space of `words` low elements.
+    `spans` is from `_spans`. Weights that are not low are sent as the bits of fp32: an element takes the space of `words` low elements.
     """
     on_wire, elements, at = [], [], 0
     for is_low, start, length in spans:

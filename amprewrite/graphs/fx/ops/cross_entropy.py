@@ -28,7 +28,7 @@ _IGNORED = -100
 def cross_entropy_of_low(
     logits: Tensor, target: Tensor, ignore_index: int = _IGNORED, reduction: str = "mean", wide: Tensor | None = None
 ) -> Tensor:
-    """Return `cross_entropy(logits.float(), target)` of low `logits`, computed in parts if they are large.
+    """Return `cross_entropy(logits.float(), target, ...)` of low `logits` with PyTorch's options, computed in parts if they are large.
 
     The parts need `logits` of shape (rows, classes) and `target` of shape (rows,). Other shapes, small logits and forward-mode AD are left
     to PyTorch's function. `wide` is the fp32 copy of the logits if the graph makes this copy for other readers; the forward then reads it.

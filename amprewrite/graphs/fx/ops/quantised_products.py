@@ -179,7 +179,7 @@ Found = tuple[Tensor | None, Tensor | None]
 def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
     """Return (gradient of x, gradient of w), each None if it is not needed.
 
-    `gradient`, the gradient of the result, is quantised once for both GEMMs.
+    `gradient`, the gradient of the result, is quantised once for both GEMMs. `x8` and `w8` are transposed fp8 copies; None for a bf16 GEMM.
     """
     rows = gradient.reshape(-1, gradient.shape[-1])
     needed = {GRAD_IN: ctx.needs_input_grad[0], GRAD_WEIGHT: ctx.needs_input_grad[1]}

@@ -57,13 +57,13 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
 
 
 def constant_scale(like: Tensor, largest: float, fmt: Format, power_of_two: bool) -> Tensor:
-    """Return the scale of a tensor of magnitudes up to `largest` for `fmt`: a 0-dim fp32 tensor on the device of `like`."""
+    """Return the 0-dim fp32 scale for magnitudes up to `largest` in `fmt`, on the device of `like`. `power_of_two`: as for `scale_of`."""
     scale = fmt.max / max(largest, SMALLEST)
     return like.new_full((), 2.0 ** (math.frexp(scale)[1] - 1) if power_of_two else scale, dtype=torch.float32)
 
 
 def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
-    """Return `matrix` in `fmt` with a scale for each row. Where our Triton kernel runs, it reads the matrix from memory once."""
+    """Return `matrix` in `fmt`, with scales for the rows as by `scale_of`. Where our Triton kernel runs, it reads the matrix only once."""
     found = by_kernel(matrix, lambda kernels: kernels.cast_rows(matrix, fmt.dtype, SMALLEST, power_of_two))
     if found is not None:
         return Scaled(*found)

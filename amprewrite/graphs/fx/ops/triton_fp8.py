@@ -148,7 +148,7 @@ def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: 
 def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
     """Return (dense `matrix` times `scale` in `dtype`, the transpose of this copy in its own memory). A copy that is not wanted is empty.
 
-    `scale` is 0-dim, a column with one number for each row, or a row with one for each column.
+    `straight` and `turned` say if the first and the second are wanted. `scale` is 0-dim, a column of one number a row, or the other way.
     """
     rows, columns = matrix.shape
     made = matrix.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)

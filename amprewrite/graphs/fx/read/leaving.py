@@ -59,7 +59,7 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert an idle conversion `x.to(x.dtype)` after each value x that leaves the graph, and mark x. Return False if none needs it.
+    """Insert an idle conversion `x.to(x.dtype)` after each value x that leaves the graph, and mark x. True if any needs it.
 
     A mark, under the key LEAVES in a node's meta, says why the result must be fp32. The edits are made in a copy of the graph: `make_own`
     copies the graph and returns a function from each node to its copy. `without_grad` are the nodes that run without gradients; None if the
@@ -282,7 +282,7 @@ class Memory:
         self.same = {storage for result in again for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """Return the storages that need one fp32 memory (rule 1 of this file), in the order of the first nodes that hold them."""
+        """Return the storages that need one fp32 memory by rule 1 (its last cases: `with_gradients`), in order of their first nodes."""
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
             found |= (self.results & self.written) | (self.inputs & self.written) | self.same
