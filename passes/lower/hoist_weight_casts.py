@@ -19,16 +19,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_graph
-from amprewrite.graphs.fx.node_facts import (
-    bodies,
-    example_value,
-    is_checkpoint,
-    memory_of,
-    outside,
-    transform_openings,
-    written,
-    written_unsaid,
-)  # fmt: skip
+from amprewrite.graphs.fx.node_facts import bodies, example_value, is_checkpoint, memory_of, outside, transform_openings, written_memory
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
@@ -101,7 +92,7 @@ def weight_casts(
     In training, nodes that unscale a weight's gradient count as casts, too. `chosen(position)` is False for inputs to leave out.
     """
     inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
-    changing = written_storages(module)
+    changing = written_memory(module.graph)
     for node in list(module.graph.nodes):
         source = _cast_weight(node, training)
         if source is not None and chosen(inputs[source]) and changing.isdisjoint(memory_of(source)) and not _goes_elsewhere(source):
@@ -195,7 +186,7 @@ def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, froze
 
     None is among the copies if the graph also reads the input without a cast. `training` is as in `weight_casts`.
     """
-    changing = written_storages(module)
+    changing = written_memory(module.graph)
     found: dict[int, frozenset[Copy | None]] = {}
     source: torch.fx.Node
     for place, source in enumerate(module.graph.find_nodes(op="placeholder")):
@@ -212,23 +203,6 @@ def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
         return None
     source: Any = node.args[0]
     return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
-
-
-def written_storages(module: torch.fx.GraphModule) -> set[int]:
-    """Return the storages that a graph writes in place, including writes in the subgraphs of its higher-order ops."""
-    found: set[int] = set()
-    for node in module.graph.nodes:
-        for target in (*written(node), *written_unsaid(node)):
-            found |= memory_of(target)
-        if any(map(_writes, bodies(node))):
-            for source in node.all_input_nodes:
-                found |= memory_of(source)
-    return found
-
-
-def _writes(body: torch.fx.GraphModule) -> bool:
-    """True if a subgraph writes anything in place, or calls a subgraph that does."""
-    return any(written(node) or any(map(_writes, bodies(node))) for node in body.graph.nodes)
 
 
 def _goes_elsewhere(source: torch.fx.Node) -> bool:

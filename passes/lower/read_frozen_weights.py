@@ -18,13 +18,13 @@ import torch.fx
 from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
-from amprewrite.graphs.fx.node_facts import example_value, held_value, memory_of
+from amprewrite.graphs.fx.node_facts import example_value, held_value, memory_of, written_memory
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.passes.apply.insert_casts import CAST
-from amprewrite.passes.lower.hoist_weight_casts import hoist_weight_casts, written_storages
+from amprewrite.passes.lower.hoist_weight_casts import hoist_weight_casts
 from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.errors import CaptureError
 
@@ -47,7 +47,7 @@ class ReadFrozenWeights(Pass[Target, EditedGraph]):
 
 def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> None:
     """Raise CaptureError if the graph writes a frozen weight. `frozen` maps positions of inputs to weights."""
-    changing = written_storages(module)
+    changing = written_memory(module.graph)
     for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
         if place in frozen and not changing.isdisjoint(memory_of(node)):
             raise CaptureError(f"the model writes {node.name}, a frozen weight, when it is called; {REMEDY}")

@@ -17,10 +17,9 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
-from amprewrite.graphs.fx.node_facts import example_value, hint, memory_of, named_arguments, transformed_nodes
+from amprewrite.graphs.fx.node_facts import example_value, hint, memory_of, named_arguments, transformed_nodes, written_memory
 from amprewrite.graphs.fx.ops import cross_entropy
 from amprewrite.ir.pass_base import Pass
-from amprewrite.passes.lower.hoist_weight_casts import written_storages
 from amprewrite.passes.lower.suit_compiler import widens
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
@@ -68,7 +67,7 @@ def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     chain = [given["input"]]
     while chain[-1].op.startswith("call") and op_name(chain[-1].target) in VIEWS:
         chain.append(chain[-1].args[0])
-    if not widens(chain[-1]) or not written_storages(module).isdisjoint(memory_of(chain[-1].args[0])):
+    if not widens(chain[-1]) or not written_memory(module.graph).isdisjoint(memory_of(chain[-1].args[0])):
         return
     low = {chain[-1]: chain[-1].args[0]}
     with module.graph.inserting_before(node):

@@ -21,12 +21,11 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target
-from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, example_value, memory_of, outside, transform_openings
+from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, example_value, memory_of, outside, transform_openings, written_memory
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.ops.unscale_together import unscale_together
 from amprewrite.ir.pass_base import Pass
 from amprewrite.passes.apply.scale_loss import INVERSE
-from amprewrite.passes.lower.hoist_weight_casts import written_storages
 from amprewrite.tables.ops.op_lists import op_name
 
 MOST = 64
@@ -75,7 +74,7 @@ def unscale_in_blocks(module: torch.fx.GraphModule) -> None:
 
 def _crossings(module: torch.fx.GraphModule) -> dict[Node, list[Node]]:
     """Return, for each fp32 weight that the graph does not write, the nodes that unscale its gradient, if they have readers."""
-    changing, found = written_storages(module), defaultdict[Node, list[Node]](list)
+    changing, found = written_memory(module.graph), defaultdict[Node, list[Node]](list)
     for node in module.graph.nodes:
         source = node.args[0] if node.target in (cast_in, unscale_gradient) and node.meta.get("weight") and node.users else None
         if not isinstance(source, Node) or source.op != "placeholder":

@@ -309,9 +309,14 @@ def _given(node: torch.fx.Node) -> dict[str, Any]:
     return {**dict(zip(_parameters(node.target), node.args, strict=False)), **node.kwargs}
 
 
+def written_memory(graph: torch.fx.Graph) -> set[int]:
+    """Return the ids of the storages that a graph writes, including writes in its body graphs, to views and through `.data`."""
+    return {storage for node in graph.nodes for target in (*written(node), *_unsaid_in_bodies(node)) for storage in memory_of(target)}
+
+
 def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
     """Return the positions of the inputs whose memory the graph writes, including writes to views and through `.data`."""
-    memory = {storage for node in graph.nodes for target in (*written(node), *_unsaid_in_bodies(node)) for storage in memory_of(target)}
+    memory = written_memory(graph)
     return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
 
 
