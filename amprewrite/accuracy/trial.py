@@ -124,7 +124,8 @@ def call_on(model: nn.Module, batch: Any) -> Any:
 class Batches:
     """Iterates over batches and checks each. Raises a CalibrationError that names the faulty batch and its fault.
 
-    All batches must have the structure and dtypes of the first, and hold no NaN or infinity.
+    All batches must have the structure and dtypes of the first, and hold no NaN or infinity. With `own_forward`, the user's function calls
+    the model on a batch, so a batch may hold more values than the model takes.
     """
 
     def __init__(self, batches: Any, model: nn.Module, own_forward: bool) -> None:

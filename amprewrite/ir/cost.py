@@ -122,7 +122,7 @@ class CostModel:
         return ticks((self.device.launch + moved if measured is None else measured) + kept)
 
     def gradient_cast(self, node: OpNode) -> int:
-        """Return the price of casting the gradient of `node` back to the format of its value; 0 without training.
+        """Return the price of casting the gradient of `node` back to the format of its value; 0 without training, and for constants.
 
         The price is paid once for all readers that run in the other format and for which `sends_gradients` is True.
         """
@@ -146,7 +146,7 @@ def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
 
 
 def moves_nothing(node: OpNode) -> bool:
-    """True if `node` has the price 0: it is a view, a conversion (which is priced as a cast instead), or no op."""
+    """True if `node` has the price 0: it is a view, a conversion (priced as a cast instead), or an input, weight or output of the graph."""
     return node.role != "op" or _is_view(node.op)
 
 

@@ -37,7 +37,7 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 
 def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
-    # nodes for symbolic sizes have no dtype: they are left out, since their presence depends on the batch
+    # left out: nodes without a dtype, whose value is a size (SymInt), since a graph captured with fixed sizes has no such nodes
     here = [node for node in problem.graph if node.dtype or node.role == "output"]
     there = [planned for planned in region.nodes if planned.dtype or planned.role == "output"]
     for planned, node in zip(there, here, strict=False):

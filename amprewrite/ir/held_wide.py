@@ -36,7 +36,8 @@ LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_w
 
 
 def is_product(node: OpNode) -> bool:
-    """True if torch.autocast runs `node`, or may run ops of a subgraph of `node`, in the low format. False for `counted` products."""
+    """True if torch.autocast runs `node`, or may run ops of a subgraph of `node`, in the low format. False for products of whole numbers
+    (`counted`), which amprewrite keeps in fp32."""
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or node.flops > 0 or inside)
 
@@ -128,7 +129,7 @@ class _Reading:
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log turns its operand's scale into an offset
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS
-        if node.op in SUMS:  # adding a number, or a PLAIN value that is not learnt, changes the size of a sum and not its error
+        if node.op in SUMS:  # adding a number, or a PLAIN value that is not learnt, changes the size but not the error: out of proportion
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

@@ -54,10 +54,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpNode:
-    """One node of the op graph: an op, or an input, weight or output of the graph, with its facts.
-
-    Frozen: passes decide about a node and never change it.
-    """
+    """A node of the op graph (an op, or an input, weight or output), with its facts. Passes decide about a node and never change it."""
 
     name: str
     op: str
@@ -80,7 +77,7 @@ class OpNode:
     role: str = "op"
     """"op", or "input", "parameter", "buffer", "constant" or "output" for a node that is no op."""
     pinned: tuple[Colour, Reason, str] | None = None
-    """(low or high, reason, detail) if a fact forces the format of this node; None if lists and passes decide."""
+    """(low, high or plain; reason; detail) if a fact forces the colour of this node; None if lists and passes decide."""
     precision_group: str = ""
     """Name of the precision group of the node; "" for none. Nodes of a group share memory or a kernel, so they must have one colour."""
     relative: bool = False
@@ -88,7 +85,7 @@ class OpNode:
     may_saturate: bool = False
     """Whether the result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
-    """For a matrix product of whole numbers, such as positions, that a low format would round: the operand at risk. Otherwise ""."""
+    """For a matrix product of whole numbers, such as positions, that a low format would round: name of such an operand. Otherwise ""."""
 
     @property
     def carries_fp32(self) -> bool:

@@ -79,7 +79,7 @@ class ProductPrices:
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):
                 yield "scale", self._pass(0, 0)
-            if self.fused and held:  # a kernel for each layout: forward and backward are compiled separately
+            if self.fused and held:  # forward and backward each read a weight in one layout, and each is compiled with its own cast kernel
                 yield f"cast {way}", self._pass(numel, WIDE + NARROW)
             else:
                 yield "cast", self._pass(numel, WIDE)

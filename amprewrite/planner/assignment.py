@@ -203,7 +203,8 @@ class _Search(PricedNetwork):
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
         """Return rule 3's second bound on the price of `mixer`, an op that may read mixed formats, as (arcs, constant to add).
 
-        `fixed` maps vertices whose colour the search has fixed to True if low, False if high.
+        `fixed` maps vertices whose colour the search has fixed to True if low, False if high. The result is ([], 0) if another operand is
+        fixed to high: the op then needs no copy.
         """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0

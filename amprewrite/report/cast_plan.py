@@ -144,7 +144,7 @@ class CastPlan(ModelPlan):
         return load_extra("drawings", "to_model_explorer").to_model_explorer(self, path, graph)
 
     def _repr_html_(self) -> str | None:
-        """Return an HTML fragment that notebooks display; None, so that they display text, if drawings were removed."""
+        """Return an HTML fragment that notebooks display. Without the extra "drawings" return None: notebooks then display text."""
         return load_extra("drawings", "HTML").to_notebook(self, self.summary()) if "drawings" in EXTRAS else None
 
     def __str__(self) -> str:

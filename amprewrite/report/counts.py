@@ -117,7 +117,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
     for nodes, casts in by_region(plan):
         first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
         for node in nodes:
-            if node.role != "op":  # casts of results back to fp32 belong to no module, so the root row has them
+            if node.role != "op":  # the graph's output is in no module, so the root row counts the casts of results to fp32
                 root.casts += first[node.name, False]
                 root.weight_casts += first[node.name, True]
                 continue

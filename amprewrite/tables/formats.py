@@ -15,7 +15,7 @@ from amprewrite.tables.errors import PolicyError
 class Format:
     """A floating point format.
 
-    `bytes` is its size. `max`, `smallest_normal` and `smallest_subnormal` are magnitudes, `eps` is the distance from 1.0 to the next value.
+    `bytes` is the size of a value, `eps` the distance from 1.0 to the next value. `max` and the two fields `smallest_…` are magnitudes.
     """
 
     name: str

@@ -71,10 +71,7 @@ Source = TorchModel | OnnxModel | CastPlan
 
 
 def load(word: str, trust: bool = False) -> Source:
-    """Load the model or plan that `word` names. With `trust`, a .pt2 file may run code.
-
-    Raises UsageError if `word` names nothing that can be loaded.
-    """
+    """Load the model or plan that `word` names. With `trust`, a .pt2 file may run code. Raises UsageError if nothing can be loaded."""
     path = Path(word)
     if path.suffix in (".onnx", ".pt2", ".json"):
         if not path.is_file():

@@ -115,7 +115,7 @@ def _check_program(program: Any) -> None:
 
 
 def _entries(data: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for all mappings inside `data`, nested JSON values, at any depth."""
+    """Yield (key, value) of every object in the parsed JSON `data`, at any depth."""
     waiting = [data]
     while waiting:
         found = waiting.pop()

@@ -239,7 +239,8 @@ class Job:
         return samples
 
     def take_invalid(self, samples: Samples, remedy: str) -> None:
-        """Add a note with onnx.checker's complaint about the source. Raises CaptureError if ONNX Runtime does not run the source either."""
+        """Note onnx.checker's complaint about the source. If ONNX Runtime does not run the source either, raise CaptureError with the
+        advice `remedy` at its end."""
         if samples.problem:
             why = samples.refusal or samples.problem
             said = f"onnx.checker says {samples.invalid}, and ONNX Runtime does not run it either: {why}"
@@ -419,7 +420,7 @@ def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        # leave out a loss that is marked `kept` if its reader runs low: the passes found the loss harmless
+        # `loss.kept` means that the loss is so large that readers stay fp32: if one runs low all the same, a pass found the loss harmless
         if read.loss is not None and (kept or not read.loss.kept):
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())

@@ -60,7 +60,9 @@ class Fit(enum.Enum):
 
 
 def fit(size: float, low: Format) -> Fit:
-    """Return whether a weight with the largest magnitude `size` fits. No headroom is needed, since all values of a weight are known."""
+    """Return the `Fit` of a weight with the largest magnitude `size`: FITS, TOO_LARGE, or FLUSHED if all its values would become zero.
+
+    No headroom is needed, since all values of a weight are known."""
     if size > low.max:
         return Fit.TOO_LARGE
     return Fit.FLUSHED if 0 < size < low.smallest_subnormal else Fit.FITS
@@ -136,10 +138,11 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Apply the rules of `handed_on` to ops that bound their result, such as clamp.
+    """Apply the rules of `handed_on` to an op that bounds its result, such as clamp. Its operand is far beyond the range on `side` of zero.
 
-    Return an empty set if a bound on `side` is near zero, since the op then returns this bound. Return {side} if no bound stops the number:
-    all bounds on `side` are beyond the range, and no opposite bound is large on `side`. Return None in all other cases.
+    A bound is near if its magnitude is at most low.max / SHRINKS. If a near bound limits the result on `side`, the set is empty: the result
+    is this bound, whether the operand is clamped or not. If all bounds that limit the result on `side` are beyond the range, and no bound
+    on the other end (such as max=-5e4 for BELOW) forces the result away from zero on `side`, the set is {side}. Otherwise None.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -168,8 +171,8 @@ def only_blocks(
 ) -> bool:
     """True if `node`, which holds numbers far beyond the range on `sides` of zero, may be clamped to the range of `low`.
 
-    This is the case if all ops downstream use these numbers only to block positions, as masks do. `reads` returns the readers of a value.
-    `known` is a cache of the (value, side) pairs for which the answer is True. The call adds to it.
+    This is the case if all ops downstream use these numbers only to block positions, as masks do. `reads` returns the `Read`s of a value,
+    one for each op that reads it. `known` is a cache of the (value, side) pairs for which the answer is True. The call adds to it.
     """
     waiting = [(node, side) for side in sides]
     seen = set(waiting)

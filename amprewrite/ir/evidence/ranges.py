@@ -282,7 +282,7 @@ class Calibration:
 
     # -- text -------------------------------------------------------------------------------
     def table(self, n: int = 20, fmt: str = NARROWEST.name, gradients: bool = False) -> Table:
-        """Return a rich table of the `n` values with the greatest risk of overflow in `fmt`; equal risks are in order of magnitude.
+        """Return a rich table of the `n` values with the greatest risk of overflow in `fmt`; of equal risks, the larger values come first.
 
         With `gradients` the table shows gradients instead of values.
         """
@@ -332,7 +332,7 @@ def fingerprint(graph: OpGraph) -> str:
     lines = (
         f"{node.name} {node.op} {' '.join(operand.value for operand in node.operands)}"
         for node in graph
-        if node.dtype or node.role == "output"  # without nodes of symbolic sizes, since their presence depends on the batch
+        if node.dtype or node.role == "output"  # without nodes whose value is a size (SymInt): a graph of fixed sizes has none of them
     )
     return _digest(lines)
 

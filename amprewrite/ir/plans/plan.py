@@ -420,10 +420,7 @@ def shape_of(node: NodePlan) -> str:
 
 
 def region_lines(region: RegionPlan) -> list[str]:
-    """Return the printed lines of the plan of one graph: columns with name, shape, dtype, colour and reason.
-
-    A cast precedes its first reader.
-    """
+    """Return the printed lines of the plan of one graph: name, shape, dtype, colour and reason. A cast precedes its first reader."""
     state = "training" if region.training else "inference"
     lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {len(region.casts)} casts)"]
     shown = [node for node in region.nodes if node.role == "op"]

@@ -27,7 +27,7 @@ def _epochs_are_write_versions(region: dict[str, Any]) -> None:
 
 
 def _are_magnified(region: dict[str, Any], reasons: tuple[str, ...]) -> None:
-    """Replace `reasons`, which are no reasons of their own any more, by MAGNIFIED."""
+    """Replace each of the reasons `reasons`, which no longer exist, by MAGNIFIED, which now includes them."""
     for node in _objects(region, "nodes"):
         if node.get("reason") in reasons:
             node["reason"] = "MAGNIFIED"

@@ -5,8 +5,6 @@
 3. Cut: each op is padded along an axis or not. A product pays if it stays unaligned. A value pays for a pad or a slice, once for all
    readers, if its maker or a reader is padded and the other is not. A minimum s–t cut chooses, as for colours: the source's side is padded.
 4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off before that op and start again.
-
-One file because axes, wants, cut and content work on one state until they agree.
 """
 
 from __future__ import annotations
@@ -168,7 +166,9 @@ class Regions:
 
     # -- 2. wants ----------------------------------------------------------------------
     def all_aligned(self, multiple_of: Callable[[str], int | None]) -> bool:
-        """True if all dims of matrix products are multiples of `multiple_of(call)`. This test reads only shapes, so that it is fast."""
+        """True if all dims of matrix products are multiples of `multiple_of(call)`; None as the multiple accepts any size.
+
+        False if a size is symbolic. This test reads only shapes, so that it is fast."""
         for call in self.calls.values():
             multiple = multiple_of(call.name)
             if multiple is None:

@@ -131,8 +131,8 @@ def all_zero(why: str) -> Callable[[Contents], Content]:
 def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
     """Declare in `rule` which dims of an element-wise op, with operands `refs` and result shape `out`, are padded together.
 
-    Each dim of the result is tied to the same dim, counted from the right, of each operand that has the dim in full. A dim gets no tie if
-    an operand has another size there, other than 1, or if a non-floating operand has the dim.
+    Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim gets no
+    tie if a floating operand has a size there that is neither 1 nor the result's, or if a non-floating operand is not broadcast along it.
     """
     rule.pointwise = True
     for back in range(1, len(out) + 1):
@@ -144,7 +144,7 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
             if not view.is_tensor(ref) or ref.name in rule.ignored:
                 continue
             shape = view.shape(ref)
-            if shape is None:  # not floating, such as a mask: it cannot be padded, so its dims get no tie
+            if shape is None:  # not floating, such as a boolean mask: it cannot be padded, so its dims get no tie
                 masks = view.calls[ref.name].shapes
                 if any(len(s) >= back and s[-back] != 1 for s in masks):
                     legs = []

@@ -72,10 +72,10 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
 
 
 def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
-    """Return sentences on changes that would give the node its other colour; empty for a node without fp32 values.
+    """Return sentences on changes that would give the node its other colour; [] for a node that is no op or carries no fp32 values.
 
-    Without `asked`, the only sentence is the condition that belongs to the node's reason, if there is one. With `asked`, trial plans show
-    which overrides would change the colour, and at which price.
+    `bare` is the node's name without its region. If the node's reason names a condition, the first sentence states it ("it would run low
+    ..."). With `asked`, trial plans also show which overrides would change the colour, and at what price.
     """
     if node.colour is Colour.PLAIN or node.role != "op":
         return []

@@ -56,7 +56,7 @@ def names_module(pattern: str, path: str) -> bool:
 def refuse_unmatched(option: str, scope: str, patterns: Mapping[str, str], names: Iterable[str]) -> None:
     """Raise PolicyError, with similar names, if a pattern of `option` matches none of `names`.
 
-    `scope` is "module" or "node". `patterns` maps each key that the user wrote to its pattern.
+    `scope` says what `names` are: "module" paths, or names of "node"s. `patterns` maps each key that the user wrote to its pattern.
     """
     known, nodes = sorted({name for name in names if name}), scope == "node"
     what = "node of the captured graphs" if nodes else "module of the model"

@@ -25,7 +25,7 @@ def console(stderr: bool = False, **options: Any) -> Console:
 def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[], None]]:
     """Show the progress of the `with` block under the title `what`: a bar on a terminal, a line in a notebook, nothing elsewhere.
 
-    Yields the function that advances the progress by one step. `total` is the number of steps; None if it is unknown.
+    Yields the function that advances the progress by one step. `total` is the number of steps, None if unknown. shown=False shows nothing.
     """
     screen = console(stderr=True)
     if shown and screen.is_jupyter:

@@ -67,7 +67,9 @@ def _spelled(term: str, rank: int) -> str:
 
 
 def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
-    """Yield, for each product of an einsum, (letters of the result so far, letters of the next operand, letters that are read later)."""
+    """Yield, for each product of two in an einsum, (letters of the product so far, letters of the next operand, letters needed later).
+
+    The letters needed later are those of the operands still to come and of the result, `wanted`."""
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):
         later = wanted.union(*terms[place + 1 :])
@@ -78,7 +80,8 @@ def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], 
 def _pair(left: set[str], right: set[str], later: set[str], sizes: dict[str, int]) -> int:
     """Return the FLOPs of one product of two operands in an einsum.
 
-    A letter that only one operand has, and that is not read later, does not count, since it is summed before the product.
+    `later` holds the letters that later operands or the einsum's result have. A letter that only one operand has and that is not in `later`
+    does not count, since it is summed before the product.
     """
     shared, summed = left & right, (left & right) - later
     multiplied = math.prod(sizes[letter] for letter in shared | ((left | right) & later))

@@ -64,7 +64,7 @@ class Kinds:
         return bool(read)
 
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
-        """Return the colour high for a Cast to fp32, with the reason; None if it may cast to the low format instead without a loss."""
+        """Return (high, reason, detail) for a Cast to fp32; None if the node may cast to the low format instead, without a loss."""
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in ("fp32", self.low.name, "bool"):
             return None

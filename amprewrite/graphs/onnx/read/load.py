@@ -187,10 +187,9 @@ def name_of(source: Source) -> str:
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str], list[ir.Model]]:
-    """Prepare a model for the passes, at opset `least` or later if possible.
+    """Prepare a model for the passes, if possible at opset `least` or later. Raises CaptureError if an old opset cannot be raised.
 
-    Returns the model, the changes made to it as texts for the user, and the model before each change of its opset, to compare results.
-    Raises CaptureError if its opset is too old and cannot be raised.
+    Return (model, texts for the user on the changes made, the model before each change of its opset, oldest first, to compare results).
     """
     notes: list[str] = model.meta.pop(NOTES, [])
     opset = name_opset(model)

@@ -11,8 +11,6 @@
 This file has special code for bodies (`Scan`, `Loop`), for ops that set the type of their result (`Cast`, in the vocabulary `to`,
 `Constant`, `ConstantOfShape`, `DequantizeLinear`), and for the FLOPs of products: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
 and `ConvTranspose`, whose FLOPs follow from its input.
-
-One file because one walk over the nodes fills one op graph.
 """
 
 from __future__ import annotations
@@ -86,10 +84,10 @@ class OnnxReading:
 def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> OnnxReading:
-    """Return the op graph of `model`, with its values, nodes and reads.
+    """Return the op graph of `model`; for each node of it the ONNX value, the ONNX node and the places that read it; and its constants.
 
-    `samples` are the results of sample runs, `asked_ops` the ops that an override puts on a list. `keep_io` keeps inputs and outputs fp32.
-    """
+    `samples` are the results of sample runs. `asked_ops` are ops that the user's overrides put on an op list. `keep_io` keeps the model's
+    inputs and outputs fp32."""
     reader = _Reader(model, Kinds(low, lists, samples, asked_ops), keep_io)
     reader.read_top()
     reader.read_numbers()
@@ -253,7 +251,7 @@ class _Reader:
                 self.add_result(name, value, True, pinned, may_saturate)
 
     def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, may_saturate: bool) -> None:
-        """Add an op-graph node for one of several results of a node."""
+        """Add an op-graph node for one of several results of a node. If `grouped`, it has the node's colour, otherwise always fp32."""
         operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
         own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
         self.add_value(
@@ -332,7 +330,7 @@ class _Reader:
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
-        """Return (colour, reason, detail) if facts about the op force it to run low or in fp32; None if lists and passes decide."""
+        """Return (high, reason, detail) if facts about the op force it to run in fp32; None if lists and passes decide."""
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op
         if node.op_type in QUANTISED:
@@ -375,7 +373,9 @@ class _Reader:
             self.leave(name, node, value, [(Slot(body, index + given), body.outputs[index + given])], precision_group)
 
     def enter(self, name: str, node: ir.Node, index: int, inner: ir.Value, tied: bool) -> None:
-        """Add an op-graph node for a value that a loop or scan passes into its body: its state, or a slice of a sequence."""
+        """Add an op-graph node for `inner`, a value that a loop or scan passes into its body: its state (`tied`) or a slice of a sequence.
+
+        A state has one colour in all iterations."""
         outer = node.inputs[index]
         if outer is None:
             return
@@ -390,7 +390,7 @@ class _Reader:
         self.turns //= TURNS
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
-        """Add an op-graph node for a value that a body returns to the graph around it."""
+        """Add an op-graph node for `outer`, a value that a body returns to the graph around it. `inner` are its values in the bodies."""
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             guess(outer, inner[0][1].type)
         if _is_fp32(outer):

@@ -51,7 +51,10 @@ class Facts:
 
 
 def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.ndarray:
-    """Round a constant to nearest even in `fmt`. Finite numbers beyond the range become ±max, or ±max * BLOCKED with `masks_scores`."""
+    """Round a constant to nearest even in `fmt`. Finite numbers beyond the range become ±max.
+
+    If the constant only masks attention scores (`masks_scores`), they become ±max * BLOCKED, so that sums with scores stay finite.
+    """
     with np.errstate(over="ignore", under="ignore"):
         low = values.astype(NUMPY[fmt.name])
     over = ~np.isfinite(low.astype(np.float32)) & np.isfinite(values)
@@ -62,7 +65,7 @@ def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.n
 
 
 def facts(values: np.ndarray, fmt: Format) -> Facts:
-    """Return statistics of a constant that is rounded to a low format: the numbers that overflow or become 0, and the errors."""
+    """Return statistics of a constant that is rounded to a low format: how many values overflow or become 0, and the errors."""
     if not values.size:
         return Facts(0, 0, False, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):

@@ -53,7 +53,7 @@ def has_runtime() -> bool:
 
 
 def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> Any:
-    """Return a session on CUDA if it is available, otherwise on the CPU. `level` 0 to 3 sets the optimisation level; None is the default.
+    """Return a session on CUDA if available, otherwise on the CPU. `level` is the optimisation level, 0 to 3; None leaves the default, 3.
 
     `model` is a protobuf, its bytes, or a path.
     """

@@ -130,7 +130,7 @@ def prelu(view: View) -> Rule:
 
 
 def binary(view: View) -> Rule:
-    """Return the padding rule of arithmetic on two operands. A dim may be padded if each operand has it in full or lacks it."""
+    """Return the padding rule of arithmetic on two operands. A dim may be padded if each operand has the dim or is broadcast along it."""
     call = view.call
     rule = Rule(content=_arithmetic(view, call.op))
     if call.kwargs.get("rounding_mode") is not None or call.kwargs.get("out") is not None:
@@ -176,7 +176,8 @@ def power(view: View) -> Rule:
 
 
 def where(view: View) -> Rule:
-    """Return the padding rule of `where` and `masked_fill`. A dim that the condition lacks may be padded if both choices pad with 0."""
+    """Return the padding rule of `where` and `masked_fill`. A dim along which the condition is broadcast may be padded, if both values to
+    choose from are 0 in the padding."""
     call = view.call
     if call.op == "where":
         condition, sides = call.get(0, "condition"), call.args[1:3]

@@ -164,9 +164,9 @@ def conv(view: View) -> Rule:
 
 
 def attention(view: View) -> Rule:
-    """Return the padding rule of attention. If queries, keys and values have one head size, it may be padded in all of them.
+    """Return the padding rule of attention. The head size of queries and keys may be padded, and the head size of values and result.
 
-    The scale of the scores is still computed from the head size without padding.
+    If the two sizes are equal, they are padded together. The scale of the scores is still computed from the size without padding.
     """
     call = view.call
     q, k, v = (call.get(i, name) for i, name in enumerate(("query", "key", "value")))
@@ -212,7 +212,8 @@ def einsum(view: View) -> Rule:
 
 
 def embedding(view: View) -> Rule:
-    """Return the padding rule of an embedding. The features may be padded, and the table may get rows that are never looked up."""
+    """Return the padding rule of an embedding. The features may be padded. The table may get further rows, which are never looked up,
+    unless `padding_idx` counts from its end."""
     call = view.call
     weight = call.get(1, "weight")
     shape = view.shape(weight)

@@ -118,7 +118,7 @@ def permutation(call: Call, rank: int) -> list[int] | None:
 
 
 def expand(view: View) -> Rule:
-    """Return the padding rule of an expand. The dims that the operand has in full may be padded."""
+    """Return the padding rule of an expand. The dims along which the operand is not expanded may be padded."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
@@ -268,7 +268,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # all pieces are multiples of the smallest, as in fused weights with fewer keys than queries: tie all to it
+        if first is not None:  # all sizes are multiples of the smallest, as in a QKV weight with fewer key heads: tie all to that one
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:
@@ -308,7 +308,9 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Return the padding rule of a pad in the model's code. Dims that it does not pad may be padded. Padding of 0 stays 0 if it adds 0."""
+    """Return the padding rule of a pad in the model's code. Dims that the model does not pad may be padded.
+
+    If the model pads with 0, zeros in the operand's padding stay zeros. Otherwise the numbers in the padding are unknown (MIXED)."""
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:

@@ -1,7 +1,4 @@
-"""Rows of kind DENY: ops that run in fp32.
-
-One file because it is one list.
-"""
+"""Rows of kind DENY: ops that run in fp32."""
 
 from amprewrite.tables.ops.op_row import DENY, NOWHERE, ON_CPU, rows
 

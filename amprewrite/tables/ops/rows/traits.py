@@ -1,7 +1,4 @@
-"""The ops that have each trait.
-
-`ops/op_table.py` adds these traits to the rows. Every set of ops in other files is derived from the rows.
-"""
+"""The ops that have each trait. `ops/op_table.py` adds the traits to the rows, from which other files derive every set of ops."""
 
 from amprewrite.tables.ops.op_row import Trait
 
@@ -28,7 +25,7 @@ TRAITS: dict[Trait, str] = {
     Trait.PASSES_MASK: f"{_SAME_NUMBERS} slice select repeat",
     Trait.KEEPS_ORDER: "view reshape contiguous flatten",
     Trait.MAKES_SCORES: f"{_SAME_NUMBERS} slice select repeat add sub mul div masked_fill where clamp maximum",
-    # constants among the operands; very large and very small numbers
+    # how an op uses numbers among its operands (filler, bound, epsilon), and what it does to very large and very small values
     Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
     Trait.FILLS: "where masked_fill full full_like fill index_fill scatter constant_pad_nd pad threshold nan_to_num index_put setitem",
     Trait.HOLDS_NUMBERS: "tensor scalar_tensor",
@@ -74,7 +71,7 @@ TRAITS: dict[Trait, str] = {
     "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
-    # whole numbers, for the search for counts: how large they become
+    # how large whole numbers (positions, lengths, steps) become; read by `ir/evidence/counts.py`
     Trait.NUMBERS: "arange linspace",
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
