@@ -224,7 +224,7 @@ class OpLists:
         return self.kinds.get(_BY_WORD[op].name)
 
     def moved(self, op: str, kind: OpKind) -> OpLists:
-        """Return a copy in which `op`, a name or spelling, has the kind `kind`. Raises OpListError, with similar names, for an unknown op."""
+        """Return a copy in which `op` (name or spelling) has the kind `kind`. Raises OpListError, with similar names, for an unknown op."""
         name = _known(op)
         return replace(self, kinds={**self.kinds, name: kind}, promote=self.promote - {name}, asked=self.asked | {name})
 
