@@ -199,7 +199,7 @@ class CompiledSession(Session):
         return False
 
     def _check_overrides(self) -> None:
-        """Warn if an override names a node that no graph has so far. A later graph may have the node, or a module that no graph has yet."""
+        """Warn if an override names a node that no graph has so far: a later graph may have it. Overrides of modules are not checked."""
         try:
             self._check_node_overrides()
         except PolicyError as error:

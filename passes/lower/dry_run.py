@@ -50,7 +50,7 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder" and "val" not in n.meta:  # the key "val" is there if the input is None
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # inputs that really are None have "val"
                 self.unknown.add(n)
             return value
         if n.op == "output":

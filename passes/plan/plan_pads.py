@@ -44,7 +44,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
     """Return the padding of one graph. It is empty if no padding is asked for or needed, and gives reasons if padding is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # editing a plan drops its casts: this one is unedited, its pads fit
+    if problem.given is not None and problem.given.casts:  # a plan with casts was not edited (editing drops them), so its pads fit
         return problem.given.pads
     if not problem.calls:
         return PadPlan()

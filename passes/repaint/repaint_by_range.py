@@ -60,7 +60,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
         values = seen.values if seen is not None else {}
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
-        # No note for a calibration without `model`: a rewritten model has learnt its ranges in its own first calls.
+        # No note for a calibration without `model`: it holds ranges that the rewritten model observed in its own first calls.
         if low.narrow and seen is None and problem.calibration is not None and problem.calibration.model:
             decisions.note("calibration never ran this graph: no ranges are known here")
         risks = find_risks(problem, values)
@@ -113,7 +113,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: the subgraph fixed the format
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: its subgraph fixed its format
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 

@@ -52,7 +52,8 @@ class RepaintShares(Pass[Problem, Decisions]):
 def _leading(
     graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
 ) -> Iterator[str]:
-    """Search back from `operands` through ops of these `kinds`. Yield the ops of `shares` (softmax, sigmoid) found, and the ops between."""
+    """Search back from `operands` through up to FEW ops of these `kinds`. Yield each op named in `shares` (softmax, sigmoid), and the ops
+    between it and `operands`."""
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
@@ -69,7 +70,7 @@ def _leading(
 
 
 def _kind(node: OpNode) -> OpKind | None:
-    """Return an op's kind by the op table, because op lists may give all ops one kind: ALLOW with FLOPs, None if the table lacks it."""
+    """Return an op's kind by the op table, because op lists may give all ops one kind: ALLOW if it has FLOPs, None if it is in no table."""
     if node.role != "op" or node.op not in OPS:
         return None
     return OpKind.ALLOW if node.flops else OPS[node.op].kind

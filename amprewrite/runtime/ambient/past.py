@@ -62,7 +62,7 @@ class CallsInRegions:
         reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
         if not reentrant and not saved_tensors_are_hooked():
             return False
-        number = node._sequence_nr() + reentrant  # + 1: a reentrant checkpoint makes its node before it runs its function
+        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes its node first: calls in its function noted the next number
         return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 

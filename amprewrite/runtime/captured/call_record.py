@@ -27,7 +27,7 @@ class State(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        """Number of running calls, one inside another, that code outside of the graphs made of the model and its submodules."""
+        """Number of calls of the model and its submodules that run now, one inside another. Calls inside captured graphs do not count."""
         self.transformed = 0
         """Number of running calls inside a torch.func transform or a level of forward-mode derivatives."""
         self.generating = 0

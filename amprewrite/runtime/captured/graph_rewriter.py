@@ -75,7 +75,7 @@ class GraphRewriter(CallRecord):
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self._first = frozenset(map(id, parameters_in(self.root)))
         if self.loss_scale.enabled:
-            self._begin_training()  # now: an optimizer step with a closure makes the first call itself
+            self._begin_training()  # before any call: a step with a closure makes the first call, and its optimizer must have hooks by then
 
     def __getattr__(self, name: str) -> Any:
         """Make `training` when it is first read. Raises AttributeError for any other name."""

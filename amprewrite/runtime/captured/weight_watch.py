@@ -99,7 +99,7 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
-    """Return (note for the plan, fit now) for each weight in `known` that fits the low format at capture and does not now, or vice versa.
+    """Return (note for the plan, fit now) for each weight in `known` that fitted the low format at capture and does not now, or vice versa.
 
     Returns [] while a CUDA graph is being recorded. `weights` has the present values.
     """

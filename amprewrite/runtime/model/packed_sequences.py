@@ -33,7 +33,7 @@ class _Layers(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in LAYERS and len(args) == 9 and not isinstance(args[3], bool):  # the form of packed sequences has the weights there
+        if func in LAYERS and len(args) == 9 and not isinstance(args[3], bool):  # for packed sequences, args[3] is the list of weights
             return self.run(func, *args[:3])
         return func(*args, **(kwargs or {}))
 

@@ -152,7 +152,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return self._is_made_of(node, self.exact)
 
     def _is_noise(self, node: torch.fx.Node, role: str) -> bool:
-        """True if a value is a normal draw or a floating input without gradient, or is computed by no product from such values alone."""
+        """True if a value is a normal draw, a floating input without gradient, or computed from such values alone, without a product."""
         value = example_value(node)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or role == "output":
             return False

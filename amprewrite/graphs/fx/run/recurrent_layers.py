@@ -30,7 +30,7 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
         *_, batch_first = args
         time = 1 if batch_first else 0
         rows, *last = layer(x.narrow(time, 0, 1), states, *args)
-        rows = rows.transpose(0, time).repeat(x.shape[time], 1, 1).transpose(0, time)  # a transposed view: the strides of PyTorch's result
+        rows = rows.transpose(0, time).repeat(x.shape[time], 1, 1).transpose(0, time)  # the view has the strides of PyTorch's result
         return rows, *last
 
     def packed(data: torch.Tensor, _: Any, states: Any, *args: Any) -> Any:
@@ -42,6 +42,6 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 9:
             return layer(*args, **kwargs)
-        return (padded if isinstance(args[3], bool) else packed)(*args)  # a call on packed sequences has the weights in this position
+        return (padded if isinstance(args[3], bool) else packed)(*args)  # for packed sequences, args[3] is the list of weights
 
     return run
