@@ -212,7 +212,9 @@ def _errors(row: Row, by_name: Mapping[str, Row]) -> list[float]:
 
 
 def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
-    """True if an op's inherited relative error is far larger than the errors of its operands. False for casts and non-finite errors."""
+    """True if an op's inherited error is above rounding noise (NOISE * eps) and more than GROWTH times the errors of its operands.
+
+    False for casts and non-finite errors."""
     errors = _errors(row, by_name)
     if row.op == "cast" or not errors or not all(map(math.isfinite, (*errors, row.inherited))):
         return False

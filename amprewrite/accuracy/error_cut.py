@@ -99,7 +99,7 @@ class GraphErrors:
 
     def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
         """Yield arcs (tail, head, cost) for the errors of all edges, if a unit of squared error costs `price`."""
-        most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)  # enough for a cut to avoid any error
+        most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)  # so dear that a cut avoids such an error
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
@@ -196,7 +196,8 @@ class Chain:
     def _add(self, kept: Kept, heavies: bool) -> None:
         """Append the union of the chain's last set and `kept` to the chain. If many nodes are new, first append sets in between.
 
-        Nodes that the planner keeps in fp32 anyway are left out. Nothing is appended if no node is new.
+        Nodes that the planner keeps in fp32 anyway are left out. Nothing is appended if no node is new. `heavies`: the set is from a cut of
+        matmuls, so that the sets in between may differ by a single node.
         """
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])

@@ -273,8 +273,9 @@ def predicted_seconds(problem: Problem, plan: RegionPlan) -> float:
 def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[int, float]:
     """Bisect for the first plan with an error of at most `target`. Return the errors of all plans that were tried, by index.
 
-    Indices are 0 … plans - 1, and plan 0 is tried first. Bisection assumes that errors fall with the index. Single
-    errors may rise, so the NEIGHBOURS plans before the index found are tried too. At most ceil(log2(plans)) + 3 plans are tried.
+    `error_of(index)` runs a plan and returns its error. Indices are 0 … plans - 1, and plan 0 is tried first. Bisection assumes that errors
+    fall with the index. Single errors may rise, so the NEIGHBOURS plans before the index found are tried too. At most ceil(log2(plans)) + 3
+    plans are tried.
     """
     errors: dict[int, float] = {}
 

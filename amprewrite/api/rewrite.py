@@ -313,7 +313,7 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
 
 
 def _checked_device(device: Any, measure: bool) -> str:
-    """Return the name of the device to plan for; "" for the device at hand. Raises PolicyError for an unknown name."""
+    """Return the name of the device to plan for; "" for the device at hand. PolicyError for an unknown name, or a name with `measure`."""
     if device is None:
         return ""
     if measure:

@@ -128,8 +128,8 @@ class _Reading:
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log turns its operand's scale into an offset
-        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS
-        if node.op in SUMS:  # adding a number, or a PLAIN value that is not learnt, changes the size but not the error: out of proportion
+        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the error is no longer in proportion to the size of the result
+        if node.op in SUMS:  # a number, or a PLAIN value that is not learnt, changes the size of a sum but not its error
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

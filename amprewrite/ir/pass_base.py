@@ -42,7 +42,7 @@ def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited,
 
 @contextmanager
 def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
-    """Turn an unexpected exception of the `with` block into a PassError; amprewrite's own errors pass through.
+    """Turn an unexpected exception of the `with` block into a PassError ("`what` failed `where`"); amprewrite's own errors pass through.
 
     The caller can then leave the graph in fp32 with a warning, so that a bug in a pass does not end a training run.
     """

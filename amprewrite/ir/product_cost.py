@@ -46,7 +46,7 @@ class ProductPrices:
         return self._gemm(rows, inner, columns, BASE.name, WIDE) - self._gemm(rows, inner, columns, FP8, NARROW)
 
     def waits_for_host(self, rows: int, inner: int, columns: int) -> bool:
-        """True if the host takes longer for a GEMM in fp8 and its copies than the device takes for the GEMM in bf16."""
+        """True if no compiler fuses (`fused`), and the host takes longer for the GEMM and copies in fp8 than the device for bf16."""
         return not self.fused and self._gemm(rows, inner, columns, BASE.name, WIDE) < ticks(EAGER_HOST)
 
     def _gemm(self, rows: int, inner: int, columns: int, rate: str, size: int) -> int:

@@ -129,7 +129,7 @@ def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
 
 
 def _refuse_contradiction(size: int, tails: npt.NDArray[np.int32], heads: npt.NDArray[np.int32]) -> None:
-    """Raise Contradiction with the shortest path from source to sink over infinite arcs, if there is one."""
+    """Raise Contradiction with the shortest path from source to sink over the infinite arcs (`tails` to `heads`), if there is one."""
     if SOURCE not in tails or SINK not in heads:
         return
     arcs = csr_array((np.ones(len(tails), np.int8), (tails, heads)), shape=(size, size))

@@ -221,7 +221,7 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _prefixed(row: Row, prefix: str, several: bool) -> Row:
-    """Return the row with names as in `plan.nodes`, where they have a prefix if the plan has several graphs."""
+    """Return the row with names as in `plan.nodes`: with `prefix` ("graph0/") in front if the plan has `several` graphs."""
     return replace(row, name=prefix + row.name, inputs=tuple(prefix + name for name in row.inputs)) if several else row
 
 

@@ -33,10 +33,7 @@ ARITHMETIC = "getitem|add|sub|mul|neg|floordiv|truediv|mod|eq|ne|lt|le|gt|ge|and
 TARGET = re.compile(rf"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.({ARITHMETIC})")
 FUNCTIONS = "Mul|Add|Integer|Rational|Max|Min|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod"
 SIZE = re.compile(rf"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|({FUNCTIONS})\(|[-\d(), ])*")
-"""The expressions of sizes that are allowed: sympy's notation without powers.
-
-Loading evaluates these expressions, and a power such as 9**9**9 would never end.
-"""
+"""The expressions of sizes that are allowed: sympy's notation without powers, since loading would evaluate 9**9**9 for ever."""
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 """Allowed types of containers for inputs and results."""
 MOST_BYTES = 2**36

@@ -205,7 +205,7 @@ def _is_random(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _results(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> list[np.ndarray]:
-    """Return the result tensors of the model as arrays. The model, its inputs and the random state do not change."""
+    """Return the result tensors of the model as arrays; random ops draw from `seed` if given. Model, inputs and random state are kept."""
     with torch.no_grad(), state_kept(plain):
         if seed is not None:
             torch.manual_seed(seed)

@@ -273,7 +273,8 @@ class Job:
     def verify(self, made: Written | None, report: OnnxReport, samples: Samples, order: Order) -> OnnxReport:
         """Run onnx.checker's full check, run the model in ONNX Runtime, and measure the error under true rounding.
 
-        Return `report` with the results. Raises EmitError for any failure, except if onnx.checker has the same complaint about the source.
+        `made` is the written model; None if it is in memory only. Return `report` with the results. Raises EmitError for any failure,
+        except if onnx.checker has the same complaint about the source.
         """
         proto, outside = (to_proto(self.model), False) if made is None else (made.proto, made.outside)
         file = str(made.path) if made is not None and outside else None

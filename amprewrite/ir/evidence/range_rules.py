@@ -153,7 +153,11 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Apply the rules of `handed_on` to a sum or product that lies between attention scores or their mask and the softmax."""
+    """Apply the rules of `handed_on` to a sum or product between attention scores, or their mask, and the softmax.
+
+    Return None if the result may no longer block a position: a far number is added on the other side of zero, the operand is a divisor, or
+    a factor is smaller than 1 / SHRINKS. If the factor is no number, its sign is unknown, and the result may be on both sides.
+    """
     if read.op in ADDS_UP:
         side = -side if read.op == "sub" and read.place else side
         added = [-number if read.op == "sub" and not read.place else number for number in read.numbers]

@@ -300,7 +300,7 @@ class Calibration:
         return f"{self.model}: {'gradients' if gradients else 'values'} in {self.batches} batches, against {fmt}"
 
     def _rows(self, n: int, fmt: str, gradients: bool) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of a row, name and figures, for each of the `n` values with the greatest risk of overflow in `fmt`."""
+        """Yield the cells of a row, name and figures, for each of the `n` values (or `gradients`) most at risk of overflow in `fmt`."""
         row = FORMATS[fmt]
         found = [
             (f"{region.name}/{name}" if len(self.regions) > 1 else name, seen)

@@ -258,7 +258,7 @@ class ModelPlan:
 
     # -- JSON -----------------------------------------------------------------
     def to_json(self, indent: int | None = 1) -> str:
-        """Return the whole plan as JSON text, from which `from_json` makes an equal plan."""
+        """Return the whole plan as JSON text, from which `from_json` makes an equal plan. `indent` is as for json.dumps."""
         data = asdict(replace(self, regions=tuple(replace(region, basis=None) for region in self.regions)))
         for region, each in zip(data["regions"], self.regions, strict=True):
             del region["basis"]

@@ -303,7 +303,7 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 
 
 def _columns(heights: list[float], broad: float) -> list[range]:
-    """Divide layers into columns, like text, for a ratio of width to height near ASPECT. Layers up to the height TALL form one column."""
+    """Divide layers into columns `broad` in width, for a ratio of width to height near ASPECT; up to the height TALL, into one column."""
     tall = sum(heights)
     count = 1
     if tall > TALL:

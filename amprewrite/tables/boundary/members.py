@@ -1,7 +1,8 @@
 """Functions that list all parameters and buffers of a user's module.
 
 A class may override `named_parameters` with another signature, or leave out some parameters, as loss modules with target networks do. So
-these functions call PyTorch's own method first, which finds every registered member, whatever the class overrides.
+these functions call PyTorch's own method first, which finds every registered member, whatever the class overrides. As in PyTorch, a member
+with several names is yielded once if `remove_duplicate` is True.
 """
 
 from __future__ import annotations

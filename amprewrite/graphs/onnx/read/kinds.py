@@ -31,7 +31,7 @@ class Kinds:
     asked_ops: frozenset[str] = frozenset()
 
     def of(self, op: str, node: ir.Node) -> OpKind | None:
-        """Return the kind that the lists give an op. The rule "cost" makes three exceptions, unless an override puts the op on a list.
+        """Return the kind that the lists give an op, or None. The rule "cost" has three exceptions, unless an override lists the op.
 
         An op that is denied only in fp16, for its range, gets its kind in bf16 if samples stay within the range. An einsum that sums over
         no dim of two operands, such as an outer product, is no matrix product. An exp of small numbers may run low, because it does not

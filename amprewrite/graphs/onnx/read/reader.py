@@ -260,7 +260,7 @@ class _Reader:
         )  # fmt: skip
 
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
-        """Return the operands of a listed op, each with the format in which the op takes it."""
+        """Return the operands of a listed op, each with the format in which the op takes it. `group` is the type variable of its result."""
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
         misread = self.held.misreads(node) if computed and not gives_float else []
@@ -361,7 +361,7 @@ class _Reader:
     def read_turns(self, node: ir.Node) -> None:
         """Read a Loop or Scan, whose body (subgraph) runs many times. Prices of casts in the body count TURNS times."""
         body, name = node.attributes["body"].as_graph(), self.unique(node.name or node.op_type.lower())
-        taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)  # a Loop takes a limit and a condition first, and returns a condition
+        taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)  # a Loop takes a limit and a condition first, its body returns one
         states = len(node.inputs) - (taken or node.attributes["num_scan_inputs"].as_int())
         for index in range(taken, len(node.inputs)):
             self.enter(name, node, index, body.inputs[index], tied=index - taken < states)

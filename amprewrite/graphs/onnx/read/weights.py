@@ -86,7 +86,7 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """True if a low copy may lose more than a rounding, because some elements are smaller than the normal numbers of `fmt`."""
+    """True if a low copy may lose more than a rounding: some of the magnitudes `size` are below the normal numbers of `fmt`, but not 0."""
     return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
 
 

@@ -86,7 +86,7 @@ def seconds_for(weights: int, limit: TimeLimit = "auto") -> float | None:
 
 
 def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float | None) -> list[Any]:
-    """Run a session and return its results. Raises TooSlow if the run takes longer than `seconds`, or an error of ONNX Runtime."""
+    """Run a session and return the results `names`, all for None. Raises TooSlow after `seconds`, or an error of ONNX Runtime."""
     options = runtime().RunOptions()
     options.log_severity_level = 4
     if seconds is None:

@@ -21,10 +21,7 @@ START = 60.0
 
 
 def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
-    """Return why ONNX Runtime cannot load a model, or run it on any of `feeds`; "" if it can.
-
-    `seconds` is the time limit of one run; None means no limit.
-    """
+    """Return why ONNX Runtime cannot load a model, or run it on any of `feeds`; "" if it can. `seconds` limits one run; None: no limit."""
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python beside this program to try it in"
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -84,7 +84,7 @@ def _stored(model: ir.Model, weight: ir.Value, low: Format) -> ir.Value:
 
 
 def _quantised(model: ir.Model, value: ir.Value, amax: float, low: Format) -> ir.Value:
-    """Quantise a value to e4m3 right after its maker, and return its dequantised value."""
+    """Quantise a value of magnitudes up to `amax` to e4m3, right after its maker. Return its dequantised value in `low`."""
     scale = _constant(model, f"{value.name}_scale", scale_for(amax, low))
     node = ir.node("QuantizeLinear", [value, scale, _zero(model)], name=f"quantise_{value.name}")
     made = node.outputs[0]

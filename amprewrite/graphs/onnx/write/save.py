@@ -182,8 +182,8 @@ def _mentions(path: Path, name: str) -> bool:
 def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
     """Context manager that writes the model to files in a scratch folder, and removes it at its end. `Written.keep` saves the files.
 
-    `external_data` True puts the weights outside the model, "auto" only if they do not fit one protobuf. Raises EmitError if the files
-    cannot be written.
+    `target` is the path to save to later; None for a model that is only checked. `external_data` True puts the weights outside the model,
+    "auto" only if they do not fit one protobuf. Raises EmitError if the files cannot be written.
     """
     outside = is_large(model) if external_data == "auto" else bool(external_data)
     shown = target or Path(tempfile.gettempdir()) / "model.onnx"
