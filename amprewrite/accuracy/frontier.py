@@ -140,7 +140,7 @@ def search(
     if not batches:
         raise AccuracyError(f"{asked} is measured on data: pass calibration=batches, or example_inputs=")
     trial = Trial(module, options)
-    low = options.low or session_of(trial.amp).policy.low  # of the model's device if `dtype` is None
+    low = options.low or session_of(trial.amp).policy.low  # with dtype=None: the format of the model's device
     trial = Trial(module, replace(options, low=low))
     exact = reference(trial, batches, measure)
     tried: list[TriedPlan] = []

@@ -17,8 +17,8 @@ def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
 def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     """Return the region (the plan of one graph) of `plan` that has the same nodes as the graph of `problem`.
 
-    Raises PlanError if the plan is for another low format, if no region fits (the message names the first mismatch with the region of the
-    most similar length), or if the region gives a node a colour that it cannot have.
+    Raises PlanError if the plan is for another low format, if no region fits, or if the region gives a node a colour that it cannot have.
+    If no region fits, the message names the first mismatch with the region whose length is most similar.
     """
     if plan.low != problem.policy.low.name:
         raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {problem.policy.low.name}; pass dtype={plan.low!r}")

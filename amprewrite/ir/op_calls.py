@@ -33,7 +33,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     shapes: tuple[Shape, ...] = ()
-    """Shapes of the tensors that the call returns, in order."""
+    """Shapes of the tensors that the call returns, in order; () if it returns no tensor."""
     several: bool = False
     """Whether the call returns a tuple or list of tensors instead of a single tensor."""
     floating: bool = True

@@ -73,7 +73,7 @@ class OpNode:
     module: str = ""
     """Path of the module that calls the op, "" for the root."""
     source: str = ""
-    """Line of the model's code that calls the op, as "file.py:12"."""
+    """Line of the model's code that calls the op, as "file.py:12"; "" if unknown."""
     role: str = "op"
     """"op", or "input", "parameter", "buffer", "constant" or "output" for a node that is no op."""
     pinned: tuple[Colour, Reason, str] | None = None

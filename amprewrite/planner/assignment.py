@@ -107,7 +107,7 @@ class ColourNetwork:
             groups[node.precision_group] = self.vertices[node.name]
 
     def end(self, name: str) -> int:
-        """Return a node's vertex in the cut graph: its own if its colour is searched, otherwise the source (low) or the sink (high)."""
+        """Return a node's vertex in the network: its own if its colour is searched, otherwise the source (low) or the sink (high)."""
         vertex = self.vertices.get(name)
         if vertex is not None:
             return vertex
@@ -115,7 +115,7 @@ class ColourNetwork:
 
 
 class PricedNetwork(ColourNetwork):
-    """The network in which a cut costs as much as its colours. Of the price of ops that promote types it holds the first bound (rule 3)."""
+    """The network in which the cost of a cut is the price of its colours. For ops that promote types it holds the first bound of rule 3."""
 
     def __init__(self, graph: OpGraph, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode], model: CostModel) -> None:
         open_nodes = list(open_nodes)

@@ -64,7 +64,7 @@ class Network:
             self.capacities.append(capacity)
 
     def once(self, maker: int, readers: Iterable[int], cost: int, outwards: bool, named: bool = False) -> int:
-        """Add a cost that is paid once for all `readers` of a value, if one of them is on the other side of the cut than its `maker`.
+        """Add a cost that is paid once for all `readers` of a value, if the cut separates at least one reader from the `maker`.
 
         If `outwards`, readers on the source's side pay for a maker on the sink's side; otherwise readers on the sink's side pay for a maker
         on the source's side. Return the vertex that stands for all readers. This is the source or the sink if a reader is always on the

@@ -51,9 +51,9 @@ class Row:
     underflow: float
     """Share of the elements, from 0 to 1, that are nonzero before rounding and zero after it."""
     module: str = ""
-    """Path of the module that runs the op."""
+    """Path of the module that runs the op; "" for the root."""
     source: str = ""
-    """Place in the model's code, as file:line."""
+    """Place in the model's code, as file:line; "" if unknown."""
     weight: bool = False
     """Whether the row is a cast of a parameter, or its gradient."""
     inherited: float = math.nan

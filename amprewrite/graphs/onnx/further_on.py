@@ -33,7 +33,7 @@ def has_pole(op: str, index: int) -> bool:
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """True if a value is a divisor or the base of a power that may have a negative exponent, perhaps after ops that keep values small."""
+    """True if a value reaches a pole at zero, as a divisor or an operand of log does, perhaps through ops that keep small values small."""
     small = reached([value], lambda each: (use.node.outputs[0] for use in each.uses() if hands_on_small(op_of(use.node))))
     return any(_is_pole(use.node, use.idx) for each in small for use in each.uses())
 
@@ -123,7 +123,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation with a sum in it, perhaps transposed, or a constant, which may be such a concatenation folded."""
+    """True if a value is a concatenation with a sum in it, perhaps transposed, or a constant, as folding makes of such a concatenation."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

@@ -16,7 +16,7 @@ class KeepHigh:
     graphs: Mapping[str, Mapping[str, str]]
     """Fingerprint of a graph → name of a node → the reason in words."""
     note: str = ""
-    """The target and the result of the search, for the plan's notes."""
+    """A sentence with the target and the result of the search, which the plan shows among its notes."""
 
     def of(self, graph: OpGraph) -> Mapping[str, str] | None:
         """Return the nodes of `graph` to keep in fp32, each with the reason in words; None if the search has not seen the graph."""

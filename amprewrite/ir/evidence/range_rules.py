@@ -140,9 +140,9 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Apply the rules of `handed_on` to an op that bounds its result, such as clamp. Its operand is far beyond the range on `side` of zero.
 
-    A bound is near if its magnitude is at most low.max / SHRINKS. If a near bound limits the result on `side`, the set is empty: the result
-    is this bound, whether the operand is clamped or not. If all bounds that limit the result on `side` are beyond the range, and no bound
-    on the other end (such as max=-5e4 for BELOW) forces the result away from zero on `side`, the set is {side}. Otherwise None.
+    If a bound that limits the result on `side` is near zero (at most low.max / SHRINKS), the set is empty: the result is this bound,
+    whether the operand is clamped or not. If all bounds on `side` are beyond the range, the operand passes, and the set is {side}. It is
+    None in other cases, also if an opposite bound forces all results far to `side`, as max=-5e4 does for BELOW in fp16.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS

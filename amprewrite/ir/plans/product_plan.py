@@ -120,7 +120,7 @@ class QuantisedProducts:
     """All decisions about fp8 in the plan of one graph. It is empty if the user did not ask for fp8, or if no product can run in fp8."""
 
     recipe: str = ""
-    """Name of a row of `tables/recipes.py`."""
+    """Name of a row of `tables/recipes.py`; "" if there are no products."""
     products: tuple[ProductPlan, ...] = ()
     """The low products for which fp8 was weighed, each with its GEMMs."""
     copies: tuple[QuantisedCopy, ...] = ()

@@ -244,7 +244,7 @@ class Regions:
 
     # -- 3. cut ---------------------------------------------------------------------------
     def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadCost) -> None:
-        """Set `padded`: pad all of `asked`, and calls of `weighed` only if their `gains` (seconds by name) exceed their pads' cost."""
+        """Set `padded`: pad the dims in `asked`, and those in `weighed` only if `gains` (seconds saved, by call) exceed the pads' cost."""
         network = Network()
         vertices: dict[Variable, int] = {}
 

@@ -127,7 +127,7 @@ class Op:
     There PyTorch raises an error for low values, or converts them to fp32 and runs several ops.
     """
     unset: tuple[str, ...] = ()
-    """Devices and formats in which the op's backward leaves parts of a gradient unset for some sizes (`graphs/fx/flow/kernel_pins.py`)."""
+    """Devices and formats whose backward leaves parts of a gradient uninitialised at some sizes (`graphs/fx/flow/kernel_pins.py`)."""
     writes: tuple[tuple[str, str], ...] = ()
     """(written argument, switch): arguments to which the op writes although its name does not end in an underscore. It does not write if
     its argument `switch` is None or False."""
@@ -136,7 +136,7 @@ class Op:
     number of dims that the call pads or resizes."""
     small: Literal["", "pole", "passes", "sums"] = ""
     """Effect of small operands. "pole": if flushed to zero, they give an infinity. "passes": a small operand gives a small result. "sums":
-    the result is small only if all summands are small."""
+    the result is small only if all summands are small. "": none of these is known."""
     asks: bool = False
     """True if the op queries a tensor, such as its shape, without reading its numbers. Queries that return tensors, such as `x.T`, return
     the elements of their operand."""

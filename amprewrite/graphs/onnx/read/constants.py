@@ -69,7 +69,7 @@ class ConstantFacts:
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
         """Return the type variables of an op that stay fp32 even if its result is low, each with the `Loss` of the constant that forces it.
 
-        Statistics of a batch norm in training stay fp32, too; their `Loss` is None.
+        Statistics of a batch norm in training stay fp32, too; their `Loss` is None. The result is {} if all variables follow the result.
         """
         if node.op_type not in SIDE_FOLLOWS:
             return {}

@@ -69,7 +69,7 @@ class Samples:
     invalid: str = ""
     """Error of onnx.checker on the model; "" if it passes. With an error, `problem` is set too, unless ONNX Runtime runs the model."""
     refusal: str = ""
-    """Error of ONNX Runtime on an invalid model, if the model was tried."""
+    """Error of ONNX Runtime on an invalid model; "" if the model runs or was not tried."""
 
 
 # -- the caller's samples --------------------------------------------------------------
