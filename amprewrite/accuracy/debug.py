@@ -109,7 +109,8 @@ class DebugReport:
         return op_table(self.plan)
 
     def table(self, n: int = 20, backward: bool = False) -> str:
-        """Return a text table of the `n` rows with the largest total errors, rows with overflow first.
+        """Return a text table of the `n` rows with the largest total errors, rows with overflow first. Low rows without an error of their
+        own are left out.
 
         Its columns are the inherited, own and total error, the smallest and largest magnitude, and the shares of overflow and underflow.
         `backward=True` shows gradients.

@@ -141,7 +141,7 @@ def sends_gradients(reader: OpNode) -> bool:
 
 
 def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
-    """True if the kernel of `reader`, which computes in the colour `want`, may read `operand` in the other format and convert it itself."""
+    """True if `reader` is to take `operand` in fp32 (`want` is high), but its kernel also reads a low operand and converts it itself."""
     return want is Colour.HIGH and operand in reader.promoted
 
 

@@ -123,7 +123,7 @@ def _reached(residual: csr_array) -> npt.NDArray[np.bool_]:
 
 
 def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
-    """Return the capacity that is left on the arcs out of `side`, which is an upper bound of the missing flow."""
+    """Return the capacity that is left on the arcs out of the vertices `side` (a mask). It is an upper bound of the missing flow."""
     arcs = residual.tocoo()
     return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
 

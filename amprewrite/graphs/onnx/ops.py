@@ -51,7 +51,7 @@ def _scalar(value: ir.Value) -> float:
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """Return the tensor of an initialiser that is no input, or of a Constant node; None for any other value."""
+    """Return the tensor of an initialiser that is no input, or of a Constant node with a tensor or floats; None for any other value."""
     if value.is_initializer() and not value.is_graph_input():
         return value.const_value
     node = value.producer()
@@ -160,7 +160,8 @@ def _contrib_signature(op_type: str) -> Signature | None:
 
 
 def fill_types(node: ir.Node, opset: int) -> None:
-    """Guess the types of results that have none, by the schema: the type of an operand with the same type variable, or a fixed type."""
+    """Guess the types of results that have none: by the attributes of a Cast or Constant, otherwise by the schema, which gives the type of
+    an operand with the same type variable, or a fixed type."""
     if all(value.type is not None for value in node.outputs):
         return
     if node.op_type == "Cast" and not node.domain:

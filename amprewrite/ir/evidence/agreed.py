@@ -75,7 +75,8 @@ class Agreed:
                 yield calls[call].name, place, match
 
     def joined(self, plan: Iterable[NodePlan]) -> Agreed:
-        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. High wins over low."""
+        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. High wins over low. Plain ops, and ops
+        whose colour has a reason in APART, are left out."""
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
         places, whys, changed = dict(self.places), dict(self.whys), False

@@ -64,7 +64,7 @@ class ConstantRead:
     summand: bool = False
     """Whether the reader only adds the constant to a product of its other operands."""
     pole: str = ""
-    """Name of an op with a pole at zero that the elements of the constant may reach; "" if there is none."""
+    """The op with a pole at zero that the elements of the constant may reach, in words; "" if there is none."""
 
 
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:

@@ -96,7 +96,7 @@ class ValueRange:
     def limits(cls, tensor: torch.Tensor, smallest: bool) -> ValueRange:
         """Return the range of one fp32 tensor without histogram and counts of special values, which is much cheaper than `of`.
 
-        `least` and `greatest` are computed, and the smallest magnitude if `smallest` is True.
+        `least` and `greatest` are computed, and the smallest magnitude if `smallest` is True. Elements that are not finite count as 0.
         """
         values = tensor.detach()
         if not values.numel():

@@ -117,7 +117,7 @@ class Regions:
         return rule_of(call, self.calls)
 
     def reads(self, call: Call) -> list[str]:
-        """Return the names of the values that a call reads. For a tuple of results, the name of each result."""
+        """Return the names of the values that a call reads. If it reads a tuple of results, each result is a value."""
         found: list[str] = []
         for name in call.refs():
             maker = self.calls.get(name)

@@ -101,7 +101,8 @@ class View:
 
 # -- content -----------------------------------------------------------------------------
 def moved(contents: Contents) -> Content:
-    """Return the number in the padding of the result of an op that only moves elements: the number that all operands share, or MIXED."""
+    """Return the number in the padding of the result of an op that only moves elements: the number that all padded operands share, MIXED if
+    they share none, and 0.0 if no operand is padded."""
     found = {c for c in contents.values() if c != BROADCAST}
     return 0.0 if not found else found.pop() if len(found) == 1 else MIXED
 

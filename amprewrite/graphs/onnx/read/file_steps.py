@@ -23,7 +23,7 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops that only reshape or bound their first operand, if the result has as many elements as this operand."""
+"""Ops that count as only moving or bounding the elements of their first operand, if the result has as many elements."""
 RANDOM = ops_with(Trait.RANDOM)
 SUMS = ops_with(Trait.ADDS_UP)
 BODIES = ("loop", "scan")

@@ -57,7 +57,7 @@ def name_opset(model: ir.Model) -> int:
 
 # -- too old ---------------------------------------------------------------------------------
 def raise_old(model: ir.Model) -> ir.Model:
-    """Convert a model of an older opset to OLDEST. Raises CaptureError if onnx's version converter cannot."""
+    """Convert a model of an older opset to OLDEST. Raises CaptureError if onnx's version converter cannot, as for a very large model."""
     opset = model.opset_imports[""]
     said = f"the model is of opset {opset}, older than {OLDEST}"
     if is_large(model):

@@ -417,7 +417,7 @@ class _Reader:
         self.reading.nodes[name] = node
 
     def pin_border(self, node: ir.Node) -> Pin | None:
-        """Return (high, reason, detail) if loops or branches of this opset take no low format; None if they do."""
+        """Return (high, reason, detail) if the If, Loop or Scan `node` takes no low format at this opset; None if it does."""
         sig = signature(node.domain, node.op_type, self.opset)
         if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
             return None
