@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -286,13 +287,7 @@ def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[
 
     if within(0):
         return errors
-    below, above = 1, plans
-    while below < above:
-        middle = (below + above) // 2
-        if within(middle):
-            above = middle
-        else:
-            below = middle + 1
+    below = 1 + bisect_left(range(1, plans), True, key=within)
     if below < plans:
         for index in range(below - 1, max(below - 1 - NEIGHBOURS, 0), -1):
             within(index)

@@ -56,8 +56,8 @@ class _TrialSession(Session):
     def warn_fp32(self, message: str, cause: str = "") -> None:
         """Do nothing: the real rewrite warns of parts that are not captured."""
 
-    def _check_products(self) -> None:
-        """Do nothing: the plans of the graphs in a trial are empty, so there are no products to check."""
+    def _check_options(self) -> None:
+        """Do nothing: the plans of the graphs in a trial are empty, so no option matches a node of theirs."""
 
 
 @dataclass(frozen=True)

@@ -241,13 +241,17 @@ class Session(GraphRewriter):
         if not ran:
             return
         if entry.path == "" and tuple(dict.fromkeys(ran)) not in self.calls:
-            self._check_overrides()
-            self._check_products()
-            self._check_wide()
+            self._check_options()
         with self.lock:
             entry.fresh_starts = 0
             self.last = ran
             self.calls[tuple(dict.fromkeys(ran))] = None
+
+    def _check_options(self) -> None:
+        """Check that overrides and `products=` match nodes of the plans."""
+        self._check_overrides()
+        self._check_products()
+        self._check_wide()
 
     def _check_products(self) -> None:
         """Raise PolicyError if a rule of `products=` matches no node, or if no product runs in fp8 though the device can multiply fp8.

@@ -226,6 +226,14 @@ def test_a_loose_tolerance_costs_nothing() -> None:
     assert not amprewrite.plan(model, (batches[0],), dtype="bf16").diff(amp.plan)
 
 
+def test_a_tolerance_goes_with_an_override_by_node() -> None:
+    model, batches = stream(), data()
+    options: dict[str, Any] = {"tolerance": 0.5, "calibration": batches, "example_inputs": (batches[0],)}
+    name = next(node.name for node in amprewrite.rewrite(model, dtype="bf16", **options).plan.nodes if node.op == "linear")
+    amp = amprewrite.rewrite(model, dtype="bf16", overrides={f"node:{name}": "fp32"}, **options)
+    assert amp.plan.find(name)[0].dtype == "fp32"
+
+
 def test_a_tighter_tolerance_takes_more_time() -> None:
     model, batches = stream(), data()
     found = [search(model, batches, Options(BF16), tolerance=t) for t in (1e-2, 2e-3, 5e-4)]

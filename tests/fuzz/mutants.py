@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
-        (("amprewrite/runtime/compiler/dynamo.py", "                if not whole:  # Dynamo refuses this setting beside fail_on_recompile_limit_hit, which the user may have set\n", "                if False:\n"),
+        (("amprewrite/runtime/compiler/dynamo.py", "            if not whole:  # Dynamo refuses this setting beside fail_on_recompile_limit_hit, which the user may have set\n", "            if False:\n"),
          ("amprewrite/runtime/session.py", "            if has_begun(error, entry.function):", "            if False:")),
     ),
     Mutant(
@@ -224,7 +224,7 @@ MUTANTS = (
     Mutant(
         "positions-rounded", "products of positions run low, also where the model switches autocast off if it is on: angles are wrong beyond 256", ("programs",), ("count_angles",),
         (("amprewrite/ir/evidence/counts.py", "for node in graph if (text := _counted(node, counts, summed)) != node.counted}", "for node in graph if (text := \"\") != node.counted}"),
-         ("amprewrite/runtime/compiler/dynamo.py", "with Listener(failed), reporting_autocast_on(root, frame[0].f_locals, around()), ", "with Listener(failed), ")),
+         ("amprewrite/runtime/compiler/dynamo.py", "Listener(failed), reporting, ", "Listener(failed), ")),
     ),
     Mutant(
         "early-rounding", "values that no product has rounded are rounded in front of differences and norms", ("programs",), ("offset",),

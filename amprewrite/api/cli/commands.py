@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
+import shutil
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -79,7 +79,7 @@ def plan(options: Options) -> int:
         return 0
     text(found.summary())
     print()
-    say(fold_table(found, _rows()))
+    say(fold_table(found, max(shutil.get_terminal_size((80, 48)).lines - 8, 12)))  # what a terminal shows below the summary
     for path, _ in written:
         if path:
             say([("note", f"wrote {path}")])
@@ -376,11 +376,3 @@ def _title(word: str) -> str:
 
 def _cut(said: str, width: int) -> str:
     return said if len(said) <= width else f"{said[: width - 1]}…"
-
-
-def _rows() -> int:
-    """Return the number of table rows that fit this terminal below the summary; 40 for a pipe."""
-    try:
-        return max(os.get_terminal_size().lines - 8, 12)
-    except OSError:
-        return 40

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from amprewrite.api.cli.models import UsageError
 from amprewrite.api.cli.output import as_json, say, table
@@ -136,18 +137,10 @@ def _gains(device: str) -> Iterator[Gain]:
 
 
 def _seconds_of_product(device: str, row: Format) -> float:
-    """Return the seconds that a square matrix product takes in a format: the best of three runs."""
+    """Return the seconds that a square matrix product takes in a format: the best of several runs."""
     side = _SIDE[torch.device(device).type]
     x = torch.randn(side, side, device=device).to(row.dtype)
-    return min(_seconds(lambda: x @ x, device) for _ in range(3))
-
-
-def _seconds(run: Callable[[], object], device: str) -> float:
-    began = time.perf_counter()
-    run()
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    return min(Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads()).blocked_autorange(min_run_time=0.02).times)
 
 
 class _Small(nn.Module):

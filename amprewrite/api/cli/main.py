@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -223,14 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"{type(error).__name__}: {first_line(error)} (--debug shows where)")
     finally:
-        _leave(folders)
-
-
-def _leave(folders: list[str]) -> None:
-    """Restore sys.path to `folders`, its content before the command: loading a MODEL may have added folders."""
-    for folder, times in (Counter(sys.path) - Counter(folders)).items():
-        for _ in range(times):
-            sys.path.remove(folder)
+        sys.path[:] = folders  # loading a MODEL may have added folders
 
 
 def _one_line(said: str) -> str:

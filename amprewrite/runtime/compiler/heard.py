@@ -58,27 +58,21 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator
     def heard(device: str) -> bool:
         return device in devices and regions_around() == around
 
-    def answer(asked: Callable[..., Any], told: Callable[[str], Any], default: str) -> Callable[..., Any]:
+    def answer(asked: Callable[..., Any], told: bool | torch.dtype, default: str) -> Callable[..., Any]:
         def handle(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             given = [each.as_python_constant() for each in (*args, *kwargs.values())]
             own = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch"
             device = str(given[0]) if given else default
-            return ConstantVariable.create(asked(*given) if own or not heard(device) else told(device))
+            return ConstantVariable.create(asked(*given) if own or not heard(device) else told)
 
         return handle
 
-    def on(_: str) -> bool:
-        return True
-
-    def fp32(_: str) -> torch.dtype:
-        return torch.float32
-
     answers: dict[Any, Callable[..., Any]] = {
-        torch.is_autocast_enabled: answer(torch.is_autocast_enabled, on, "cuda"),
-        torch.is_autocast_cpu_enabled: answer(torch.is_autocast_cpu_enabled, on, "cpu"),
-        torch.get_autocast_dtype: answer(torch.get_autocast_dtype, fp32, "cuda"),
-        torch.get_autocast_gpu_dtype: answer(torch.get_autocast_gpu_dtype, fp32, "cuda"),
-        is_any_autocast_enabled: answer(is_any_autocast_enabled, on, min(devices)),
+        torch.is_autocast_enabled: answer(torch.is_autocast_enabled, True, "cuda"),
+        torch.is_autocast_cpu_enabled: answer(torch.is_autocast_cpu_enabled, True, "cpu"),
+        torch.get_autocast_dtype: answer(torch.get_autocast_dtype, torch.float32, "cuda"),
+        torch.get_autocast_gpu_dtype: answer(torch.get_autocast_gpu_dtype, torch.float32, "cuda"),
+        is_any_autocast_enabled: answer(is_any_autocast_enabled, True, min(devices)),
     }
     with handling(answers):
         yield

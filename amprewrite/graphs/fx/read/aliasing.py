@@ -300,8 +300,8 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         if fact.op == "getitem" and isinstance(node.args[0], torch.fx.Node) and isinstance(facts[node.args[0]].value, tuple | list):
             union.join(node, node.args[0])
         if node.target is hooked:
-            union.join(node, node.args[0])
             (inner,) = node.all_input_nodes[:1]
+            union.join(node, inner)
             while (before := same_tensor(inner)) is not None:  # a hook on the result of dropout with p=0 is a hook on the operand
                 union.join(inner, before)
                 inner = before

@@ -307,8 +307,5 @@ class Memory:
         inside = {node for node in holders | between if node.op not in ("placeholder", "get_attr")}
         last = self.last_write[storage] if storage in self.written else -1
         ends = [node for node in holders & inside if node in self.sinks or self.position[node] <= last]
-
-        def feeders(node: Node) -> set[Node]:
-            return inside.intersection(node.all_input_nodes)
-
-        return holders.intersection(reached(ends, feeders))
+        upstream = reached(ends, lambda node: inside.intersection(node.all_input_nodes))
+        return holders.intersection(upstream)

@@ -8,7 +8,7 @@
 5. Facts of the file force colours: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample
    runs are evidence, which passes judge.
 
-This file has special code for bodies (`Scan`, `Loop`), for ops that set the type of their result (`Cast`, in the vocabulary `to`,
+This file has special code for bodies (`If`, `Scan`, `Loop`), for ops that set the type of their result (`Cast`, in the vocabulary `to`,
 `Constant`, `ConstantOfShape`, `DequantizeLinear`), and for the FLOPs of products: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
 and `ConvTranspose`, whose FLOPs follow from its input.
 """
