@@ -44,9 +44,9 @@ For comparison, a sum of k rounded terms has about √k times the error of a ter
 is reported as underflow.
 """
 NOISE = 16.0
-"""Relative errors below this many eps count as normal rounding and are not reported."""
+"""Zeros (`FLUSHED`) are reported only if the op's own error exceeds this many eps, cancellation only if its inherited error does."""
 FLUSHED = 0.1
-"""An op is reported as underflow only if at least this share of its values rounds to zero."""
+"""An op, or a gradient, is reported as underflow if at least this share of its values rounds to zero."""
 TOLERANCE = 8.0
 """Default target of `suggest_overrides` for the output error, in eps of the low format."""
 MOST_CHECKED = 10

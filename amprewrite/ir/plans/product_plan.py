@@ -36,7 +36,7 @@ class GemmPlan:
     gemm: str
     """"out", "grad_in" or "grad_weight"."""
     formats: str
-    """Formats of the two operands of the GEMM, such as "e5m2 x e4m3"; "bf16" if it reads no fp8 copies."""
+    """Formats of the two operands of the GEMM, such as "e5m2 x e4m3"; the low format, such as "bf16", if it reads no fp8 copies."""
     reason: ProductReason
     """Why the GEMM reads these formats. In JSON, the name of a member of `amprewrite.ir.plans.product_plan.ProductReason`."""
     detail: str = ""

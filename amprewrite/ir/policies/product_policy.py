@@ -17,7 +17,7 @@ EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_wei
 
 @dataclass(frozen=True)
 class ProductRule:
-    """One entry of `products=`: a pattern that selects GEMMs, and whether they run in fp8 at any price, or in bf16."""
+    """One entry of `products=`: a pattern that selects GEMMs, and whether they run in fp8 at any price, or in the low format."""
 
     key: str
     """The key as the user wrote it."""
@@ -28,7 +28,7 @@ class ProductRule:
     gemm: str
     """One of the three GEMMs of a product; "" for all three."""
     fp8: bool
-    """True if the GEMMs run in fp8, False if they run in bf16."""
+    """True if the GEMMs run in fp8, False if they run in the low format."""
 
     def matches(self, name: str, module: str, gemm: str) -> bool:
         """True if the rule selects the GEMM `gemm` of the node `name`, which is called in `module`."""
