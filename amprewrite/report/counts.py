@@ -43,7 +43,7 @@ def casts_by_kind(casts: Iterable[Cast]) -> dict[str, int]:
 
 
 def fp8_counts(plan: ModelPlan) -> list[str]:
-    """Return a list with one line on the share of GEMMs in fp8; an empty list if fp8 was not asked for."""
+    """Return a list with one line on the share of GEMMs in fp8; an empty list if fp8 was considered for no product."""
     if not any(region.quantised for region in plan.regions):
         return []
     weighed = [each for region in plan.regions for each in region.quantised.products]

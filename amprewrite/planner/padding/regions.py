@@ -326,7 +326,7 @@ class Regions:
         ]
 
     def want_size(self, call: str, slot: Slot, dim: int) -> int:
-        """Return the extent without padding of one dim of a call; 64 as a guess if it is symbolic."""
+        """Return the extent without padding of one dim of a call; 64 as a guess if it is symbolic or unknown."""
         axis = self._axes_of(self.calls[call], slot, dim)
         size = 64 if axis is None else self.axes.size(axis)
         return size if isinstance(size, int) else 64

@@ -52,7 +52,7 @@ class Kinds:
         return OpKind.INFER if small_exp else kind
 
     def _in_range(self, op: str, node: ir.Node) -> bool:
-        """True if samples show that all fp32 operands and results of an op stay well within the range and away from poles."""
+        """True if samples show that the op's computed fp32 operands (one at least) and results stay well in the range, away from poles."""
         read = [v for v in node.inputs if v is not None and format_of(v) == "fp32" and constant_tensor(v) is None]
         made = [v for v in node.outputs if format_of(v) == "fp32"]
         for value in (*read, *made):

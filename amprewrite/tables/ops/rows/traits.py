@@ -76,7 +76,7 @@ TRAITS: dict[Trait, str] = {
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
     Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
-    # linearity: if an operand is multiplied by a factor, so is the result
+    # makers of constant tensors, and linear ops: if an operand of a linear op is multiplied by a factor, so is the result
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
