@@ -128,3 +128,43 @@ def test_after_an_error_autocast_reads_new_weights_and_the_model_runs_low() -> N
             expected = nn.functional.linear(x.bfloat16(), other.weight.bfloat16(), other.bias.bfloat16())
             assert torch.equal(seen, expected)
             other.weight.data.neg_()
+
+
+class Mixed(nn.Module):
+    """Mixes the dtypes of two values inside an autocast region of its own, in an op that PyTorch refuses them for."""
+
+    def __init__(self, mix: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.mix = nn.Linear(8, 8), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.linear(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.mix(self.linear(wide), wide)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "mix",
+    [lambda low, wide: torch.dot(low[0], wide[0]), lambda low, wide: torch.cat([low.half(), low]), torch.complex],
+    ids=["refused in capture", "three formats", "refused by the kernel"],
+)
+def test_mixed_dtypes_in_a_region_of_the_model_raise_pytorchs_error(mix: Callable[[Tensor, Tensor], Tensor], dtype: str) -> None:
+    model, x = Mixed(mix), torch.ones(8, 8)
+    with pytest.raises(RuntimeError) as expected:
+        model(x)
+    amp = amprewrite.rewrite(model, dtype=dtype)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            amp(x)
+        assert type(raised.value) is RuntimeError and str(raised.value) == str(expected.value)
+    assert modes() == DEFAULT
+
+
+def test_code_that_dynamo_gives_up_in_a_region_of_the_model_runs_as_the_region_says() -> None:
+    model = Mixed(lambda low, wide: low.permute(*range(low.dim())[::-1]) + wide)  # Dynamo cannot trace this slice
+    amp, x = amprewrite.rewrite(model, dtype="fp16"), torch.randn(8, 8)
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="runs as it is written"):
+        results = amp(x), amp(x)
+    for each in results:
+        assert torch.allclose(each, model(x), atol=0.01)

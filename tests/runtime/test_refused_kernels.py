@@ -156,3 +156,17 @@ def test_a_given_plan_that_cannot_run_is_an_error() -> None:
     torch._dynamo.reset()
     with pytest.raises(PlanError, match=r"avg_pool3d refused.*colour it high"):
         amprewrite.rewrite(Pooled(), plan=plan)(x)
+
+
+def test_an_op_without_a_colour_gets_fp32_operands_in_each_run() -> None:
+    """Its result is complex, so that the plan has no format for it. PyTorch refuses the bf16 operand that the model makes itself."""
+    linear, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.complex(linear(x).bfloat16(), x).abs()
+
+    amp = amprewrite.rewrite(Net(), dtype="bf16")
+    with pytest.warns(AmpRewriteWarning, match="complex refused"):
+        first = amp(x)
+    assert torch.equal(first, amp(x)) and torch.allclose(first, torch.complex(linear(x), x).abs(), atol=0.02)

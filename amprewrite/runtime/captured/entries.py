@@ -34,6 +34,7 @@ from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
 from amprewrite.tables.errors import CaptureError
 from amprewrite.torch_internals.autograd import current_backward
+from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
 from amprewrite.torch_internals.dynamo import SkipFrame
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
@@ -180,7 +181,10 @@ class Graphs:
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
-        if regions_around() > self.entry.session.state.around:  # the model's code is in an autocast region: show it in the graph
+        if regions_around() > self.entry.session.state.around:  # the model's code is in an autocast region of its own
+            if is_any_autocast_enabled():  # Dynamo gave up the code around the region, so that its calls are captured one by one
+                self.entry.session.note(f"code of {self.entry.place} in an autocast region of the model runs as the region says")
+                raise SkipFrame("it is in an autocast region of the model")
             put_in_region(module.graph, graph_device(module))
         region = self.entry.rewrite_region(self, module, example_inputs)
         region.whole = dynamo.is_whole(module, self.entry.function)

@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.node_facts import example_value, is_checkpoint, is_opa
 from amprewrite.graphs.fx.run.checkpoint_state import checkpoint_with_state
 from amprewrite.tables.formats import LOW_DTYPES
 from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
 from amprewrite.torch_internals.graph_modules import force_recompile
 from amprewrite.torch_internals.operators import OpOverload, OpOverloadPacket
 from amprewrite.torch_internals.trees import tree_leaves, tree_map_only
@@ -75,8 +76,8 @@ class _Careful(torch.fx.Interpreter):
             raise
         except _REFUSALS as error:
             low = any(isinstance(each, Tensor) and each.dtype in LOW_DTYPES for each in tree_leaves((args, kwargs)))
-            if not low or _runs_more(n) or written(n) or written_unsaid(n):
-                raise
+            if not low or is_any_autocast_enabled() or _runs_more(n) or written(n) or written_unsaid(n):
+                raise  # with autocast on, the op is in a region of the model, whose dtypes the plan does not change
             try:
                 result = run(n.target, *_widened((args, kwargs)))
             except _REFUSALS:
