@@ -130,15 +130,6 @@ class PadPlan:
         """Whether anything is padded."""
         return bool(self.values or self.copies)
 
-    @property
-    def real(self) -> tuple[PadCopy, ...]:
-        """The pads and slices of activations. Each costs a kernel, or is a view whose backward costs a kernel."""
-        return tuple(copy for copy in self.copies if not copy.weight)
-
-    def layout(self, value: str) -> Layout:
-        """Return the layout of the value called `value`; () if it is not padded."""
-        return next((padded.layout for padded in self.values if padded.value == value), ())
-
     def about(self, name: str) -> list[str]:
         """Return sentences about the padding of the result and the operands of the node `name`; [] if there is none."""
         lines = [

@@ -48,7 +48,6 @@ class Trait(Enum):
     MAGNIFIES_SMALL = "magnifies a small value"
     DIVIDES = "divides its first operand by its second"
     SCALES = "multiplies or divides its first operand by its second"
-    RAISES = "raises its first operand to the power of its second"
     EXCHANGES_INFINITIES = "returns a finite value for an infinity, or tests for infinities"
     TAKES_EPSILON = "a small constant among its operands keeps its result from zero"
     DRAWS = "draws uniformly from below one"

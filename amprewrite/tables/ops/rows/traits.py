@@ -38,7 +38,6 @@ TRAITS: dict[Trait, str] = {
     Trait.MAGNIFIES_SMALL: "div mul log",
     Trait.DIVIDES: "div",
     Trait.SCALES: "mul div",
-    Trait.RAISES: "pow float_power",
     Trait.EXCHANGES_INFINITIES: "nan_to_num isfinite isinf isnan isposinf isneginf",
     Trait.TAKES_EPSILON: "add sub clamp maximum",
     # random draws
