@@ -53,6 +53,30 @@ def test_batches_of_several_share_their_graphs() -> None:
     assert torch.equal(got, low(model).generate(torch.arange(3, 24).view(3, 7), **SETTINGS))
 
 
+def test_layers_of_a_cache_share_the_symbol_of_their_length() -> None:
+    """With a symbol for each layer's keys and for its values, Dynamo works out every op of every layer anew."""
+    torch._dynamo.reset()  # it gives sizes that changed in captures of other tests symbols of their own
+    torch.manual_seed(0)
+    symbols: list[set[str]] = []
+
+    def look(module: torch.fx.GraphModule, inputs: list[object]) -> object:
+        values = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+        sizes = [size for value in values if isinstance(value, torch.Tensor) and value.dim() == 4 for size in value.shape]
+        symbols.append({str(size.node._expr) for size in sizes if isinstance(size, torch.SymInt)})
+        return module.forward
+
+    low(llama(), backend=look).generate(torch.arange(3, 24).view(3, 7), **SETTINGS)
+    assert list(map(len, symbols)) == [0, 2], "no cache for the prompt, then one batch and one length for all layers"
+
+
+def test_a_length_that_equals_the_batch_by_chance_is_captured_once() -> None:
+    """The first step of decoding reads a cache of as many keys as there are sequences."""
+    torch.manual_seed(0)
+    amp = low(llama())
+    amp.generate(torch.arange(3, 12).view(3, 3), **SETTINGS)
+    assert graphs(amp) == 2
+
+
 def test_other_calls_are_captured_as_before() -> None:
     amp = low(llama())
     tokens = torch.arange(3, 8)[None]

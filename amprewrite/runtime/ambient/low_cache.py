@@ -9,6 +9,11 @@
 Before each step, the sizes that vary (batch, prompt, length of the cache) are marked, so that Dynamo captures them dynamic at once. Without
 a mark Dynamo treats a size as fixed until it sees another value: the prompt and the steps of decoding would be captured again for each new
 size. Sizes of one are not marked, because PyTorch broadcasts them.
+
+A marked size is a symbol of its own. The layers of a cache hold keys and values of one length, so that all of them get one symbol for it:
+with a symbol for each, Dynamo would work out every op of every layer anew. Sizes that are equal by chance, as a batch of five with five
+keys, keep symbols of their own, because a graph with one symbol for both would have to be captured again at the next step. So do sizes that
+Dynamo saw change in an earlier capture of the same code.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +41,8 @@ _CACHES = ("self_attention_cache", "cross_attention_cache")
 _INNER, _KEPT = "amprewrite_inner", "amprewrite_kept"
 _IN_CACHE, _IN_STATES = (0, 2), (0, 1)
 """Dims of batch and length: in keys and values (batch × heads × length × width), and in hidden states (batch × length × width)."""
+_SHARED = "amprewrite_shared"
+"""Attribute of keys and values: their dims whose sizes are the same in all layers of one kind."""
 _SOURCE = file_label(__file__)
 
 
@@ -88,12 +96,19 @@ def _low_class(cls: type) -> type:
     return type(cls.__name__, (cls,), {**methods, **own, "_layer_type": None, "__module__": cls.__module__, "__doc__": _KeepsLow.__doc__})
 
 
-def layers_of(value: Any) -> Iterator[Any]:
-    """Yield the layers of a cache and of its inner caches; nothing if `value` is no cache."""
-    yield from getattr(value, "layers", None) or ()
+def caches_of(value: Any) -> Iterator[Any]:
+    """Yield a cache, or its inner caches; nothing if `value` is no cache."""
+    if getattr(value, "layers", None):
+        yield value
     for name in _CACHES:
         if hasattr(value, name):
-            yield from layers_of(getattr(value, name))
+            yield from caches_of(getattr(value, name))
+
+
+def layers_of(value: Any) -> Iterator[Any]:
+    """Yield the layers of a cache and of its inner caches; nothing if `value` is no cache."""
+    for cache in caches_of(value):
+        yield from cache.layers
 
 
 def tensors_of(layer: Any) -> tuple[Any, Any]:
@@ -216,6 +231,31 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
         for tensor, dims in _growing(value):
             torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])
+        _mark_shared(value)
+
+
+def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dims of keys or values in which equal sizes get one symbol, as `mark_growing` found them."""
+    found: tuple[int, ...] = getattr(tensor, _SHARED, ())
+    return found
+
+
+def _mark_shared(value: Any) -> None:
+    """If `value` is a cache, mark the dims of its keys and values whose sizes mean the same wherever they are equal in this call."""
+    batch, length = _IN_CACHE
+    held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}
+    meanings: defaultdict[int, set[Any]] = defaultdict(set)
+    for tensor, meant in held.items():
+        for dim, meaning in meant.items():
+            meanings[tensor.shape[dim]].add(meaning)
+    for tensor, meant in held.items():
+        setattr(tensor, _SHARED, tuple(dim for dim in meant if len(meanings[tensor.shape[dim]]) == 1))
+
+
+def _kinds(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each layer of a cache with its kind. Layers of one kind hold keys of one length: of one inner cache, and of one window."""
+    for place, cache in enumerate(caches_of(value)):
+        yield from ((layer, (place, type(layer), getattr(layer, "sliding_window", None))) for layer in cache.layers)
 
 
 def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
@@ -230,6 +270,9 @@ def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
             yield from _growing(inner)
     else:
         for layer in layers_of(value):
-            for held in tensors_of(layer):
-                if isinstance(held, Tensor) and held.dim() == 4:
-                    yield held, _IN_CACHE
+            yield from ((held, _IN_CACHE) for held in _in_layer(layer))
+
+
+def _in_layer(layer: Any) -> list[Tensor]:
+    """Return the keys and values of a layer of a cache that have the usual four dims."""
+    return [held for held in tensors_of(layer) if isinstance(held, Tensor) and held.dim() == 4]

@@ -5,6 +5,7 @@ The captures of an entry are compiled functions, their graphs, and a list of the
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -86,19 +87,24 @@ class Graphs:
         self.in_parts = not entry.captured
         """True if code of the model may run between the graphs of the module."""
         self._captures: Counter[int | None] = Counter()
-        session = entry.session
-        self._alone = self._beside_hooks = entry.function
         try_all_again()
-        if entry.captured:
-            self._alone, self._beside_hooks = (
-                dynamo.compile_afresh(
-                    entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
-                    recurrent=not (entry.compiles and session.runs_recurrent_eagerly), failed=_weakly(self.failed),
-                    beside_hooks=beside_hooks, hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph),
-                    around=_weakly(session.state.regions_around), eager=session.options.backend == "eager",
-                )
-                for beside_hooks in (False, True)
-            )  # fmt: skip
+        self._alone = self._compile(beside_hooks=False)
+
+    def _compile(self, beside_hooks: bool) -> Callable[..., Any]:
+        """Return the compiled function of the entry. If `beside_hooks`, it runs while the process has global module hooks."""
+        entry, session = self.entry, self.entry.session
+        if not entry.captured:
+            return entry.function
+        return dynamo.compile_afresh(
+            entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
+            recurrent=not (entry.compiles and session.runs_recurrent_eagerly), failed=_weakly(self.failed), beside_hooks=beside_hooks,
+            hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph), around=_weakly(session.state.regions_around),
+            eager=session.options.backend == "eager",
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _beside_hooks(self) -> Callable[..., Any]:
+        return self._compile(beside_hooks=True)
 
     @property
     def compiled(self) -> Callable[..., Any]:

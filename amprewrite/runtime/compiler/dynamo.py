@@ -20,8 +20,9 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 
 from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
+from amprewrite.runtime.ambient.low_cache import shared_sizes
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
-from amprewrite.runtime.compiler.handlers import breaking_at_gradients, recurrent_layers_whole
+from amprewrite.runtime.compiler.handlers import breaking_at_gradients, recurrent_layers_whole, sharing_sizes
 from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
@@ -115,10 +116,10 @@ def compile_afresh(
             if not _ISOLATES and (more := _entries_of_others(frame[1], given)):
                 now["recompile_limit"] = RECOMPILE_LIMIT + more
                 now["accumulated_recompile_limit"] = torch._dynamo.config.accumulated_recompile_limit + more
-            gradients = breaking_at_gradients() if eager else contextlib.nullcontext()
+            gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
             reporting = reporting_autocast_on(root, frame[0].f_locals, around())
             try:
-                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, recurrent_layers_whole():
+                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, recurrent_layers_whole():
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)
@@ -212,9 +213,15 @@ def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if torch._dynamo.trace_rules.check(inner):
         inner = frame_around(inner)
+    copy = with_own_code(inner)
+    return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
+
+
+def with_own_code(inner: Any) -> Callable[..., Any]:
+    """Return a copy of `inner`, a function outside of PyTorch, with a new code object, for which Dynamo has no caches and skips."""
     copy = types.FunctionType(inner.__code__.replace(), inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
     copy.__kwdefaults__, copy.__qualname__, copy.__module__ = inner.__kwdefaults__, inner.__qualname__, inner.__module__
-    return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
+    return copy
 
 
 def is_whole(module: torch.fx.GraphModule, function: Callable[..., Any]) -> bool:

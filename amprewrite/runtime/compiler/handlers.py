@@ -6,15 +6,17 @@ Dynamo's own lock for conversions is held meanwhile, so that no other thread cap
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import proxy_args_kwargs
+from torch._dynamo.variables import builder
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
 from amprewrite.torch_internals.dynamo import Unsupported
@@ -39,6 +41,29 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
                 table.pop(function, None)
             table.update(before)
             _FOLDED.update(folded)
+
+
+@contextlib.contextmanager
+def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
+    """Context manager in which dynamic sizes that are equal get one symbol, in the dims that `shared` returns for a tensor.
+
+    Dynamo has no mark for this. It guards on such sizes to be equal, and captures again if they differ.
+    """
+    given: Callable[..., Any] = builder._automatic_dynamic
+
+    def sizes_of(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        context = given(tensor, *args, **kwargs)
+        for dim in shared(tensor):
+            if context.dynamic_sizes[dim] is DimDynamic.DYNAMIC:
+                context.dynamic_sizes[dim] = DimDynamic.DUCK
+        return context
+
+    with compile_lock:
+        builder._automatic_dynamic = sizes_of  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            builder._automatic_dynamic = given  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

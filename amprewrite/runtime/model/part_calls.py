@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amprewrite.runtime.ambient.hook_watch import call_with_own_hooks
-from amprewrite.runtime.compiler.dynamo import clone_code, kept_out, never_read
+from amprewrite.runtime.compiler.dynamo import kept_out, never_read, with_own_code
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
 from amprewrite.runtime.model.packed_sequences import call_packed, is_packed
 from amprewrite.runtime.model.replicas import REPLICATE, replica_of
@@ -110,4 +110,4 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     if recurrent and session.runs_recurrent_eagerly:
         return torch.compiler.disable(call_recurrent, reason=DISABLE_REASON)  # type: ignore[no-any-return]
-    return clone_code(call)
+    return with_own_code(call)
