@@ -72,7 +72,7 @@ FORMATS: dict[str, Format] = {row.name: row for row in (FP32, FP16, BF16)}
 LOW_FORMATS = (FP16, BF16)
 LOW_NAMES = tuple(row.name for row in LOW_FORMATS)
 LOW_DTYPES = tuple(row.dtype for row in LOW_FORMATS)
-NARROW_DTYPES = tuple(row.dtype for row in LOW_FORMATS if row.narrow)
+NARROW_DTYPES = frozenset(row.dtype for row in LOW_FORMATS if row.narrow)
 SCALED_FORMATS: dict[str, Format] = {row.name: row for row in (E4M3, E5M2)}
 """The fp8 formats. A value in such a format has a meaning only together with a scale. So no op runs in them, but products may read copies
 of their operands in them (`recipes.py`)."""

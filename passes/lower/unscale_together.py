@@ -2,8 +2,8 @@
 
 1. The weights are divided into blocks. Each block gets one `unscale_together` node, before the first op that reads a weight of the block.
    Casts that unscaled gradients become plain casts, whose backward runs no Python code.
-2. A block has at most MOST weights and ELEMENTS elements, because each gradient waits for the other gradients of its block. All weights of
-   a block are on one device, since autograd runs a node on one device. Either casts alone read all of them, or other ops read each of them.
+2. A block has at most ELEMENTS elements, because each gradient waits for the other gradients of its block. All weights of a block are on
+   one device, since autograd runs a node on one device. Either casts alone read all of them, or other ops read each of them.
 3. A weight that the graph writes keeps a node of its own. So do all weights of a graph that switches gradients on or off.
 
     before   low = cast_in(w, float16, inverse)                    after   weights = unscale_together(inverse, True, w, v)
@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.fx
@@ -28,8 +29,6 @@ from amprewrite.ir.pass_base import Pass
 from amprewrite.passes.apply.scale_loss import INVERSE
 from amprewrite.tables.ops.op_lists import op_name
 
-MOST = 64
-"""Largest number of weights in a block. torch's multi-tensor kernels take 64 in a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
 ELEMENTS, ELEMENTS_APART = 1 << 24, 1 << 22
 """Largest number of weight elements in a block: 64 MB of gradients, or 16 MB if several ranks train.
 
@@ -94,11 +93,13 @@ def _blocks(crossings: dict[Node, list[Node]]) -> Iterator[tuple[bool, list[Node
     """Yield (True if only casts read the weights, weights) for each block of two or more weights. `crossings` has them in order of use."""
     apart = torch.distributed.is_available() and torch.distributed.is_initialized()
     most = ELEMENTS_APART if apart else ELEMENTS
-    open_blocks: dict[tuple[bool, torch.device], list[list[Node]]] = defaultdict(lambda: [[]])
+    rooms, blocks = dict[Any, int](), defaultdict[Any, list[list[Node]]](list)
     for weight, nodes in crossings.items():
         value = example_value(weight)
-        blocks = open_blocks[all(node.target is cast_in for node in nodes), value.device]
-        if len(blocks[-1]) == MOST or value.numel() + sum(example_value(each).numel() for each in blocks[-1]) > most:
-            blocks.append([])
-        blocks[-1].append(weight)
-    yield from ((own, block) for (own, _), blocks in open_blocks.items() for block in blocks if len(block) > 1)
+        kind = all(node.target is cast_in for node in nodes), value.device
+        if rooms.get(kind, -1) < value.numel():
+            blocks[kind].append([])
+            rooms[kind] = most
+        rooms[kind] -= value.numel()
+        blocks[kind][-1].append(weight)
+    yield from ((own, block) for (own, _), made in blocks.items() for block in made if len(block) > 1)

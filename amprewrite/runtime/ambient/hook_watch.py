@@ -96,12 +96,11 @@ def _unlisted(root: nn.Module) -> Iterator[bool]:
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 def _global_hooks() -> bool:
     """Return `any_global_hook()` as a constant for Dynamo: no guard is needed, because the graph does not depend on the result."""
-    return any_global_hook()
+    return bool(any_global_hook())
 
 
-def any_global_hook() -> bool:
-    """True if the process has global module hooks, which run for all modules."""
-    return bool(everywhere._has_any_global_hook())
+any_global_hook: Callable[[], Any] = everywhere._has_any_global_hook
+"""Return a true value if the process has global module hooks, which run for all modules."""
 
 
 def unseen_hooks() -> str:

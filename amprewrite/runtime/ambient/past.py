@@ -75,16 +75,17 @@ class Past(Generic[T]):
     def __init__(self) -> None:
         self._first = torch.autograd._get_sequence_nr()
         """Number of the next autograd node when this object was made. Recomputations of earlier forwards get the present value."""
-        self._before: list[tuple[int, T]] = []
+        self.before: list[tuple[int, T]] = []
+        """The former values that are kept, each with the number of the first autograd node after it."""
 
     def keep(self, value: T) -> None:
         """Keep `value`, the former value, for recomputations of earlier forwards. Call this when the variable gets a new value."""
-        self._before = [*self._before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
+        self.before = [*self.before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:
         """In a recomputation, return the value at the time of the recomputed forward; otherwise return `now`, the present value."""
-        node = asking_node() if self._before else None
+        node = asking_node() if self.before else None
         if node is None:
             return now
         number = node._sequence_nr()
-        return next((value for until, value in self._before if self._first <= number < until), now)
+        return next((value for until, value in self.before if self._first <= number < until), now)

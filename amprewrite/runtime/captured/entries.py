@@ -205,6 +205,8 @@ class Graphs:
             state.ran.append(region)
             if state.check is not None:
                 state.check.runs(inputs)
+            if region.look_ahead is None and not region.enters_regions:
+                return region.call_steady(inputs)
             return region.call(inputs, state.forwards)
 
         return call

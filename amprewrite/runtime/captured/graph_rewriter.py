@@ -272,8 +272,8 @@ class GraphRewriter(CallRecord):
         state = self.state
         if state.entry is None:
             return True
-        graphs, capturing = self.entries[state.entry].graphs, dynamo.frame_id() is not None
-        graphs.in_parts |= bool(state.failures) or dynamo.frames_given_up() - state.given_up > capturing
+        graphs, given_up = self.entries[state.entry].graphs, dynamo.frames_given_up() - state.given_up
+        graphs.in_parts |= bool(state.failures) or (given_up > 0 and given_up > (dynamo.frame_id() is not None))
         return state.depth > 1 or graphs.in_parts
 
     def look_at_weights(self) -> bool:

@@ -73,17 +73,20 @@ class Region:
         In fp16, an observed run in fp32 precedes each of the first calls. `forward` is the number of this forward of the model.
         """
         first = self.look_ahead
-        if first is None and not self.enters_regions:
-            return self._call(inputs)
         with closed_if_raised() if self.enters_regions else contextlib.nullcontext():
-            result = self._call(inputs) if first is None else first.call(self._call, inputs, forward)
+            result = self.call_steady(inputs) if first is None else first.call(self.call_steady, inputs, forward)
         if first is not None and first.left < 0:
             self.look_ahead = None
         return result
 
-    def _call(self, inputs: tuple[Any, ...]) -> Any:
-        """Run the graph, with the loss scale as an additional input if it scales gradients, under the user's dispatch modes."""
-        (run, reads), scaled, given = self._past.of_forward((self.run, self.reads)), self.latest, inputs
+    def call_steady(self, inputs: tuple[Any, ...]) -> Any:
+        """Run the graph, with the loss scale as an additional input if it scales gradients, under the user's dispatch modes.
+
+        A caller may use this method in place of `call` if `look_ahead` is None and `enters_regions` is False.
+        """
+        run, reads, scaled, given = self.run, self.reads, self.latest, inputs
+        if self._past.before:
+            run, reads = self._past.of_forward((run, reads))
         for check in self.checks.graphs:
             check(reads, self.place)
         if scaled is not None:

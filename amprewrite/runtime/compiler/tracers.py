@@ -40,7 +40,8 @@ def undisturbed() -> bool:
         or torch._C._is_tracing()
         or torch.compiler.is_exporting()
         or is_fx_symbolic_tracing()
-        or transform_at_work()
+        or current_transform() is not None
+        or in_forward_mode()
     )
 
 

@@ -115,9 +115,8 @@ class Noted:
         """The tensor in which a CUDA graph gathers flags."""
         self._recorded = False
         """True if a CUDA graph has recorded a write to `_place`."""
-
-    def __bool__(self) -> bool:
-        return self._recorded or self._heard is not None or bool(self._flags)
+        self.waits = False
+        """True if there may be a flag for `began` to drop."""
 
     def ended(self, params: Sequence[Tensor]) -> None:
         """Check the gradients of `params` after a backward, and keep the overflow flag of the check."""
@@ -127,6 +126,7 @@ class Noted:
             self._there = _memory(p.grad for p in params if p.grad is not None)
         if flag is None:
             return
+        self.waits = True
         with torch.inference_mode(False), torch.no_grad():
             if recording(flag.device) and self._place is not None:
                 self._recorded = True
@@ -140,8 +140,6 @@ class Noted:
 
     def began(self, params: Iterable[Tensor]) -> None:
         """Drop the flags of gradients of `params` that the training loop has discarded. Call this when a forward or a backward begins."""
-        if not self:
-            return
         gradients = [p.grad for p in params if p.grad is not None]
         if not gradients:
             self._unheard()
@@ -150,6 +148,7 @@ class Noted:
             self._heard = None
         elif self._heard is not None:
             self._heard = self._heard * on_device(any_nonzero(gradients), self._heard.device)
+        self.waits = self._recorded or self._heard is not None or len(self._flags) > 0
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return all overflow flags that count at a step of `params`. Each is a 0-dim fp32 tensor, above 0 for an overflow."""
@@ -172,14 +171,14 @@ class Noted:
         self._ended = False
         # An overflow counts again at later steps while its gradients still exist (`_MOST_SETS`), but not in two cases: without a known
         # optimizer, because new gradients may lie in the same memory; after a CUDA graph was recorded, whose replays the host cannot see.
-        untold = self.owner is NoneType or self._recorded or recording(flag.device)
-        if untold or overflow is False or self._sets > _MOST_SETS or not (known or ended):
-            self._heard, self._there = None, {}
+        untold = overflow is False or self.owner is NoneType or self._recorded or recording(flag.device)
+        if untold or self._sets > _MOST_SETS or not (known or ended):
+            self._heard, self._there, self.waits = None, {}, self._recorded or len(self._flags) > 0
             return
         gradients = [p.grad for p in params if p.grad is not None]
         if overflow is None:
             gradients = gradients[:: max(1, len(gradients) // _SAMPLE)]
-        self._heard, self._there = flag, _memory(gradients)
+        self._heard, self._there, self.waits = flag, _memory(gradients), True
 
     def inherit(self, others: Iterable[Noted]) -> None:
         """Take over the overflow flags of `others` (for the same model), as the flagged gradients may belong to this object's optimizer."""
@@ -191,6 +190,7 @@ class Noted:
                 self._heard = other._heard if self._heard is None else any_of([self._heard, other._heard])
                 self._there |= other._there
             self._ended |= other._ended
+            self.waits |= other.waits
 
     def _unheard(self) -> list[Tensor]:
         """Return the overflow flags that no optimizer step has read, and forget them."""

@@ -66,7 +66,7 @@ class ScaleUse:
     @property
     def unscaled(self) -> bool:
         """True if an optimizer step now would use gradients of a forward that used 1 in place of the dynamic scale."""
-        return self._withheld or (self.evaluates and not self._learns_in_eval)
+        return self._withheld or (self._modes == {True} and not self._learns_in_eval)
 
     def pair(self, device: torch.device, learns: bool, evaluates: bool, known: bool, look: Callable[[], bool]) -> Pair:
         """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`. Both are the same tensor if the forward uses 1.
@@ -102,7 +102,7 @@ class ScaleUse:
         """Record that an optimizer of the model steps."""
         self._stepped = True
         if self._modes:
-            self._learns_in_eval, self._modes = self.evaluates, set()
+            self._learns_in_eval, self._modes = self._modes == {True}, set()
 
 
 class _Backward:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,13 +30,16 @@ from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 from amprewrite.torch_internals.kernels import norms_of_tensors, unscale_and_check
 
+_PARAMS, _GRAD, _DTYPE = operator.itemgetter("params"), operator.attrgetter("grad"), operator.attrgetter("dtype")
+_THERE = functools.partial(operator.is_not, None)
+
 Group = tuple[Any, torch.device | None]
 """(process group, device on which its collectives run). The group None means all ranks; the device None means any device."""
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups of `optimizer`."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
 
 
 def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
@@ -46,19 +51,25 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
     whose optimizers step other parameters at the same time. The groups do not depend on which gradients exist, so every rank makes the same
     collective calls. Dense gradients need no agreement: DDP averages them, so an infinity of one rank is on all ranks.
     """
-    groups: dict[int, Group] = {id(group): (group, None) for group in beside}
+    groups = dict[int, Group]()
+    for group in beside:
+        groups[id(group)] = group, None
     for shared in sharing(params).values():
         groups |= shared
-    gradients = [p.grad for p in params if p.grad is not None]
-    if narrow := [gradient for gradient in gradients if gradient.dtype in NARROW_DTYPES]:
+    gradients = list(filter(_THERE, map(_GRAD, params)))
+    if not NARROW_DTYPES.isdisjoint(map(_DTYPE, gradients)):
+        narrow = next(gradient for gradient in gradients if gradient.dtype in NARROW_DTYPES)
         raise PolicyError(
-            f"the gradient of a parameter of shape {tuple(narrow[0].shape)} is fp16, in which small updates are lost; "
+            f"the gradient of a parameter of shape {tuple(narrow.shape)} is fp16, in which small updates are lost; "
             "keep the parameters in fp32 (model.float()): they are the master weights"
         )
     if not params or not (gradients or groups):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        found = any_of(_flags(gradients, start=_fresh(noted)) or [_flag(0.0, params[-1].device)])
+        start = None if not noted else any_of(noted) if len(noted) > 1 else noted[0].clone()  # new, because `_flag_for` writes to it
+        found = _flag_for(gradients, start)
+        if found is None:
+            found = _flag(0.0, params[-1].device)
         for group, on in groups.values():
             sent = found if on is None else found.to(on)
             torch.distributed.all_reduce(sent, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -72,7 +83,7 @@ def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
     If several ranks train, dense gradients get no flag: their infinities are turned into NaN, in place.
     """
     dense: list[Tensor] = []
-    kept = [p.grad for p in params if p.grad is not None]
+    kept = list(filter(_THERE, map(_GRAD, params)))
     if several_ranks():
         shared = sharing(params)
         dense = [p.grad for p in params if p.grad is not None and id(p) not in shared]
@@ -80,7 +91,7 @@ def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
     with torch.inference_mode(False), torch.no_grad():
         if dense:
             infinities_to_nan(dense)
-        return any_of(_flags(kept)) if kept else None
+        return _flag_for(kept)
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
@@ -118,13 +129,11 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
         return any_of(flags) if flags else _flag(0.0, where or torch.device("cpu"))
 
 
-def _fresh(noted: Sequence[Tensor]) -> Tensor | None:
-    """Combine the overflow flags `noted` in one new flag, to which the caller may write; None if there are none."""
-    return (any_of(noted) if len(noted) > 1 else noted[0].clone()) if noted else None
+def _flag_for(gradients: Iterable[Tensor], start: Tensor | None = None) -> Tensor | None:
+    """Return a flag: above 0 if a gradient is not finite, or the flag `start` is above 0, to which this function may write.
 
-
-def _flags(gradients: Iterable[Tensor], start: Tensor | None = None) -> list[Tensor]:
-    """Return flags that together cover all gradients. The flag `start` is among them, and this function may write to it."""
+    None if there are neither gradients nor `start`.
+    """
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
@@ -137,29 +146,27 @@ def _flags(gradients: Iterable[Tensor], start: Tensor | None = None) -> list[Ten
     found: dict[torch.device, Tensor] = {} if start is None else {start.device: start}
     for (where, _), members in buckets.items():
         if where not in found:
-            found[where] = _flag(0.0, where)
-        unscale_and_check(members, found[where], _one(where))
-    return [*found.values(), *flags]
+            found[where] = torch.zeros((), dtype=torch.float32, device=where)
+        one = _kept_one(where) if where.type != "cuda" or not recording(where) else _flag(1.0, where)
+        unscale_and_check(members, found[where], one)
+    flags = [*found.values(), *flags]
+    return (any_of(flags) if len(flags) > 1 else flags[0]) if flags else None
 
 
 def _flag(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def _one(device: torch.device) -> Tensor:
-    """Return a read-only 0-dim 1.0 on `device`, shared by all callers. While a CUDA graph is recorded, each call makes a new tensor."""
-    return _flag(1.0, device) if recording(device) else _kept_one(device)
-
-
 @functools.cache
 def _kept_one(device: torch.device) -> Tensor:
+    """Return a read-only 0-dim 1.0 on `device`, shared by all callers. A CUDA graph that is being recorded must not read it."""
     return _flag(1.0, device)
 
 
 def sharing(params: Iterable[Tensor]) -> dict[int, dict[int, Group]]:
     """Return, for the id of each of `params` that is sharded, the process groups over which it is sharded, by their ids."""
     special = [p for p in params if type(p) is not torch.nn.Parameter or "_fsdp_flattened" in p.__dict__]
-    return {id(p): groups for p in special if (groups := _groups_of(p))}
+    return {id(p): groups for p in special if (groups := _groups_of(p))} if special else {}
 
 
 def _groups_of(p: Tensor) -> dict[int, Group]:

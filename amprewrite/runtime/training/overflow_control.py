@@ -148,7 +148,10 @@ class StepGate(StepRecord):
         """
         if learning and self._guarded and not self._stray:
             if self._known is None:
-                self._known = {id(p) for optimizer in self._guarded for group in optimizer.param_groups for p in group["params"]}
+                self._known = set()
+                for optimizer in self._guarded:
+                    for group in optimizer.param_groups:
+                        self._known.update(map(id, group["params"]))
             self._stray = not self._known.issuperset(learning)
         self._backwards.watch(results)
 
@@ -156,7 +159,7 @@ class StepGate(StepRecord):
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a training forward begins."""
         self._known = None
         for note in self._notes:
-            if note:
+            if note.waits:
                 note.began(self._share(note))
 
     def _backward_began(self) -> None:
@@ -168,7 +171,7 @@ class StepGate(StepRecord):
         """
         self._scalers.refuse(self._guarded)
         for note in self._notes:
-            if note:
+            if note.waits:
                 share = self._share(note)
                 note.began(share if all(p.grad is None for p in share) else self._own_among(share))
 

@@ -16,6 +16,7 @@ inputs of its node nor among the constants in its call.
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ _KNOWN = {
     _SEEN: {},  # a parameter's gradient is not finite: that tells nothing about the four values
 }
 _COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
+_LEARNS = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -151,13 +153,12 @@ class LatestInputs:
 
     def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return (parameters, other inputs) that require gradients. `inputs` are those of a call, without the loss scale at their end."""
-        learning = [inputs[index] for index in self._own if inputs[index].requires_grad]
+        learning = list(filter(_LEARNS, map(inputs.__getitem__, self._own)))
         return learning, [t for at in self._fed if at < len(inputs) and isinstance(t := inputs[at], Tensor) and t.requires_grad]
 
     def keep(self, inputs: Sequence[Any]) -> None:
         """Remember the inputs of a call, with the loss scale at their end."""
-        own = [inputs[index] for index in self._own]
-        self._ids = list(map(id, own))
+        self._ids = list(map(id, map(inputs.__getitem__, self._own)))
         ref = weakref.ref
         data = map(inputs.__getitem__, self._fed)
         self._data = [ref(value) if isinstance(value, Tensor) and (value.dim() or value.requires_grad) else value for value in data]

@@ -58,16 +58,14 @@ class Training:
         """
         thread = self._thread
         if thread.scale is None:
-            thread.scale = self._new_scale(device, learns)
+            entered = None if self._entered is None else self._entered()
+            if entered is not None and entered.in_backward() and asking_node() is not None:
+                thread.scale = entered  # a recomputation: it saves tensors for the backward of `entered`, so it needs the same scale
+            else:
+                evaluates = not (self.root.training or any(module.training for module in self.root.modules()))
+                pair, static = self.gate.snapshot(device, evaluates, learns), self.loss_scale.kind == "static"
+                thread.scale = ForwardScale(pair, self.in_parts(), static, self._backward_entered, self.gate.listens)
         return thread.scale
-
-    def _new_scale(self, device: torch.device, learns: bool) -> ForwardScale:
-        entered = None if self._entered is None else self._entered()
-        if entered is not None and entered.in_backward() and asking_node() is not None:
-            return entered  # a recomputation: it saves tensors for the backward of `entered`, so it needs the same scale
-        evaluates = not (self.root.training or any(module.training for module in self.root.modules()))
-        pair, static = self.gate.snapshot(device, evaluates, learns), self.loss_scale.kind == "static"
-        return ForwardScale(pair, self.in_parts(), static, self._backward_entered, self.gate.listens)
 
     def _backward_entered(self, forward: ForwardScale, number: int, learns: bool) -> None:
         self._entered = weakref.ref(forward)

@@ -45,8 +45,8 @@ def unscale_together(inverse: Tensor, own: bool, *weights: Tensor) -> Sequence[T
     return [linked[id(weight)] if id(weight) in linked else unscale_gradient(weight, inverse) for weight in weights]
 
 
-def _are_dense(tensors: Sequence[Tensor]) -> bool:
-    """True if all `tensors` are ordinary strided memory."""
+def _are_dense(tensors: Sequence[Tensor | None]) -> bool:
+    """True if all `tensors` are ordinary strided memory; False if one is None."""
     return _PLAIN.issuperset(map(type, tensors)) and _STRIDED.issuperset(map(_layout, tensors))
 
 
@@ -62,15 +62,21 @@ class _Together(torch.autograd.Function):
     @staticmethod
     @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        present = [gradient for gradient in gradients if gradient is not None]
+        dense = _are_dense(gradients)  # False, too, if a gradient is missing
+        present: Any = gradients if dense else [gradient for gradient in gradients if gradient is not None]
         batched = any(map(is_legacy_batched, present)) or any(map(is_wrapped_by_transform, present))
-        if torch.is_grad_enabled() or batched or not _are_dense(present):
+        if torch.is_grad_enabled() or batched or not (dense or _are_dense(present)):
             return None, None, *[each if each is None else leaving(each, ctx.inverse, each.dtype) for each in gradients]
         if not present:  # happens if the forward itself computes gradients, but only of other weights
             return None, None, *gradients
-        factor = on_device(ctx.inverse, present[0].device)
+        factor, where = ctx.inverse, present[0].device
+        if factor.device != where:
+            factor = on_device(factor, where)
         if ctx.own:
             torch._foreach_mul_(present, factor)
             return None, None, *gradients
-        products = iter(torch._foreach_mul(present, factor))
-        return None, None, *[each if each is None else next(products) for each in gradients]
+        products = torch._foreach_mul(present, factor)
+        if dense:
+            return None, None, *products
+        rest = iter(products)
+        return None, None, *[each if each is None else next(rest) for each in gradients]

@@ -20,7 +20,10 @@ _MOST = 12
 
 
 def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
-    """Return the frame of torch.optim's wrapper around the `step` whose hook calls this function, and then the frames of its callers."""
+    """Return the frame of torch.optim's wrapper around the `step` whose hook calls this function, and then the frames of its callers.
+
+    Returns [] if another `step` of the same optimizer, such as a subclass's, called this step: its hooks have run already.
+    """
     frame = hook = sys._getframe(1)
     code = getattr(type(optimizer).step, "__code__", None)
     for _ in range(_MOST):
@@ -32,20 +35,20 @@ def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
     found = [frame]
     while frame.f_back is not None and len(found) <= _MOST:
         frame = frame.f_back
+        if frame.f_code is found[0].f_code and frame.f_locals.get("self") is optimizer:
+            return []
         found.append(frame)
     return found
 
 
-def is_inner_step(frames: list[FrameType], optimizer: Optimizer) -> bool:
-    """True if another `step` of the same optimizer, such as a subclass's, called the step of `frames`: its hooks have run already."""
-    step, *callers = frames
-    return optimizer in [frame.f_locals.get("self") for frame in callers if frame.f_code is step.f_code]
-
-
 def wrappers_among(frames: list[FrameType], optimizer: Optimizer) -> list[Any]:
     """Return the wrappers of `optimizer` whose `step` is running in one of `frames`, the innermost first."""
-    callers = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "step"]
-    return [each for each in callers if each is not optimizer and hasattr(each, _ANSWER) and _wraps(each, optimizer)]
+    found = []
+    for frame in frames:
+        each = frame.f_locals.get("self") if frame.f_code.co_name == "step" else optimizer
+        if each is not optimizer and hasattr(each, _ANSWER) and _wraps(each, optimizer):
+            found.append(each)
+    return found
 
 
 def _wraps(found: Any, optimizer: Optimizer) -> bool:

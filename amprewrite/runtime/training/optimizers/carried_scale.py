@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
@@ -45,12 +45,8 @@ class Arrived:
     def __init__(self) -> None:
         self._states: dict[int, Any] = {}
 
-    def waits(self, optimizer: Optimizer) -> bool:
-        """True if a state is not yet loaded into its loss scale: it is kept here, or lies in the optimizer's first parameter group."""
-        return len(self._states) > 0 or (len(optimizer.param_groups) > 0 and KEY in optimizer.param_groups[0])
-
-    def resume(self, optimizer: Optimizer, scales: Sequence[LossScale]) -> None:
-        """Take the states of a checkpoint out of the optimizer's first group, if there are any, and load them into `scales`, in order.
+    def resume(self, optimizer: Optimizer, scales_of: Callable[[], Sequence[LossScale]]) -> None:
+        """Take the states of a checkpoint out of the optimizer's first group, if there are any, and load them into its scales, in order.
 
         Raises PolicyError if the entry or a state in it is invalid. Warns if a state belongs to a scale that is not dynamic.
         """
@@ -59,6 +55,9 @@ class Arrived:
             if not isinstance(found, list | tuple):
                 raise PolicyError(f"{KEY} in the optimizer's first parameter group holds {shown(found)}; it must be a list of states")
             self._states = dict(enumerate(found))
+        if not self._states:
+            return
+        scales = scales_of()
         for place in [place for place in self._states if place < len(scales)]:
             _load(scales[place], self._states.pop(place), optimizer)
 

@@ -33,7 +33,7 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.graphs.fx.weights.step_listeners import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
-from amprewrite.runtime.training.optimizers.callers import frames_of_step, is_inner_step, tell, wrappers_among
+from amprewrite.runtime.training.optimizers.callers import frames_of_step, tell, wrappers_among
 from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
 from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure
 from amprewrite.runtime.training.optimizers.grad_scalers import refuse_grad_scaler
@@ -91,8 +91,8 @@ class Guard:
     def resume(self) -> None:
         """Load the loss scales from the latest checkpoint of the optimizer, if it has any that are not loaded yet."""
         optimizer = self._optimizer()
-        if optimizer is not None and self._arrived.waits(optimizer):
-            self._arrived.resume(optimizer, self._scales())
+        if optimizer is not None:
+            self._arrived.resume(optimizer, self._scales)
 
     @property
     def skipped(self) -> bool:
@@ -144,12 +144,19 @@ class Guard:
 
         None if there is nothing to check. `gates` are the StepRecords of the guarded models, `params` the parameters of `optimizer`.
         """
-        noted = [flag for gate in gates for flag in gate.noted(optimizer).due(params)]
+        noted = list[Tensor]()
+        for gate in gates:
+            noted += gate.noted(optimizer).due(params)
         return find_nonfinite(params, noted, self._beside)
 
     def gates(self) -> list[StepRecord]:
         """Return the StepRecords of models that still exist and whose loss scale is enabled."""
-        return [gate for ref in self._refs if (gate := ref()) is not None and gate.loss_scale.enabled]
+        found = []
+        for ref in self._refs:
+            gate = ref()
+            if gate is not None and gate.loss_scale.enabled:
+                found.append(gate)
+        return found
 
     @torch.compiler.disable
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,11 +165,11 @@ class Guard:
         Returns new (args, kwargs) for the step, if it must be skipped or get another closure; None otherwise. Raises LossScaleError if a
         GradScaler makes the step.
         """
-        gates = self.gates()
-        frames = frames_of_step(optimizer)
-        if not gates or is_inner_step(frames, optimizer):
+        gates, frames = self.gates(), frames_of_step(optimizer)
+        if not (gates and frames):
             return None
-        self._clear(optimizer)
+        if self._found is not None or self._closure is not None:
+            self._clear(optimizer)
         refuse_grad_scaler(optimizer, frames, kwargs)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):
@@ -173,7 +180,7 @@ class Guard:
         if found is None:
             self._went(False, wrappers)
             return None
-        fused = self._skips_by_itself(optimizer)
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and self._skips_by_itself(optimizer)
         overflow = None if fused and not wrappers else found.item() > 0
         self._went(found if overflow is None else overflow, wrappers)
         self._tell(gates, optimizer, params, found, overflow)
@@ -198,7 +205,7 @@ class Guard:
         if self._found is None and self._closure is None:
             return
         frames = frames_of_step(optimizer)
-        if is_inner_step(frames, optimizer):
+        if not frames:
             return
         closure = self._closure
         self._clear(optimizer)
@@ -221,9 +228,11 @@ class Guard:
     def _tell(
         self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None
     ) -> None:
+        unused = set[int]()
         for gate in gates:
             gate.noted(optimizer).heard(found, overflow, params)
-        unused = {id(gate.loss_scale) for gate in gates if gate.use.unscaled}
+            if gate.use.unscaled:
+                unused.add(id(gate.loss_scale))
         for gate in gates:
             if id(gate.loss_scale) not in unused:
                 gate.loss_scale.observe(found, source=id(optimizer))
@@ -232,13 +241,11 @@ class Guard:
             gate.stepped(optimizer, overflow)
 
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
-        """True if the optimizer's kernel skips a step by `found_inf`, and the optimizer has made its state already.
+        """True if an optimizer whose kernel skips a step by `found_inf` has made its state already.
 
         An optimizer without state must not skip by itself, because a skipped first step would still make the state. torch's fused SGD
         would even leave the momentum uninitialised: torch/optim/sgd.py makes it with `empty_like`.
         """
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return False
         active = [
             p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None
         ]
