@@ -224,7 +224,7 @@ BAD = {
     "plan {m}:good --plan {m}.py": "is a file of a kind that is not read",
     "explain {m}:good lineer --dtype bf16": "no node and no module of the plan is called 'lineer'; did you mean linear",
     "convert {m}:good out.txt": "name the result .onnx, or .pt2",
-    "convert {m}:good gone/out.pt2": "there is no folder",
+    "convert {m}:good gone/out.pt2": "make the folder first",
     "convert noise.json out.onnx": "this is no cast plan",
     "verify {m}:good --max-rel-err -1": "is no error to allow",
     "verify {m}:good --max-rel-err much": "invalid",

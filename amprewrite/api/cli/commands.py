@@ -139,9 +139,7 @@ def convert(options: Options) -> int:
         raise UsageError("convert takes a model: name a callable, a .pt2 or an .onnx file")
     if out.suffix not in (".onnx", ".pt2") or (out.suffix == ".pt2" and isinstance(source, OnnxModel)):
         raise UsageError(f"{out}: name the result .onnx" + ("" if isinstance(source, OnnxModel) else ", or .pt2 for a PyTorch model"))
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
-    resolved(out)  # raise now, not after the work, if the target is no file that can be replaced
+    resolved(out)  # raise now, not after the work, if this is no file that can be written
     report = _converted(source, out, options)
     error = report["error"]
     met = options.max_rel_err is None or error <= options.max_rel_err

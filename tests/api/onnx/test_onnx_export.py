@@ -102,7 +102,7 @@ def test_mistakes_get_an_answer_and_leave_nothing(block, tmp_path):
         export_onnx(amp, tmp_path / "m.onnx", torch.randn(4, 16))  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match=r"takes a model from amprewrite\.rewrite"):
         export_onnx(block, tmp_path / "m.onnx", (torch.randn(4, 16),))
-    with pytest.raises(EmitError, match="make it first"):
+    with pytest.raises(EmitError, match="make the folder first"):
         export_onnx(amp, tmp_path / "a" / "m.onnx", (torch.randn(4, 16),))
     with pytest.raises(CaptureError, match=r"torch\.onnx\.export cannot export Untraceable"):
         export_onnx(amprewrite.rewrite(Untraceable(), dtype="fp16"), tmp_path / "m.onnx", (torch.randn(4, 16),))

@@ -156,7 +156,7 @@ BAD = [
     pytest.param(lambda m, tmp: rewrite_onnx(tmp / "none.onnx"), CaptureError, "there is no file", id="missing file"),
     pytest.param(lambda m, tmp: rewrite_onnx(b"no"), PolicyError, "takes a path", id="not a model"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, tmp), EmitError, "is a folder", id="out is a folder"),
-    pytest.param(lambda m, tmp: rewrite_onnx(m, tmp / "a" / "b.onnx"), EmitError, "make it first", id="no folder"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, tmp / "a" / "b.onnx"), EmitError, "make the folder first", id="no folder"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, dtype="fp32"), PolicyError, "nothing to rewrite", id="fp32"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, dtype="int8"), PolicyError, "not a format", id="unknown dtype"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, overrides={"sofmax": "deny"}), PolicyError, "did you mean", id="unknown op"),
