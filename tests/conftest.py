@@ -41,7 +41,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def objects_of_a_module_set_aside() -> Iterator[None]:
-    """After the tests of a file set aside what they left, too: modules that torch imported late, and its caches."""
+    """After the tests of a file set aside what they left, too: modules that torch imported late, and its caches.
+
+    A file begins with autocast's cache on. torch's older ONNX exporter leaves it off when it fails, and then autocast casts a weight once
+    a read: it adds up gradients in fp32, and bars that follow its error are ten times as tight.
+    """
+    torch.set_autocast_cache_enabled(True)
     yield
     gc.collect()
     gc.freeze()

@@ -16,7 +16,7 @@ import torch.fx
 import torch.nn.functional as F
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.flow.kernel_pins import per_dim
+from amprewrite.graphs.fx.flow.kernel_pins import padding_of
 from amprewrite.graphs.fx.node_facts import example_value, named_arguments, set_argument
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
@@ -46,8 +46,8 @@ def _give_ones(node: torch.fx.Node) -> None:
 def _pad_apart(node: torch.fx.Node) -> None:
     """Move the padding of one convolution into an op before it."""
     given = named_arguments(node)
-    padding = per_dim(given["padding"], example_value(given["weight"]).dim() - 2)
+    padding = padding_of(given, example_value(given["weight"]))
     with node.graph.inserting_before(node):
-        padded = node.graph.call_function(F.pad, (given["input"], [side for each in reversed(padding) for side in (each, each)]))
+        padded = node.graph.call_function(F.pad, (given["input"], [side for sides in reversed(padding) for side in sides]))
     set_argument(node, 0, "input", padded)
     set_argument(node, 4, "padding", 0)

@@ -96,6 +96,26 @@ def test_settings_by_name_and_for_each_dim_are_read() -> None:
         assert (got - want).norm() <= 2e-2 * want.norm()
 
 
+@pytest.mark.parametrize(("kernel", "dilation"), [(2, 2), (2, 1), (3, 1)])
+def test_padding_by_name_is_read(kernel: int, dilation: int) -> None:
+    """In three dims a kernel that is wider than the input has unset gradients, with padding="same" as well; an odd reach pads unevenly."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv3d(16, 16, kernel, dilation=dilation, padding="same"), nn.Flatten()), torch.randn(2, 16, 1, 1, 1)
+    amp, found = amprewrite.rewrite(net, dtype="bf16"), []
+    torch.use_deterministic_algorithms(True)  # memory is filled with NaN then, before ops write to it
+    try:
+        for each in (net, amp):
+            net.zero_grad()
+            result = each(x)
+            result.square().sum().backward()
+            found.append((result.detach(), net[0].weight.grad.clone()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert amp.plan.regions[0].edited(Edit.PAD_APART)
+    for want, got in zip(*found, strict=True):
+        assert (got - want).norm() <= 2e-2 * want.norm()
+
+
 def test_other_formats_and_inference_are_left_alone() -> None:
     net, x = net_and_input(*BARE[0])
     assert not amprewrite.plan(net, (x,), dtype="fp16").regions[0].edited(Edit.PAD_APART)

@@ -63,13 +63,13 @@ def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
     """
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
-    if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or isinstance(given.get("padding"), str):
-        return False  # neither text gives bare taps: padding="same" requires a stride of one, and padding="valid" does not pad
-    if ("output_padding" in given) is not transposed:
+    if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or ("output_padding" in given) is not transposed:
         return False
     dims = weight.dim() - 2
-    settings = [per_dim(given.get(name) or default, dims) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
-    for size, kernel, stride, padding, dilation in zip(map(hint, x.shape[-dims:]), weight.shape[-dims:], *settings, strict=True):
+    settings = [per_dim(given.get(name) or 1, dims) for name in ("stride", "dilation")]
+    for size, kernel, (_, padding), stride, dilation in zip(
+        map(hint, x.shape[-dims:]), weight.shape[-dims:], padding_of(given, weight), *settings, strict=True
+    ):
         if dims == 3 and padding and dilation * (kernel - 1) >= size:
             return True
         if stride > 1 and padding and _is_bare(size, kernel, stride, padding, dilation, transposed):
@@ -81,6 +81,18 @@ def per_dim(setting: Any, dims: int) -> tuple[Any, ...]:
     """Return a setting of a convolution, such as its stride, as a tuple with one entry for each of its `dims` dims."""
     each = tuple(setting) if isinstance(setting, list | tuple) else (setting,)
     return each * dims if len(each) == 1 else each
+
+
+def padding_of(given: Mapping[str, Any], weight: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return, for each dim of a convolution with the arguments `given`, how many elements it pads before and after its input.
+
+    padding="same" pads one more after the input than before it if the kernel's reach is odd, as PyTorch does.
+    """
+    dims, padding = weight.dim() - 2, given.get("padding") or 0
+    if padding == "same":
+        reaches = [each * (kernel - 1) for each, kernel in zip(per_dim(given.get("dilation") or 1, dims), weight.shape[2:], strict=True)]
+        return tuple((reach // 2, reach - reach // 2) for reach in reaches)
+    return tuple((each, each) for each in per_dim(0 if padding == "valid" else padding, dims))
 
 
 def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool) -> bool:
