@@ -394,9 +394,9 @@ def _written_outside(captured: Captured, results: list[OpNode]) -> bool:
 
 
 def read_parts(captured: Captured) -> None:
-    """Read all checkpoint bodies of a graph into `captured.parts`, at any depth.
+    """Read the checkpoint bodies of a graph into `captured.parts`, and bodies nested in a body into its own `parts`.
 
-    This is done at capture, because names are derived from facts that Dynamo keeps only for a while.
+    This is done at capture, because the names of nodes derive from facts that Dynamo soon drops.
     """
     for node in captured.module.graph.nodes:
         if is_checkpoint(node):

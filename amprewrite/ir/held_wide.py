@@ -134,6 +134,6 @@ class _Reading:
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
     def _is_learnt(self, name: str) -> bool:
-        """True if the value `name` counts as learnt: a weight or another input, rows of a table, the result of a norm, or a mask."""
+        """True if a sum treats `name` as a learnt value: a weight or another input, looked-up rows, the result of a norm, or a mask."""
         seen = self.graph.seen(name)
         return seen.role != "op" or seen.op in LOOKS_UP | NORMS or self.graph[name].may_saturate

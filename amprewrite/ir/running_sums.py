@@ -39,7 +39,7 @@ LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
 
 
 def running_sums(problem: Problem) -> frozenset[str]:
-    """Return the names of all sums in long running sums, and of the ops that lead from one such sum to the next.
+    """Return the names of the summing ops that make up long running sums, and of the ops between one of these and the next.
 
     The set is empty if the graph has no long running sum.
     """

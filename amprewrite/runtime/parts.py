@@ -106,7 +106,7 @@ def block_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of modules that have submodules, and in their ModuleList, Sequential or ModuleDict another module of their class."""
+    """Yield the paths of modules with submodules that share a ModuleList, Sequential or ModuleDict with another of their class."""
     for path, holder in model.named_modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             classes = Counter(type(child) for child in holder.children())

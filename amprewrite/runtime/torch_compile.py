@@ -124,7 +124,7 @@ class CapturedModules(nn.Module):
     def add(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
         """Add the `modules` and `parameters` that another graph was captured from.
 
-        A module inside another one is not added to `tops`: its names begin with the names of the outer module.
+        Only outermost modules stay in `tops`: the members of a module inside another one are named through the outer module.
         """
         tops = list(dict.fromkeys((*self.tops, *modules)))
         inside = {inner for top in tops for inner in top.modules() if inner is not top}

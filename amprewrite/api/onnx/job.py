@@ -421,7 +421,7 @@ def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        # `loss.kept` means that the loss is so large that readers stay fp32: if one runs low all the same, a pass found the loss harmless
+        # `loss.kept`: the damage keeps readers fp32. If one runs low all the same, a pass found it harmless: leave it out
         if read.loss is not None and (kept or not read.loss.kept):
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())

@@ -122,7 +122,7 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
         if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
             return False
     low = planned.colour is Colour.LOW
-    # low in a plan that the user edited (IN_PLAN) counts as ASKED, so that later passes keep the op low and note the risk
+    # a low op of a plan that the user edited (IN_PLAN) counts as ASKED, so that later passes keep it low and note the risk
     reason = Reason.ASKED if planned.reason is Reason.ASKED or (chosen and low) else Reason.IN_PLAN
     pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
     reading.graph.nodes[name] = replace(vertex, pinned=pinned)

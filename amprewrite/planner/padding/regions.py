@@ -262,7 +262,7 @@ class Regions:
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # the low copy of a weight: a second size is made expensive
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: dearer, so that readers take one size
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _picoseconds(prices.inside(numel * share)))

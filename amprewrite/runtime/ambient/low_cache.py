@@ -253,7 +253,7 @@ def _mark_shared(value: Any) -> None:
 
 
 def _kinds(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each layer of a cache with its kind. Layers of one kind hold keys of one length: of one inner cache, and of one window."""
+    """Yield (layer, (index of the inner cache, class, window)) for each layer of a cache. If these agree, keys have one length."""
     for place, cache in enumerate(caches_of(value)):
         yield from ((layer, (place, type(layer), getattr(layer, "sliding_window", None))) for layer in cache.layers)
 

@@ -34,7 +34,7 @@ def asking_node() -> Any:
 
 
 def asking_number() -> tuple[int, int] | None:
-    """Return (number of the backward, number of the autograd node) of the running recomputation; None in any other call."""
+    """Return (number of the backward, number of the autograd node) while a non-reentrant checkpoint recomputes; otherwise None."""
     node = asking_node()
     return None if node is None else (current_backward(), node._sequence_nr())
 
@@ -62,7 +62,7 @@ class CallsInRegions:
         reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
         if not reentrant and not saved_tensors_are_hooked():
             return False
-        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes its node first: calls in its function noted the next number
+        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes its node n first: calls in it noted n + 1
         return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 

@@ -188,7 +188,7 @@ class Graphs:
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
         if regions_around() > self.entry.session.state.around:  # the model's code is in an autocast region of its own
-            if is_any_autocast_enabled():  # Dynamo gave up the code around the region, so that its calls are captured one by one
+            if is_any_autocast_enabled():  # Dynamo gave up the code that enters the region, and captures functions called in it
                 self.entry.session.note(f"code of {self.entry.place} in an autocast region of the model runs as the region says")
                 raise SkipFrame("it is in an autocast region of the model")
             put_in_region(module.graph, graph_device(module))

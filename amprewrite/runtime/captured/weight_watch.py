@@ -123,8 +123,8 @@ def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) ->
 def _readable(tensor: Tensor) -> Tensor | None:
     """Return the part of a tensor that this process can read without other ranks; None if there is none.
 
-    The part is the whole tensor, or the local shard of a distributed tensor. A shard can only show that a weight has become too large.
-    There is no such part, for instance, of a weight whose memory FSDP has freed.
+    The part is the whole tensor, or the local shard of a distributed tensor. A shard can prove that a weight is
+    too large, not that it fits. There is no such part, for instance, of a weight whose memory FSDP has freed.
     """
     part = local_part(tensor)
     plain = type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and part.device.type != "meta"

@@ -345,7 +345,7 @@ def _make_plain(model: nn.Module) -> None:
         before.put_back(model)
         return
     for module in model.modules():
-        module.__dict__.pop("_compiled_call_impl", None)  # a clone has this attribute only if the rewrite set it
+        module.__dict__.pop("_compiled_call_impl", None)  # a rewritten copy, without BEFORE, has it only from the rewrite
     _unwrap(model)
 
 

@@ -116,10 +116,10 @@ class _Backward:
 
 
 class ForwardScale:
-    """The scale of one forward and its inverse: 0-dim fp32 tensors, which its graphs read in a backward.
+    """The loss scale of one forward, and the inverse of the scale: 0-dim fp32 tensors that graphs of this forward read in a backward.
 
-    When a backward enters the forward, `entered` is called with this object, autograd's number of the backward, and True if the backward
-    gives weights gradients.
+    When a backward reaches this forward, `entered` is called with this object, autograd's number of the backward, and True if the backward
+    computes gradients of weights.
     """
 
     def __init__(self, pair: Pair, copied: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:

@@ -53,8 +53,8 @@ class Training:
     def forward_scale(self, device: torch.device, learns: bool = False) -> ForwardScale:
         """Return the loss scale of this forward. All graphs of the forward share it; the first request creates it, on `device`.
 
-        `learns`: some parameter requires gradients; if False, the parameters are searched for one.
-        A recomputation inside a backward, as of an activation checkpoint, gets the scale of the forward that this backward entered last.
+        `learns=True` says that some parameter requires gradients; with False the parameters are searched for one. A recomputation in a
+        backward (activation checkpoint) gets the scale of the forward that this backward entered most recently.
         """
         thread = self._thread
         if thread.scale is None:

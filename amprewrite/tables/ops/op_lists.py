@@ -110,7 +110,7 @@ def _operator_name(bare: str) -> str:
 
 @cache
 def _method_name(name: str) -> str:
-    """Return the vocabulary name of a Tensor method, or of a function, called `name`; `name` without a final underscore if it is no op."""
+    """Return the vocabulary name of the Tensor method or function `name`; without such an op, `name` without its in-place underscore."""
     if name.startswith("__") and name.endswith("__"):
         if name in _BY_WORD:
             return _BY_WORD[name].name

@@ -67,7 +67,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """Record the constants beyond the low format's range that the result of an op holds, if there are any."""
+        """If the result of `fact` holds constants beyond the low format's range, record their sides of zero and largest magnitude."""
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
         sides, size = self._written_down(fact)

@@ -80,7 +80,7 @@ def has_own_backward(node: torch.fx.Node) -> bool:
 
 
 def _backward_is_linear(node: torch.fx.Node) -> bool:
-    """True if the backward of an autograd Function is linear in the gradients, its first inputs. Its last inputs are the saved values."""
+    """True if the backward of an autograd Function is linear in the gradients: its first inputs. Saved values are its other inputs."""
     if len(bodies(node)) != 2 or node.kwargs.get("dirty_idx"):
         return False
     forward, backward = bodies(node)
@@ -178,7 +178,7 @@ def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torc
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]
-    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # from the end, because a condition passes its predicate first
+    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # from the end: `cond` has a predicate before the bodies' operands
     return [(inner, given) for inner, given in pairs if _shape(inner) == _shape(given) is not None]
 
 

@@ -215,9 +215,9 @@ def _returns_operand(op: Node) -> bool:
 
 
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
-    """True if `result` is the same tensor object as an operand of its op, and the operand has other readers or hooks.
+    """True if `result` is the same tensor object as an operand of its op, and one of three things holds.
 
-    Also true if one of the two is a result of a checkpoint, or if only `result` is made with gradients disabled (is in `without_grad`).
+    The operand has other readers or hooks; one of the two is a result of a checkpoint; only `result` is made without gradients.
     `returns_operand(op)` is True if an op of this graph returns one of its operands.
     """
     result = _before_hooks(result)

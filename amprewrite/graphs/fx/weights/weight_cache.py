@@ -74,9 +74,9 @@ Copies = dict[Key, _Copy]
 
 @dataclass(eq=False)
 class Block:
-    """Low copies of weights that are kept for several calls. `lasting` marks the block of `cache_weights="step"`, which never closes.
+    """A span of calls, such as a `with` block, and the low copies of weights kept in it. `lasting` marks a span without an end.
 
-    `cause` is the call or option that opened the block, for messages. `depth` counts the contexts that use the block.
+    `cause` is the call or option that opened the block, for messages. `depth` counts the contexts that use the block now.
     """
 
     cause: str

@@ -48,7 +48,7 @@ class ConstantFacts:
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return the `ConstantRead` for a constant that `node` reads as operand `index`, in its own format.
+        """Return the `ConstantRead` for a constant that `node` reads as operand `index`, in the format in which `node` runs.
 
         `reader` is the op-graph name of `node`.
         """

@@ -112,7 +112,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
             before = scratch / f"{number}.before" if target.exists() else None
             if before is not None:
                 _link(target, before)
-            undo.append((target, before))  # noted first, so that an interrupt before or after the move is undone, too
+            undo.append((target, before))  # noted first, so that the move is undone even if an interrupt follows at once
             source.replace(target)
     except BaseException:
         for target, before in reversed(undo):

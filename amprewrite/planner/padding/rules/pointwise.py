@@ -69,7 +69,7 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """Return the function that computes the numbers in the padding of a result, for an `op` on two tensors, or a tensor and a number."""
+    """Return a function from the padding of the operands to the padding of the result. `op` takes two tensors, or one and a number."""
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
     alpha = call.kwargs.get("alpha", 1)

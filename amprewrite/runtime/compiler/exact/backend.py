@@ -62,7 +62,7 @@ class ChooseFused(CustomGraphPass):
                 node.meta["low_precision_pointwise_barrier"] = True
                 continue
             for source in node.all_input_nodes:
-                source.meta["inductor_realize_to_strides"] = True  # keep eager code's strides: a kernel may sum in their order
+                source.meta["inductor_realize_to_strides"] = True  # keep eager code's strides: they may decide in which order a kernel sums
 
     def uuid(self) -> bytes:
         """Return a key of this pass for inductor's cache of compiled graphs: a hash of the source files in this folder."""
