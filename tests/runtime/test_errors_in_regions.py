@@ -157,7 +157,7 @@ def test_mixed_dtypes_in_a_region_of_the_model_raise_pytorchs_error(mix: Callabl
     for _ in range(2):
         with pytest.raises(RuntimeError) as raised:
             amp(x)
-        assert type(raised.value) is RuntimeError and str(raised.value) == str(expected.value)
+        assert (type(raised.value), str(raised.value)) == (type(expected.value), str(expected.value))
     assert modes() == DEFAULT
 
 

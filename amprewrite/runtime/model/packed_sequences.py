@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from amprewrite.graphs.fx.run.recurrent_layers import LAYERS
+from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, is_packed_call
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
 from amprewrite.runtime.session import Session, enter
 
@@ -33,7 +33,7 @@ class _Layers(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in LAYERS and len(args) == 9 and not isinstance(args[3], bool):  # for packed sequences, args[3] is the list of weights
+        if func in LAYERS and is_packed_call(args):
             return self.run(func, *args[:3])
         return func(*args, **(kwargs or {}))
 

@@ -18,6 +18,11 @@ LAYERS: tuple[Callable[..., Any], ...] = (torch.gru, torch.lstm, torch.rnn_relu,
 """Functions that run a recurrent layer over all time steps of its input."""
 
 
+def is_packed_call(args: tuple[Any, ...]) -> bool:
+    """True if a function in LAYERS is called with these arguments on a packed sequence: args[3] is then the list of weights."""
+    return len(args) == 9 and not isinstance(args[3], bool)
+
+
 def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes the fake results of `layer` from one time step; return `layer` itself if it is not in LAYERS.
 
@@ -42,6 +47,6 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 9:
             return layer(*args, **kwargs)
-        return (padded if isinstance(args[3], bool) else packed)(*args)  # for packed sequences, args[3] is the list of weights
+        return (packed if is_packed_call(args) else padded)(*args)
 
     return run
