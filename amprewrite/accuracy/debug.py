@@ -38,19 +38,25 @@ from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour
 
 GROWTH = 8.0
-"""An op is reported as cancelling if its inherited error is more than GROWTH times the largest error of its operands.
+"""An op is reported as cancellation if its error before rounding is more than GROWTH times the largest error of its operands.
 
-For comparison, a sum of k rounded terms has about √k times the error of a term. An op whose own rounding error is more than GROWTH eps
-is reported as underflow.
+For comparison, a sum of k rounded terms has about √k times the error of a term. GROWTH has a second use: an op whose own rounding error
+is more than GROWTH eps is reported as underflow, because normal numbers lose at most half an eps.
 """
 NOISE = 16.0
-"""Zeros (`FLUSHED`) are reported only if the op's own error exceeds this many eps, cancellation only if its inherited error does."""
+"""An error of at most this many eps is not reported as cancellation, nor as underflow of values that round to zero (`FLUSHED`)."""
 FLUSHED = 0.1
-"""An op, or a gradient, is reported as underflow if at least this share of its values rounds to zero."""
+"""An op is reported as underflow if at least this share of its values rounds to zero and its rounding error is above NOISE eps.
+
+For a gradient the limit of the rounding error is 0.01.
+"""
 TOLERANCE = 8.0
 """Default target of `suggest_overrides` for the output error, in eps of the low format."""
 MOST_CHECKED = 10
-"""Largest number of suggested nodes for which rewrites test whether each can be left out. Each test captures the model again."""
+"""If `suggest_overrides` finds at most this many nodes, it also tests by a rewrite whether each can be left out.
+
+The number is small because each test captures the model again.
+"""
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,7 @@ def _errors(row: Row, by_name: Mapping[str, Row]) -> list[float]:
 def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
     """True if an op's inherited error is above rounding noise (NOISE * eps) and more than GROWTH times the errors of its operands.
 
-    False for casts and non-finite errors."""
+    False for casts, for ops without measured operands, and if one of the errors is not finite."""
     errors = _errors(row, by_name)
     if row.op == "cast" or not errors or not all(map(math.isfinite, (*errors, row.inherited))):
         return False
@@ -225,8 +231,9 @@ def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
 def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
     """Return the row whose rounding caused the error of `row`.
 
-    The search follows the operand with the largest absolute error upstream, and stops at the first row that introduces more than a
-    tenth of its own error.
+    The search goes upstream, from each row to the operand with the largest absolute error. It stops at the first row whose own rounding
+    introduces more than a tenth of its error. For a cast copy, it returns the row of the value that was cast. If no row is found, it
+    returns the last one reached, or `row` if the last one is a copy without rounding error.
     """
     here, seen = row, {row.name}
     while True:
@@ -300,7 +307,10 @@ class _Trials:
         self.known: dict[frozenset[str], bool] = {}
 
     def holds(self, kept: Iterable[str]) -> bool:
-        """True if the output error is within the target while the nodes `kept` run in fp32. Also False if no trial runs are left."""
+        """True if the output error is within the target while the nodes `kept` run in fp32.
+
+        For a set of nodes that was not tried before, False if no trial runs are left.
+        """
         asked = frozenset(kept)
         if asked not in self.known:
             if not self.left:

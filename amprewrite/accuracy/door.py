@@ -28,10 +28,11 @@ def search_options(
     accuracy: str | None,
     metric: Any,
 ) -> Options:
-    """Return `options` with a calibration and with the ops that must stay fp32, found by running the model on batches.
+    """Return `options`, completed by runs of the model on batches. `rewrite` documents the arguments and the errors.
 
-    `example` holds the example inputs of one call, which serve as a batch without `calibration`. `rewrite` documents the other arguments
-    and the errors.
+    If `calibration`, an iterable of batches, is given, the result has the value ranges measured on them. If `tolerance` or `accuracy` is
+    given, the result has the ops that must stay fp32 to meet it. They are found on the first of these batches or, without `calibration`, on
+    `example`, the (args, kwargs) of one call.
     """
     batches = [] if example is None else [CallArguments(*example)]
     if calibration is not None:

@@ -41,9 +41,9 @@ from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, min_cut
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 STEP = 2**0.5
-"""Factor between consecutive values of λ."""
+"""Factor between consecutive values of λ, the price of a unit of squared error."""
 SLICES, LEAST_SLICE = 16, 4
-"""Between two consecutive cuts, the chain has at most SLICES steps, each of at least LEAST_SLICE nodes (1 for cuts of matmuls)."""
+"""Between two consecutive cuts, the chain of plans has at most SLICES steps, each of at least LEAST_SLICE nodes (1 for cuts of matmuls)."""
 HALVINGS = 3
 """Depth of the bisection between two values of λ whose cuts differ by several matmuls."""
 Kept = frozenset[tuple[str, str]]
@@ -56,7 +56,10 @@ def movable(node: OpNode) -> bool:
 
 
 class GraphErrors:
-    """One graph with the squared output error of rounding each value for each reader. `kept` finds the best plan for a price of error."""
+    """One graph, and the squared output error of rounding each value for each reader.
+
+    `kept` returns the ops that the cheapest plan keeps in fp32 if errors have a given price.
+    """
 
     def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
         self.graph, self.edges, self.metric = problem.graph, edges, metric
@@ -75,7 +78,10 @@ class GraphErrors:
         self.networks = {heavies: self._network(heavies) for heavies in (False, True)}
 
     def _network(self, heavies: bool) -> ColourNetwork:
-        """Return the network in which a cut costs the time of its plan; with `heavies`, the FLOPs of the open ops that run in fp32."""
+        """Return a flow network in which each cut is a plan and costs the modelled time of this plan.
+
+        With `heavies`, a cut costs the FLOPs of the matmuls and convolutions that the plan runs in fp32 although they could run low.
+        """
         low = self.low if heavies else self.low | self.heavy
         colours = {node.name: Colour.LOW if node.name in low else Colour.HIGH for node in self.graph}
         free = [node for node in self.graph if node.name in self.open and (node.name in self.heavy) is heavies]
@@ -99,7 +105,7 @@ class GraphErrors:
 
     def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
         """Yield arcs (tail, head, cost) for the errors of all edges, if a unit of squared error costs `price`."""
-        most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)  # so dear that a cut avoids such an error
+        most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)  # above the cost of any cut without errors
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
@@ -160,9 +166,10 @@ class Chain:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Yield the nodes that a cut keeps in fp32 at each of `prices`, and at prices in between if several nodes of `heavy` change.
+        """Yield the nodes that the minimum cut keeps in fp32, for each of the ascending `prices` of a unit of squared error.
 
-        `heavy` holds the matmuls and convolutions, as pairs of graph fingerprint and node name.
+        `heavy` holds the matmuls and convolutions, as pairs of graph fingerprint and node name. If several of them change between two
+        prices, cuts at prices in between are yielded too.
         """
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:

@@ -36,7 +36,7 @@ from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 
 PROBES = 4
-"""Draws of z per batch. Each edge averages over many elements, so a few draws are enough."""
+"""Number of random sign vectors z per batch. An edge sums over the elements of its value, so a few draws are enough."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Quiet(logging.Filter):
 
     def __enter__(self) -> Self:
         for logger in self.loggers:
-            logger.filters.insert(0, self)  # in front, because the filter of an inner block must see a record before an outer one drops it
+            logger.filters.insert(0, self)  # in front, so that an inner block that reads records sees them before an outer one drops them
         return self
 
     def __exit__(self, *_: object) -> None:

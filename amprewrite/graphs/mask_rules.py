@@ -32,7 +32,7 @@ class MaskRules(ABC, Generic[Value]):
 
     @abstractmethod
     def reads(self, value: Value) -> Iterable[Read[Value]]:
-        """Yield one `Read` for each op that reads `value`."""
+        """Yield a `Read` for each op that reads `value`: the facts that show how the op treats numbers beyond the low format's range."""
 
     @abstractmethod
     def made_of(self, value: Value) -> tuple[str, Iterable[Value]] | None:

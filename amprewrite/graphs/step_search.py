@@ -44,8 +44,8 @@ class Factor:
         if self.schedules == other.schedules:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
-        if larger.schedules <= self.schedules & other.schedules:  # as in `1 - schedule`, which counts as 1
-            return larger
+        if larger.schedules <= self.schedules & other.schedules:
+            return larger  # a summand with fewer schedules counts as the larger one: `1 - schedule` counts as 1
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:
@@ -129,7 +129,7 @@ class SmallSteps(ABC, Generic[Node]):
                 terms[part] = terms[part] + factor * times if part in terms else factor * times
             if not _may_be_small(terms.values()):
                 continue
-            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # tries x before `schedule * cos(x)`
+            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # so that x is tried before `schedule * cos(x)`
             value = next((each for each in plainest if shape(each) == shape(node) and self._goes_on(each, terms)), None)
             if value is not None:
                 passed = {value}

@@ -90,7 +90,7 @@ def measure(
     exact: list[torch.Tensor] | None,
     limit: float = math.inf,
 ) -> Row:
-    """Return the row of a result: compare `got` with its value `before` rounding, and with `exact` of the fp32 run.
+    """Return the row of a result: compare it after rounding (`got`) with its value `before` rounding and with the fp32 run (`exact`).
 
     `limit` clamps `before` and `exact`; pass it if the plan clamps the value to the format's range. Without an `exact` of the same
     shapes, the accumulated and inherited errors are NaN.
@@ -129,7 +129,7 @@ class StrictRegion:
 
     @classmethod
     def of(cls, captured: Captured, plan: RegionPlan) -> StrictRegion:
-        """Match the nodes of `plan` with the nodes of `captured` by position, since both are in the same canonical order."""
+        """Return the region of a graph and its plan. Their nodes are matched by position, since both are in the same canonical order."""
         pairs = list(zip(captured.problem.graph, plan.nodes, strict=True))
         nodes = {captured.nodes[vertex.name]: planned for vertex, planned in pairs}
         may_saturate = frozenset(planned.name for vertex, planned in pairs if vertex.may_saturate)
@@ -350,7 +350,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 
     def _fit(self, leaf: Any) -> Any:
-        """Return a constant of a call, clamped to the low format's range as in the rewritten graph. Return any other value unchanged."""
+        """Return ±max of the low format if `leaf` is a number beyond its range, as in the rewritten graph; otherwise `leaf` unchanged."""
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:

@@ -106,7 +106,7 @@ class StrictRun:
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of the captured graphs."""
+        """The plans of all captured graphs, and of the body graphs inside them, as one `CastPlan`."""
         regions = tuple(part for region in self.regions for part in region.plan.flat(region.plan.name))
         return CastPlan(self.low, regions)
 
@@ -118,15 +118,16 @@ class StrictRun:
         error = relative_error(outputs, self.exact)
         several = len(self.regions) > 1
         rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]
-        # backward visits the regions in reverse order
+        # backward visits the graphs in reverse order, and gradient rows are listed in the order of backward
         back = [_prefixed(row, self._prefix(number), several) for number, kept in reversed(self.runs) for row in kept.gradient_rows]
         errors = {name: relative_error([g], [self.exact_gradients[name]]) for name, g in gradients.items() if name in self.exact_gradients}
         return Outcome(tuple(rows), error, tuple(back), errors, notes)
 
     def capture(self) -> tuple[float | None, str]:
-        """Return the error of the unrounded captured graphs against the eager model, and the first op that differs.
+        """Return the error of the unrounded captured graphs against the eager model, and the name of the first op that differs.
 
-        Return (0, "") if the error is within fp32's rounding, and (None, "") if two runs of the eager model differ.
+        The name is "" if no such op is found. Return (0, "") if the error is within fp32's rounding, and (None, "") if two runs of the
+        eager model differ.
         """
         captured, self.model = self.model, plain_of(self.amp)
         try:
@@ -152,7 +153,7 @@ class StrictRun:
 
     # -- capture ------------------------------------------------------------------------------
     def _capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
-        """Return a backend for Dynamo that captures the graphs of the part at `path`. `names` are the parameters of its forward."""
+        """Return a backend for Dynamo that captures the graphs of the submodule at `path`. `names` are the parameters of its forward."""
         return lambda module, example_inputs: self._capture(module, example_inputs, path, names)
 
     def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -55,7 +55,10 @@ class Captured:
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
     """By node: whether its value consists of counts such as positions and lengths, and how large these may be (`ir/evidence/counts.py`)."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
-    """(reason, detail) of each body graph that is not rewritten, by the attribute that holds it. The key "" stands for all others."""
+    """(reason, detail) of each body graph that is not rewritten, by the attribute that holds it.
+
+    The key "" stands for all body graphs without a key of their own.
+    """
     by_autocast: Captured | None = None
     """The same graph, read with the op lists of torch.autocast for a comparison; None if no comparison needs it."""
     tried: bool = False
@@ -86,7 +89,8 @@ class Captured:
         """Names, in the op graph, of the nodes that compute the graph's results, by position. Results that are no nodes are left out."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
-        given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function returns (results, saved values)
+        # the forward graph of an autograd Function returns (results, saved values): take the results alone
+        given = given[0] if given and isinstance(given[0], tuple | list) else given
         return {place: names[each] for place, each in enumerate(given) if isinstance(each, torch.fx.Node) and each in names}
 
 

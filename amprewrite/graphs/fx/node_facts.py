@@ -28,7 +28,8 @@ NO_TREE = {type(None), bool, int, float, str}
 SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
 ENTER_INFERENCE, EXIT_INFERENCE = "_enter_inference_mode", "_exit_inference_mode"
 GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
-"""Ops that change the grad mode. Ops before and after them share no cast, because inference tensors cannot be saved for backward."""
+"""Ops that change the grad mode. Ops before and after them share no cast, because a cast that is made in inference mode cannot be saved for
+backward."""
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
 """Names of the higher-order ops that run an activation checkpoint. Body graphs of other higher-order ops never return low results."""
@@ -141,7 +142,10 @@ _LAYOUTS = {torch.strided: "", torch.jagged: "nested "}
 
 
 def value_dtype(value: Any) -> str:
-    """Return the dtype of the floating tensors in `value`, or of all if none is floating: "fp32", "bf16+fp32", "sparse fp32", ""."""
+    """Return the dtypes of the floating tensors in `value`, such as "fp32", "bf16+fp32" or "sparse fp32".
+
+    If no tensor is floating, return the dtypes of all tensors; "" without tensors.
+    """
     every = tensors(value)
     floating = [t for t in every if t.is_floating_point() or t.is_complex()]
     return "+".join(sorted({f"{_LAYOUTS.get(t.layout, 'sparse ')}{dtype_name(t.dtype)}" for t in floating or every}))
@@ -163,7 +167,7 @@ def comparable(size: Any) -> Any:
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
     """Read the facts of `node`, which is at `position` in its graph."""
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
-    op = "autograd.grad" if node.target is torch.autograd.grad else op  # the name "grad" stands for the attribute `x.grad`
+    op = "autograd.grad" if node.target is torch.autograd.grad else op  # because "grad" is the name of the attribute `x.grad`
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
@@ -266,7 +270,7 @@ def is_held(node: torch.fx.Node) -> bool:
 
 
 def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
-    """Return the operands that `node` writes in place."""
+    """Return the operands that `node` writes in place, as its name, arguments, schema or body graphs show."""
     written = _leaves_of(torch.fx.Node, node.kwargs.get("out"))
     first = node.args[0] if node.args else None
     if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):
@@ -276,7 +280,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
-    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ writes to all tensors of a list
+    elif node.op == "call_function" and is_inplace(node.target):  # such as torch._foreach_mul_, which writes to all tensors of a list
         written += _leaves_of(torch.fx.Node, first)
     if isinstance(node.target, HigherOrderOperator):
         written += _written_by_bodies(node)

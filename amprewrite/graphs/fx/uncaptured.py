@@ -107,7 +107,8 @@ def closed_if_raised() -> Iterator[None]:
             traceback.clear_frames(error.__traceback__)  # a region of inference mode ends when the object that stands for it is freed
         if not forward_mode:
             leave_forward_mode()
-        while _functorch.get_dynamic_layer_stack_depth() > transforms:  # torch 2.11's function closes two transforms at once
+        # close the transforms one by one: the function of torch 2.11 that closes a transform closes two at once
+        while _functorch.get_dynamic_layer_stack_depth() > transforms:
             _CLOSES[current_transform().key()]()
         if not hooks_barred:
             torch._C._autograd._saved_tensors_hooks_enable()

@@ -33,7 +33,10 @@ GROWTH = 20
 
 # -- validity --------------------------------------------------------------------------
 def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
-    """Return the error of onnx.checker on a model; "" if it passes. A path works for any size. `full` includes shape inference."""
+    """Return the error of onnx.checker on a model; "" if it passes. `full` includes shape inference.
+
+    Give a model above 2 GB, protobuf's limit, by its path.
+    """
     try:
         onnx.checker.check_model(str(model) if isinstance(model, Path) else model, full_check=full)
     except Exception as error:  # raised by the checker, by protobuf, or by shape inference

@@ -28,7 +28,7 @@ MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
 
 
 def has_pole(op: str, index: int) -> bool:
-    """True if an op has a pole where its operand at position `index` is zero."""
+    """True if an op has a pole (returns an infinity) where its operand at position `index` is zero."""
     return op in POLES or (op in DIVIDES and index == 1)
 
 
@@ -114,7 +114,10 @@ def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float,
 
 
 def is_distance(node: ir.Node) -> bool:
-    """True if a node is the product `@` of the distances `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
+    """True if a node is the matrix product in a computation of the distances between the rows of a and of b.
+
+    The computation is `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`; `@` is the product.
+    """
     if op_of(node) != "matmul" or not all(_holds_sum(value) for value in node.inputs):
         return False
     bounded = [use.node for use in node.outputs[0].uses()]
@@ -123,7 +126,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation with a sum in it, perhaps transposed, or a constant, as folding makes of such a concatenation."""
+    """True if a value is a concatenation that contains a sum, perhaps transposed. A constant counts too: it may be such a value, folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

@@ -80,7 +80,10 @@ def drop_unread_constants(graph: ir.Graph) -> None:
 
 
 def insert_behind(graph: ir.Graph, maker: ir.Node | None, nodes: Sequence[ir.Node]) -> None:
-    """Insert nodes right after the maker of their input; at the beginning of `graph` if a constant or an input of the graph is read."""
+    """Insert `nodes` right after `maker`, the node that makes their input.
+
+    With None, because their input is a constant or an input of `graph`, insert them at the beginning of `graph`.
+    """
     if maker is not None:
         assert isinstance(maker.graph, ir.Graph)
         maker.graph.insert_after(maker, nodes)
@@ -160,8 +163,11 @@ def _contrib_signature(op_type: str) -> Signature | None:
 
 
 def fill_types(node: ir.Node, opset: int) -> None:
-    """Guess the types of results that have none: by the attributes of a Cast or Constant, otherwise by the schema, which gives the type of
-    an operand with the same type variable, or a fixed type."""
+    """Guess the types of the results of `node` that have none. A result stays without a type if nothing tells the type.
+
+    For a Cast or a Constant, an attribute tells it. For any op, the schema may: it names a fixed type, or a type variable that the result
+    shares with an operand whose type is known.
+    """
     if all(value.type is not None for value in node.outputs):
         return
     if node.op_type == "Cast" and not node.domain:

@@ -67,7 +67,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """If the result of `fact` holds constants beyond the low format's range, record their sides of zero and largest magnitude."""
+        """If the op's result holds constants beyond the low format's range, record their sides of zero and largest magnitude."""
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
         sides, size = self._written_down(fact)
@@ -84,9 +84,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (sides of zero, largest magnitude) of constants beyond the range that an op writes down, adds, or scales a mask by.
+        """Return (sides of zero, largest magnitude) for the op's own constants beyond the range; no side and 0 if none counts.
 
-        A sum or a scaled mask gives both sides, because its sign is not known. Any other op gives no side.
+        A constant counts if the op writes it into its result, adds it to an operand, or multiplies a mask by it. Sums and products give
+        both sides, because the sign of the result is not known.
         """
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
@@ -97,7 +98,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (sides of zero, largest magnitude) of constants that exceed the range and that an op passes on from operand `given`."""
+        """Return (sides of zero, largest magnitude) of the constants beyond the range that the op passes on from `given`, an operand.
+
+        The sides are empty if it passes none on.
+        """
         sides, size = set[int](), 0.0
         for read in (each for each in self.reads(given) if each.made is fact.node):
             size = max(size, self.sizes[given] * max(map(abs, read.factors), default=1.0))
@@ -111,8 +115,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
-        The constant is an argument of the op, or is held in an operand. It does not fit if it underflows where zero makes a difference, if
-        it exceeds the range and may not be clamped, or if its product with an ordinary activation (`_ORDINARY`) exceeds the range.
+        The constant is an argument of the op, or is held in an operand that some op computes with. It does not fit if it underflows where
+        zero makes a difference, if it exceeds the range and may not be clamped to ±max, or if it is a factor that takes a value of ordinary
+        size (`_ORDINARY`) beyond the range.
         """
         low = self.low
         for constant in _constants(fact.node):

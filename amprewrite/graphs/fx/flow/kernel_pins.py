@@ -137,7 +137,8 @@ def _takes_places(node: torch.fx.Node) -> bool:
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
     """Return a pin that forces an op to fp32 if its low kernel rounds some elements twice and others once; otherwise None.
 
-    None also if the user has an override for the op, if the rule of `lists` is not "cost", or if `kind` is ALLOW, DENY or None (unlisted).
+    None also if the user has an override for the op, if `lists` do not choose colours by cost, or if `kind`, the op's kind in the lists, is
+    ALLOW, DENY or None (unlisted).
     """
     device = device_of(fact.value)
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:

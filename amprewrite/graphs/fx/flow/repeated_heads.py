@@ -2,8 +2,8 @@
 
     keys = keys[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)         n copies of each of h heads
 
-Models of transformers repeat heads if they have a mask, and otherwise pass `enable_gqa=True` (integrations/sdpa_attention.py). During
-capture they have a mask, so captured graphs repeat heads.
+Models of the transformers library repeat heads if they have a mask, and otherwise pass `enable_gqa=True`
+(integrations/sdpa_attention.py). During capture they have a mask, so captured graphs repeat heads.
 
 This file looks for the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`. It does not look for `view`, because a
 view cannot merge the copies.

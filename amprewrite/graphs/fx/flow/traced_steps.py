@@ -143,7 +143,10 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return size if made is None and row.kind is OpKind.CLEAR else made
 
     def _is_exact(self, node: torch.fx.Node, role: str) -> bool:
-        """True if a value is computed from numbers, buffers and inputs without gradients, by no product, random draw or boolean."""
+        """True if a value is computed without parameters, gradients, products, random draws and booleans, so that it may be a schedule.
+
+        `role` is the role of `node` in the op graph. Buffers, constants and inputs that require no gradient count as such values, too.
+        """
         value = example_value(node)
         if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or role == "output":
             return False
@@ -161,7 +164,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return op_name(node.target) in NORMAL or (bool(node.all_input_nodes) and self._is_made_of(node, self.noise))
 
     def _is_made_of(self, node: torch.fx.Node, sources: Set[torch.fx.Node]) -> bool:
-        """True if `node` is a tensor computed from `sources` alone, by neither a product nor a random draw."""
+        """True if `node` is a tensor, its op reads no tensors but `sources`, and the op is no product, random draw or higher-order op."""
         if node in self.heavy or op_name(node.target) in RANDOM or isinstance(node.target, HigherOrderOperator):
             return False
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]

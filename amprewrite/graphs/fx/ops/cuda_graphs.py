@@ -36,7 +36,7 @@ class Recorded:
         self.owner, self.names, self.mailbox = owner, names, mailbox
 
     def post(self, found: Tensor) -> None:
-        """Add the overflow flag `found` of an optimizer (above 0 if a gradient is not finite) to the flags of others in the mailbox."""
+        """Add the overflow flag of an optimizer, `found` (above 0 if a gradient is not finite), to the flag that waits in the mailbox."""
         self.mailbox.clamp_(min=0).add_(found.to(self.mailbox.device, non_blocking=True))
 
     def apply_pending(self, update: Callable[[Tensor], None]) -> None:

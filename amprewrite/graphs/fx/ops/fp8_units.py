@@ -59,7 +59,7 @@ def _launched(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
     if kernels is None:
         return None
     try:
-        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # Triton launches on the current device
+        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # because Triton launches on the current device
             return use(kernels)
     except torch.OutOfMemoryError:
         raise
@@ -141,7 +141,7 @@ def fails_on(device: torch.device, recipe: Recipe) -> str:
 
     Each GEMM is tried once in a process. The result is also "" while a CUDA graph is recorded.
     """
-    if not multiplies_fp8(device) or recording(device):  # while a CUDA graph is captured, results cannot be read
+    if not multiplies_fp8(device) or recording(device):  # while a CUDA graph is recorded, the result of a trial cannot be read
         return ""
     return _trial(device, recipe)
 

@@ -81,7 +81,7 @@ def _closed(x: Tensor, layout: Layout) -> Tensor:
 # -- weights --------------------------------------------------------------------------------------
 def _padded_copy(w: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     """Return `w.to(dtype)` padded as in `layout`. Autograd records nothing."""
-    if not is_plain(w):  # traced by a compiler, or a tensor subclass
+    if not is_plain(w):  # tensor subclasses and traced tensors are padded by ops, because their memory cannot be written here
         return pad_dims(w.to(dtype), layout)
     last = w.dim() == 4 and not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last)
     copy = torch.zeros(physical(tuple(w.shape), layout), dtype=dtype, device=w.device)

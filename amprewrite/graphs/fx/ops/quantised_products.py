@@ -29,7 +29,10 @@ _AS_READ = {way: way for way in WAYS}
 
 
 class Quantised(NamedTuple):
-    """The fp8 copies of one value, untransposed and transposed (None if no GEMM reads it), and a memoryless tensor for its gradient."""
+    """The fp8 copies of one value: `straight` (untransposed) and `turned` (transposed), each None if no GEMM reads it.
+
+    `link` is a tensor of the value's shape without memory, through which the value gets its gradient.
+    """
 
     link: Tensor
     straight: Scaled | None
@@ -86,7 +89,7 @@ def copies(
 
 
 def from_kept(value: Tensor, data: Tensor, scale: Tensor) -> Quantised:
-    """Return the fp8 copy of `value` from `data` and `scale`, which were stored. The copy has no autograd history."""
+    """Return a `Quantised` for `value` whose untransposed copy is the stored `data` with `scale`. It passes no gradient to `value`."""
     return Quantised(_linked(value), Scaled(data, scale), None)
 
 

@@ -27,7 +27,10 @@ def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
 
 
 def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *reads: Any) -> Tensor:
-    """Return `x` unchanged. In backward, `body(gradient * inverse, *reads) * scale` replaces its gradient, which has a loss scale."""
+    """Return `x` unchanged. In backward, `body(gradient * inverse, *reads) * scale` replaces its gradient.
+
+    Gradients are multiplied by the loss scale `scale`, so the hook's function gets the true gradient. `inverse` is 1 / `scale`.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(lambda gradient: body(gradient * on_device(inverse, x.device), *reads) * on_device(scale, x.device))
     return x

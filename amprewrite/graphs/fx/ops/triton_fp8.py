@@ -1,4 +1,4 @@
-"""Triton kernels that quantise a matrix: they compute its amax, and write its cast straight, transposed, or both at once.
+"""Triton kernels that quantise a matrix: they compute its amax, and write its cast untransposed, transposed, or both at once.
 
 The amax is the largest finite magnitude. Importing this file needs Triton. Only fp8_units.py imports it, and lets torch make the copies if
 the import fails. A matrix is read from memory twice, for its amax and for its cast, but once if each row has a scale. Each copy is written
@@ -39,7 +39,7 @@ def cast_exactly(scaled, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.const
 
 @triton.jit
 def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # two pointers and a number
-    """Write the largest finite magnitude to `amax`, which begins as 0."""
+    """Raise the number at `amax`, which must be 0 at first, to the largest finite magnitude among the `count` elements at `source`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.abs(tl.load(source + at, mask=at < count, other=0.0).to(tl.float32))
     tl.atomic_max(amax, tl.max(tl.where(size < float("inf"), size, 0.0), axis=0))
@@ -94,7 +94,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     source, scale, target, columns, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr, EPS: tl.constexpr,
     NORMAL: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale, clamp and cast one row by its own amax. The second loop reads the row from a cache."""
+    """Scale one row by its own amax, clamp and cast it. The second loop reads the row from the GPU's cache, not from memory."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -148,7 +148,8 @@ def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: 
 def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
     """Return (dense `matrix` times `scale` in `dtype`, the transpose of this copy in its own memory). A copy that is not wanted is empty.
 
-    `straight` and `turned` say if the first and the second are wanted. `scale` is 0-dim, a column of one number a row, or the other way.
+    `straight` and `turned` tell whether the first and the second (transposed) copy are wanted. `scale` is 0-dim, a column with one number
+    for each row, or a row with one number for each column.
     """
     rows, columns = matrix.shape
     made = matrix.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)

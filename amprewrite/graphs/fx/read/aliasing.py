@@ -128,7 +128,10 @@ def _hints(value: Any) -> list[int] | None:
 
 
 def reads_back(node: torch.fx.Node) -> bool:
-    """True if the backward of the op reads the op's result, as that of `tanh` does. A second backward then gives the result a gradient."""
+    """True if the backward of the op reads the op's result, as that of `tanh` does. A second backward then gives the result a gradient.
+
+    False for ops that choose elements, such as `relu` and `max`.
+    """
     if op_name(node.target) in _CHOOSE:
         return False
     with torch.enable_grad():
@@ -302,7 +305,8 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         if node.target is hooked:
             (inner,) = node.all_input_nodes[:1]
             union.join(node, inner)
-            while (before := same_tensor(inner)) is not None:  # a hook on the result of dropout with p=0 is a hook on the operand
+            # An op such as dropout with p=0 returns its operand itself, so that the hook is on the operand, too.
+            while (before := same_tensor(inner)) is not None:
                 union.join(inner, before)
                 inner = before
         for storage in _memory(fact) if writes else ():

@@ -107,13 +107,16 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
             if not targets <= scaled or not _hands_on_factor(node, scaled, zeros):
                 return False
             scaled.add(node)
-        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # a float, as of item(), may depend on the factor
-            return False
+        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):
+            return False  # a number that is no size, such as the float of item(), may depend on the factor
     return False
 
 
 def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set[torch.fx.Node]) -> bool:
-    """True if multiplying the nodes `scaled` by a factor multiplies the result of `node` by that factor. `zeros` hold only zeros."""
+    """True if multiplying the nodes `scaled` by a factor multiplies the result of `node` by that factor.
+
+    `zeros` are the nodes whose values consist of zeros.
+    """
     row, leaves = find_op(op_name(node.target)), tree_leaves((node.args, node.kwargs))
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and any(map(differentiable, tensors(example_value(leaf))))]
     if row is None or not all(map(differentiable, tensors(example_value(node)))) or node.kwargs.get("rounding_mode"):
@@ -166,7 +169,10 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
-    """Return n if `node` is a loop that passes its first n results to its next iteration; 0 if it is no loop, `results` if unknown."""
+    """Return n if `node` is a loop that passes its first n results to its next iteration; 0 if it is no loop.
+
+    If that is unknown, return `results`, the number of all its results.
+    """
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
         return len(node.args[1])
@@ -178,7 +184,8 @@ def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torc
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]
-    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # from the end: `cond` has a predicate before the bodies' operands
+    # matched from the end, because `cond` has a predicate before the operands that it passes to its body graphs
+    pairs = zip(reversed(placeholders), reversed(outer), strict=False)
     return [(inner, given) for inner, given in pairs if _shape(inner) == _shape(given) is not None]
 
 

@@ -40,7 +40,10 @@ STATISTICS_AND_WEIGHTS = ((1, "running_mean"), (2, "running_var"), (3, "weight")
 
 
 def read_bare_norms(nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
-    """Return the names of the norms on a CPU without statistics, weight or bias: they compute their statistics in their input's dtype."""
+    """Return the names of the batch and instance norms on a CPU whose running statistics, weight and bias are all None.
+
+    The CPU kernel then computes the statistics in the dtype of the input, so a low input would get low statistics.
+    """
     return tuple(name for name, node in nodes.items() if op_name(node.target) in NORMS and _is_bare(node))
 
 

@@ -59,11 +59,11 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert an idle conversion `x.to(x.dtype)` after each value x that leaves the graph, and mark x. True if any needs it.
+    """Insert the idle conversions of this file's rules, and mark the values that must be fp32 because of them. True if there are any.
 
-    A mark, under the key LEAVES in a node's meta, says why the result must be fp32. The edits are made in a copy of the graph: `make_own`
-    copies the graph and returns a function from each node to its copy. `without_grad` are the nodes that run without gradients; None if the
-    graph is read as a graph without gradients.
+    A mark is the reason, under the key LEAVES in the meta of a node. The edits are made in a copy of the graph: `make_own` copies the graph
+    and returns a function from each node to its copy. `without_grad` are the nodes that run without gradients; None if the graph is read
+    as a graph without gradients.
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
@@ -282,7 +282,10 @@ class Memory:
         self.same = {storage for result in again for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """Return the storages that need one fp32 memory by rule 1 (its last cases: `with_gradients`), in order of their first nodes."""
+        """Return the storages to which rule 1 of this file applies, in the order of their first nodes.
+
+        `with_gradients` adds the cases of the rule that apply in graphs with gradients alone.
+        """
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
             found |= (self.results & self.written) | (self.inputs & self.written) | self.same

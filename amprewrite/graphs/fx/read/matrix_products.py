@@ -67,7 +67,7 @@ def bias_of(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def transposes(node: torch.fx.Node) -> bool:
-    """True if the product is x · w, False if it is x · wᵀ, as `linear` computes."""
+    """True if the product `node` computes x · w; False if it computes x · wᵀ, as `linear` does."""
     return op_name(node.target) != "linear"
 
 

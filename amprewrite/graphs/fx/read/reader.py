@@ -101,7 +101,10 @@ def read_graph(
 
 
 def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
-    """Return `graph` with each op forced to fp32 that would add up gradients in the low format where torch.autocast uses fp32."""
+    """Return a copy of `graph` in which more ops are forced to fp32: run low, they would add up gradients that torch.autocast adds in fp32.
+
+    `learning` are the nodes that get gradients. If there are none, no op is forced.
+    """
     wide = held_wide(graph, device) if learning else set()
     trained = {node for node in learning if facts[node].name in wide}
     found = {}
@@ -113,7 +116,10 @@ def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpL
 
 
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
-    """Return the kind of an op in one call; None if the op is on no list. The lists give the kind by the op's name, with four exceptions:
+    """Return the kind of an op in one call, by the op's name in `lists`; None if the op is on no list.
+
+    A conversion on no list is CLEAR. With the rule "autocast" any unlisted op is INFER. With the rule "cost" (the default planner) the
+    arguments change the kind in four cases, unless the user has an override for the op:
 
     1. A square or cube (`pow`) may run low in a format with fp32's range, because its relative error stays small.
     2. In a format of narrow range a product of a value with itself counts as a square.
@@ -154,7 +160,7 @@ def turns_grad_on(graph: torch.fx.Graph) -> bool:
 
 
 def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
-    """True if the model itself enables torch.autocast around every matmul and convolution of a graph that has any."""
+    """True if the model itself enables torch.autocast around all matmuls and convolutions of a graph. False for a graph without any."""
     heavy = [node for node in ops if node.flops]
     switched_on = any(op_name(node.target) == ENTER_AUTOCAST and bool(node.args[2]) for node in graph.nodes)
     theirs = (Reason.HALF, Reason.INSIDE_AUTOCAST)
@@ -162,7 +168,7 @@ def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
 
 
 def without_grad(graph: torch.fx.Graph, grad: bool) -> set[torch.fx.Node]:
-    """Return the nodes that run under no_grad or inference_mode: the model's own or, if `grad` is False, its caller's."""
+    """Return the nodes that run without gradients. `grad` tells whether gradients are enabled at the start of the graph."""
     found, enabled = set(), grad
     around: dict[torch.fx.Node, bool] = {}
     for node in graph.nodes:
@@ -260,7 +266,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
         return Colour.HIGH, Reason.KEPT if fact.node in ties.kept else Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
-    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # a denied op is high without a pin
+    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # a denied op is fp32 without a pin
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value)

@@ -34,7 +34,7 @@ def flops(op: str, node: torch.fx.Node) -> int:
         return 0
     if op in ops_with(Trait.SUMS_LAST_DIM):
         grouped = all(len(shape) == 2 for shape in shapes[:2]) and len(_shape(tensors(example_value(node))[0])) == 3
-        # in a grouped product (2-dim operands, 3-dim result), each group sums only its own part of the summed dim
+        # in a grouped product (2-dim operands, 3-dim result) each group sums only its own part of the dim: divide by the number of groups
         return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]

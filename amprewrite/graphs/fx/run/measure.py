@@ -75,7 +75,10 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """Return the text of a call, its key on disk; "" if the call cannot be made, because a node in its arguments is no strided tensor."""
+    """Return the key of a call in the price file, which is the call as text; "" if the call cannot be made.
+
+    A call cannot be made if a node among its arguments is no strided tensor.
+    """
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
     leaves = []

@@ -35,7 +35,8 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
         *_, batch_first = args
         time = 1 if batch_first else 0
         rows, *last = layer(x.narrow(time, 0, 1), states, *args)
-        rows = rows.transpose(0, time).repeat(x.shape[time], 1, 1).transpose(0, time)  # the view has the strides of PyTorch's result
+        # Repeat with the time dim first, then transpose: PyTorch's result with `batch_first` is such a view, so the strides agree.
+        rows = rows.transpose(0, time).repeat(x.shape[time], 1, 1).transpose(0, time)
         return rows, *last
 
     def packed(data: torch.Tensor, _: Any, states: Any, *args: Any) -> Any:

@@ -38,7 +38,7 @@ _SHAPE_ONLY = {
 }  # fmt: skip
 """Ops that read only the shape of a tensor, not its values, so that they need no warning."""
 _MAKES_FAKES = "torch._subclasses.meta_utils"
-"""The torch module that makes fake tensors. It needs a storage of fp32's size; so `untyped_storage` looks whether this module calls it."""
+"""The torch module that makes fake tensors. `untyped_storage` checks if this module calls it: a fake needs a storage of fp32's size."""
 REMEDY = "call amp.unfreeze(state_dict) with the fp32 values first"
 
 

@@ -244,9 +244,9 @@ class WeightCache:
         """Compare a few rows of a few kept copies with their weights, to find writes that PyTorch does not count.
 
         Each call checks other rows and copies. If a weight changed, the copies are dropped. The block of `cache_weights="step"` then warns,
-        any other block raises StaleWeightsError. On a CPU this call uses the result, before it reads the copies. On an accelerator a later
-        call uses it, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every
-        token pays for a comparison.
+        any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once. On an accelerator a later call uses
+        it, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every token pays for a
+        comparison.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):
@@ -342,7 +342,7 @@ def _drop_dead(copies: Copies) -> None:
     for key in copies:
         held.setdefault(key[0], []).append(key)
     for keys in held.values():
-        linked = any(copies[key].copy.grad_fn is not None for key in keys)  # all of autograd's references to a weight count as one
+        linked = any(copies[key].copy.grad_fn is not None for key in keys)  # autograd's references to a weight add one to its refcount
         if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys) + linked:  # only the references of the copies and of this call are left
             for key in keys:
                 del copies[key]

@@ -1,4 +1,4 @@
-"""Collect facts about the constants of an ONNX file: the harm that low copies do, and whether masks may be clamped.
+"""Collect facts about the constants of an ONNX file: the errors of their low copies, and whether masks may be clamped to ±max.
 
 This file has special code for the bounds of `clamp` and `maximum`, for `add`, which moves a mask, and for `BatchNormalization`, whose
 results after the first are running averages.
@@ -42,15 +42,15 @@ class ConstantFacts:
         return self._looked_at[value]
 
     def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
-        """Return the `Loss` of a constant if `node` reads it in a low copy; None if the copy only rounds."""
+        """Return the `Loss` of a constant, the error of the low copy that `node` reads; None if it is no larger than one rounding."""
         found = self.facts(value)
         masks_scores = bool(found.overflow) and self.readers.masks_scores(value)
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return the `ConstantRead` for a constant that `node` reads as operand `index`, in the format in which `node` runs.
+        """Return a `ConstantRead`: the facts about a constant that `node` reads as operand `index`, in the format in which `node` runs.
 
-        `reader` is the op-graph name of `node`.
+        `constant` and `reader` are the op-graph names of the constant and of `node`. `result` is the value that `node` makes of it.
         """
         row = find_op(op)
         summand = row is not None and bool(row.summands) and index == 2 and "beta" not in node.attributes
@@ -97,7 +97,7 @@ class ConstantFacts:
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if clamping the numbers beyond the range in a constant of `node` to ±max does not change the meaning of the constant."""
+        """True if a constant of `node` has numbers beyond the range, and clamping them to ±max does not change its meaning."""
         found = self.facts(value)
         if not found.overflow:
             return False
@@ -113,7 +113,10 @@ class ConstantFacts:
         return self.readers.results_only_block(node, sides if moved else {BELOW, ABOVE})
 
     def _is_bound(self, value: ir.Value, op: str, node: ir.Node) -> bool:
-        """True if a constant is a lower bound that is not above the low format's range, or an upper bound that is not below it."""
+        """True if a constant is a lower bound that is not above the low format's range, or an upper bound that is not below it.
+
+        False if the op has no bounds.
+        """
         lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
         return op in BOUNDS and bound_fits(self.facts(value).most if lower else self.facts(value).least, lower, self.low)
 

@@ -37,7 +37,10 @@ def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.nd
 
 
 def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
-    """Return {name: product} for MatMul and Gemm nodes with a constant matrix. Operands count as trained: passes decide as in training."""
+    """Return {name: product} for the MatMul and Gemm nodes with a constant matrix.
+
+    Operands are marked as trained, so that passes decide as in training.
+    """
     found: dict[str, MatrixProduct] = {}
     for name, node in reading.nodes.items():
         read = {slot.index: value for (reader, value), slots in reading.slots.items() if reader == name for slot in slots}

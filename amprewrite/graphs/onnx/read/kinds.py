@@ -31,11 +31,11 @@ class Kinds:
     asked_ops: frozenset[str] = frozenset()
 
     def of(self, op: str, node: ir.Node) -> OpKind | None:
-        """Return the kind that the lists give an op, or None. The rule "cost" has three exceptions, unless an override lists the op.
+        """Return the kind of an op in the op lists; None if it is on no list.
 
-        An op that is denied only in fp16, for its range, gets its kind in bf16 if samples stay within the range. An einsum that sums over
-        no dim of two operands, such as an outer product, is no matrix product. An exp of small numbers may run low, because it does not
-        magnify errors.
+        With the rule "cost" (the default planner) there are three exceptions, unless the user has an override for the op. An op that is
+        denied only in fp16, for its range, gets its kind in bf16 if samples stay within the range. An einsum that sums over no dim of two
+        operands, such as an outer product, is no matrix product. An exp of small numbers may run low, because it does not magnify errors.
         """
         row = find_op(op)
         assert row is not None
@@ -52,7 +52,10 @@ class Kinds:
         return OpKind.INFER if small_exp else kind
 
     def _in_range(self, op: str, node: ir.Node) -> bool:
-        """True if samples show that the op's computed fp32 operands (one at least) and results stay well in the range, away from poles."""
+        """True if samples show that the fp32 operands and results of the op stay well within the range, and away from poles.
+
+        Constant operands do not count. False if no other operand is fp32, or if samples lack the range of a value.
+        """
         read = [v for v in node.inputs if v is not None and format_of(v) == "fp32" and constant_tensor(v) is None]
         made = [v for v in node.outputs if format_of(v) == "fp32"]
         for value in (*read, *made):

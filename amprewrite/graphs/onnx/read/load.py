@@ -107,7 +107,7 @@ def _load_initialisers(model: ir.Model) -> None:
 
 
 def _load_attributes(model: ir.Model) -> None:
-    """Load external tensors of attributes, for example of a Constant, into memory: only initialisers are written outside a model."""
+    """Load external tensors of attributes, for example of a Constant, into memory, because we write only initialisers to external files."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         for node in graph:
             for attribute in list(node.attributes.values()):
@@ -229,7 +229,7 @@ def sort_nodes(model: ir.Model) -> None:
 
 
 def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
-    """True if every node follows the makers of its operands. `made` has the nodes before the graph, and gets its nodes."""
+    """True if every node follows the makers of its operands. `made` holds the nodes before the graph; the graph's nodes are added to it."""
     for node in graph:
         makers = (value.producer() for value in node.inputs if value is not None)
         if any(maker is not None and maker not in made for maker in makers):

@@ -72,9 +72,10 @@ class OnnxReading:
     """The reads in the model, keyed by (reader, op-graph node that is read)."""
     constants: list[ConstantRead] = field(default_factory=list)
     kept: dict[str, Loss] = field(default_factory=dict)
-    """Constants that stay fp32 in their readers, whatever passes decide, each with the harm that a low copy would do."""
+    """Constants that stay fp32 whatever passes decide, by name, each with the error that a low copy would have."""
     masks: set[str] = field(default_factory=set)
-    """Constants and fills that only block scores. A low copy holds less than half of the format's lowest number in blocked positions."""
+    """Constants, and ConstantOfShape nodes, that only mask attention scores. Their low copies block a position by less than half of the
+    format's lowest number (`BLOCKED` in weights.py)."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges of op-graph nodes in sample runs, and of constants that a low copy rounds."""
     walls: Counter[str] = field(default_factory=Counter)
@@ -84,10 +85,10 @@ class OnnxReading:
 def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> OnnxReading:
-    """Return the op graph of `model`; for each node of it the ONNX value, the ONNX node and the places that read it; and its constants.
+    """Read `model` into an `OnnxReading`: its op graph, the ONNX value, node and readers of each op-graph node, and facts about constants.
 
-    `samples` are the results of sample runs. `asked_ops` are ops that the user's overrides put on an op list. `keep_io` keeps the model's
-    inputs and outputs fp32."""
+    `samples` are the results of sample runs. `asked_ops` are the ops that the user's overrides put on an op list. `keep_io` keeps the
+    model's inputs and outputs fp32."""
     reader = _Reader(model, Kinds(low, lists, samples, asked_ops), keep_io)
     reader.read_top()
     reader.read_numbers()
@@ -361,7 +362,8 @@ class _Reader:
     def read_turns(self, node: ir.Node) -> None:
         """Read a Loop or Scan, whose body (subgraph) runs many times. Prices of casts in the body count TURNS times."""
         body, name = node.attributes["body"].as_graph(), self.unique(node.name or node.op_type.lower())
-        taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)  # a Loop takes a limit and a condition first, its body returns one
+        # the first two inputs of a Loop are a limit and a condition, and the first output of its body is a condition
+        taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)
         states = len(node.inputs) - (taken or node.attributes["num_scan_inputs"].as_int())
         for index in range(taken, len(node.inputs)):
             self.enter(name, node, index, body.inputs[index], tied=index - taken < states)

@@ -36,7 +36,7 @@ class Facts:
     elements: int
     overflow: int
     mask: bool
-    """True if every overflowing value is so large that it can only be a mask."""
+    """True if values overflow, and each of these is so large that it can only be a mask."""
     flushed: int
     worst: float
     """Largest relative L2 error of the whole constant or of a slice along its first or last axis."""

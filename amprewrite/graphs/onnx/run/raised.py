@@ -29,7 +29,10 @@ SAME = 1e-3
 
 
 def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit: TimeLimit = "auto") -> None:
-    """Raise CaptureError unless the last of `stages` (the raised model, which made the samples) agrees with the other models."""
+    """Raise CaptureError unless the raised model computes the same as the original.
+
+    `stages` are the original model, the model after each change of its opset but the last, and the raised model, which made `samples`.
+    """
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]
         changed = changed_ops(before, raised)

@@ -104,7 +104,7 @@ def _read_back(model: ir.Model, made: ir.Value, like: ir.Value, scale: ir.Value,
 
 
 def _zero(model: ir.Model) -> ir.Value:
-    """Return the e4m3 constant zero of the model, which is added at first use."""
+    """Return the zero point of all quantised values, an e4m3 constant 0. It is added to the model at first use."""
     name = f"amprewrite_{E4M3.name}_zero"
     return model.graph.initializers.get(name) or _constant(model, name, np.zeros((), NUMBER))
 
