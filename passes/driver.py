@@ -327,7 +327,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Force the ops `names` of `part`, and ops that share memory with them, to fp32, for `reason` (detail: `what`). Forced colours stay."""
+    """Force the ops `names`, and ops that share memory with them, to fp32 for `reason` (detail: `what`). Colours already forced stay."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]

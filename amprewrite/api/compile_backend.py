@@ -78,13 +78,15 @@ class Compiled:
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
         """Have `optimizer` skip steps with overflowed gradients, like `attach` of a rewritten model.
 
-        Optimizers that are not attached are found automatically. Raises PolicyError if the optimizer is attached already, or has none of
-        the model's parameters (without `copies`).
+        Optimizers that are not attached are found automatically. `copies` says that the optimizer steps copies of the parameters instead of
+        the parameters themselves. Raises PolicyError if the optimizer is attached already, or, without `copies`, if it has none of the
+        model's parameters.
         """
         self._session.training.gate.attach(optimizer_inside(optimizer), copies)
 
     def check_patterns(self) -> None:
-        """Raise PolicyError if a module pattern of `overrides` or `pad` matches no module. Call this after all parts were captured."""
+        """Raise PolicyError if a module pattern of `overrides` or `pad` matches no module. Call this method after all parts were captured.
+        """
         check_patterns(self._session.options, self._session.root)
 
 

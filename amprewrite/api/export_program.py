@@ -61,7 +61,7 @@ def export_with_plan(
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    if session.options.low is not None:  # without dtype=, this device may choose fp32: then the file's colours do not bind its graphs
+    if session.options.low is not None:  # without dtype=, graphs may run fp32 on this device, and must not take over the file's low colours
         with session.lock:
             session.agree(region)
     if region.left and session.options.strict:
@@ -77,7 +77,8 @@ def export_with_plan(
 
 
 def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
-    """Keep code outside the separately captured `parts` of a model fp32, as the rewritten model does. Without parts, do nothing."""
+    """Keep the ops outside of `parts` in fp32, as the rewritten model does. `parts` are the paths of the modules that are captured
+    separately; without parts, do nothing."""
     for each in captured.with_parts() if parts else ():
         outside = {
             node.name for node in each.problem.graph if not any(node.module == part or node.module.startswith(f"{part}.") for part in parts)

@@ -64,7 +64,7 @@ class Rewritten(RewrittenBase):
         optimizers of all ranks then skip together. Each rank attaches its own optimizer with this group, and all must step equally
         often. DDP, FSDP and tensor parallel need no group.
 
-        Raises PolicyError if the optimizer is attached already, or has none of the model's parameters (without `copies`).
+        Raises PolicyError if the optimizer is attached already, or, without `copies`, if it has none of the model's parameters.
         """
         if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
             raise PolicyError(f"group= takes a torch.distributed process group, such as dist.group.WORLD, not {type(group).__name__}")

@@ -305,7 +305,7 @@ def _check_backend(backend: Any) -> None:
 
 
 def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
-    """Return `loss_scale` in a form for `parse_loss_scale`. Raises PolicyError if it is invalid."""
+    """Return `loss_scale`, with "none" for None. Raises PolicyError if it is invalid for the format `low` (None: not known yet)."""
     if loss_scale is None:
         loss_scale = "none"
     parse_loss_scale(loss_scale, low or FP32)

@@ -62,7 +62,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Computes the prices of ops and casts on one device. All methods return ticks of 0.1 ns."""
+    """Computes the prices of ops and casts on one device. All prices are in ticks of 0.1 ns."""
 
     device: Device
     low: Format
@@ -71,6 +71,7 @@ class CostModel:
     cached_weights: bool = True
     """Whether calls without gradients keep the low copies of parameters for the next call."""
     timings: Measured | None = None
+    """Measured times to use as prices; None to compute prices from the device table."""
     memory: float = 0.0
     """Price in seconds of one byte that is kept for the backward."""
 
@@ -157,7 +158,10 @@ def _is_view(op: str) -> bool:
 
 
 def elements_read(graph: OpGraph, node: OpNode) -> int:
-    """Return the number of elements of fp32 operands that the op reads. A lookup in a weight reads at most as many as it returns."""
+    """Return the number of elements that the op `node` reads from its fp32 operands.
+
+    An op of kind CLEAR that reads a parameter counts as a lookup, which reads at most as many elements as it returns.
+    """
     total = 0
     for operand in node.operands:
         maker = graph[operand.value]

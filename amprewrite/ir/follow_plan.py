@@ -37,7 +37,7 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 
 def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
-    # left out: nodes without a dtype, whose value is a size (SymInt), since a graph captured with fixed sizes has no such nodes
+    # do not compare nodes without a dtype: their value is a size (SymInt), and a graph captured with fixed sizes has no such nodes
     here = [node for node in problem.graph if node.dtype or node.role == "output"]
     there = [planned for planned in region.nodes if planned.dtype or planned.role == "output"]
     for planned, node in zip(there, here, strict=False):
@@ -64,7 +64,10 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Raise PlanError if `region` lists casts other than `casts`, the casts that follow from its colours. An empty list is valid, too."""
+    """Raise PlanError if the casts that `region` lists differ from `casts`, the casts that follow from its colours.
+
+    A region that lists no casts is valid.
+    """
     planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
     for key in [*planned, *given]:
         if region.casts and (key in planned) != (key in given):

@@ -62,7 +62,7 @@ def data_of(node: OpNode) -> tuple[Operand, ...]:
 def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
     """Return (name of the operand whose dtype the result of `node` takes, True if that operand is in `wide`).
 
-    `node` is an op on no list of torch.autocast. The name is "" if it has no operands. `wide` holds the names of the values in fp32.
+    `node` is an op on no list of torch.autocast. The result is ("", False) if it has no operands. `wide` names the values in fp32.
     """
     like = [operand for operand in node.operands if node.op in CONVERTS and operand.demand is Demand.ANY]
     read = like or [operand for operand in data_of(node) if operand.demand is not Demand.ANY] or list(node.operands)
@@ -127,7 +127,7 @@ class _Reading:
             spans = [each for each in given if self.graph[each].numel >= node.numel]
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
-            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log turns its operand's scale into an offset
+            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # also for a log, which turns its operand's scale into an offset
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the error is no longer in proportion to the size of the result
         if node.op in SUMS:  # a number, or a PLAIN value that is not learnt, changes the size of a sum but not its error
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)

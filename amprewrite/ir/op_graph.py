@@ -63,7 +63,7 @@ class OpNode:
     """Kind of the op in the op lists (allow, deny, ...); None if the op is on no list."""
     operands: tuple[Operand, ...] = ()
     dtype: str = ""
-    """Dtype of the result: fp32, int64, …; several dtypes are joined by a plus; "" without a tensor."""
+    """Dtype of the result: fp32, int64, …; the dtypes of several results are joined by a plus; "" if the result is no tensor."""
     shape: tuple[int | str, ...] = ()
     numel: int = 0
     """Number of elements of the result. Symbolic sizes count with their value at capture."""
@@ -85,7 +85,8 @@ class OpNode:
     may_saturate: bool = False
     """Whether the result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
-    """For a matrix product of whole numbers, such as positions, that a low format would round: name of such an operand. Otherwise ""."""
+    """For a matrix product that must run in fp32, because the low format would round whole numbers such as positions: name of the operand
+    that holds them. "" for other nodes."""
 
     @property
     def carries_fp32(self) -> bool:
@@ -166,7 +167,7 @@ class OpGraph:
 def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour`.
 
-    0-dim operands of a promoting op are left out if it has operands with dims, because it then takes 0-dim operands in any format.
+    0-dim operands of a promoting op are left out if the op has operands with dims, because it then takes 0-dim operands in any format.
     """
     free_scalars = any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
     for operand in node.operands:
@@ -204,9 +205,9 @@ def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes:
 
 
 def reached(starts: Iterable[Vertex], step: Callable[[Vertex], Iterable[Vertex]]) -> Iterator[Vertex]:
-    """Yield `starts`, then everything to which `step` leads from there, each once and the nearest first.
+    """Yield `starts` and all nodes that can be reached from them, each once, the nearest first (a breadth-first search).
 
-    `step` returns the neighbours of one node of any kind of graph. It is called for a node after the node has been yielded.
+    `step` returns the neighbours of a node of any kind of graph. It is called for a node after the node has been yielded.
     """
     known = dict.fromkeys(starts)
     waiting = deque(known)

@@ -58,7 +58,8 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """Switch Python's cycle collector off inside the `with` block.
 
-    A pass makes no garbage cycles, and repeated scans of a large graph by the collector would make its run time more than linear.
+    Passes create no cyclic garbage. The collector would scan a large graph again and again, so that the time of a pass would grow faster
+    than the graph.
     """
     on = gc.isenabled()
     gc.disable()

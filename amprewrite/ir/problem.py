@@ -43,25 +43,27 @@ class Problem:
     """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that have
     to be tested in each call, which only a graph without a compiler can do."""
     masks: Mapping[str, Edit] = field(default_factory=dict)
-    """For attention calls by name: the edit that may be made to their mask. Empty unless masks may be dropped."""
+    """Name of an attention call → the edit that may be made to its mask. Empty unless masks may be dropped."""
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For attention calls by name: the ops that repeat the heads of their keys and values. Only calls without a mask, or with a mask in
+    """Name of an attention call → the ops that repeat the heads of its keys and values. Only calls without a mask, or with a mask in
     `masks`, are listed."""
     bare_norms: tuple[str, ...] = ()
-    """Norms without weights on a CPU. Their kernel computes the statistics in the dtype of its input, so inexactly for low input."""
+    """Norms without weights on a CPU. PyTorch's kernel computes their mean and variance in the input's dtype, which is inexact if that is
+    low."""
     bare_taps: tuple[str, ...] = ()
-    """Convolutions in which some weights are multiplied with padding only. Their low backward leaves the gradients of these weights
-    uninitialised."""
+    """Convolutions in which some weights are multiplied with padding only. If the convolution runs low, its backward leaves the gradients
+    of these weights uninitialised."""
     small_steps: tuple[str, ...] = ()
     """Sums that update one value in many small steps, and the ops between these sums that scale or copy the value."""
     trained: frozenset[str] = frozenset()
-    """Values that receive gradients in a backward."""
+    """Values for which the backward pass computes gradients."""
     read_by_many: tuple[str, ...] = ()
-    """Values with so many readers that a low format would not add up their gradients accurately. Weights are not among them."""
+    """Values with so many readers that the sum of the gradients from all readers would be inaccurate in the low format. Weights are left
+    out."""
     matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
     """Products that fp8 kernels could run, by name; empty unless fp8 was asked for."""
     held: Mapping[str, Held] = field(default_factory=dict)
-    """How exactly torch.autocast holds the values that this graph gets from other graphs: the inputs, if this graph is a subgraph, and the
+    """How exactly torch.autocast would hold the values that come from other graphs: the inputs, if this graph is a subgraph, and the
     results of its own subgraphs."""
     needs_bits: frozenset[str] = frozenset()
     """Values whose rounding error would be magnified by ops of the graph around this graph, or of subgraphs inside it."""
@@ -76,9 +78,9 @@ class Problem:
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     """Largest magnitude of each parameter and buffer; empty unless the low format's range is narrow."""
     offsets: frozenset[str] = frozenset()
-    """Weights that are added to values or hold rows to look up, and that have an offset: the mean of a row is larger than its spread."""
+    """Weights with an offset (the mean of a row is larger than its spread) that are added to values, or in which rows are looked up."""
     constants: tuple[ConstantRead, ...] = ()
-    """Reads of the constants of an ONNX file. A constant is stored in the format of its readers."""
+    """For a graph from an ONNX file: each read of a constant by an op. A constant is stored in the format of its readers."""
     calibration: Calibration | None = None
     """Ranges of the model's values on sample batches; None without calibration."""
     keep_high: KeepHigh | None = None
@@ -102,7 +104,7 @@ class Problem:
 
     @property
     def costs(self) -> CostModel:
-        """The prices with which this graph is planned. They mix training and inference if the policy sets `parity`."""
+        """The prices with which this graph is planned. If the policy sets `parity`, they are a weighted mean of training and inference."""
         return self.own_costs if self.policy.parity is None else replace(self.own_costs, training=self.policy.parity)
 
     @property

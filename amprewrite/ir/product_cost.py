@@ -46,7 +46,8 @@ class ProductPrices:
         return self._gemm(rows, inner, columns, BASE.name, WIDE) - self._gemm(rows, inner, columns, FP8, NARROW)
 
     def waits_for_host(self, rows: int, inner: int, columns: int) -> bool:
-        """True if no compiler fuses (`fused`), and the host takes longer for the GEMM and copies in fp8 than the device for bf16."""
+        """True if no compiler runs the graph (`fused`), and the host takes longer to launch the GEMM and its copies in fp8 than the device
+        takes to compute the GEMM in bf16."""
         return not self.fused and self._gemm(rows, inner, columns, BASE.name, WIDE) < ticks(EAGER_HOST)
 
     def _gemm(self, rows: int, inner: int, columns: int, rate: str, size: int) -> int:
@@ -79,7 +80,7 @@ class ProductPrices:
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):
                 yield "scale", self._pass(0, 0)
-            if self.fused and held:  # forward and backward each read a weight in one layout, and each is compiled with its own cast kernel
+            if self.fused and held:  # a weight: forward and backward read different layouts and are compiled apart, each with a cast kernel
                 yield f"cast {way}", self._pass(numel, WIDE + NARROW)
             else:
                 yield "cast", self._pass(numel, WIDE)

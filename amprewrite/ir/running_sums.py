@@ -137,9 +137,9 @@ class _Sums:
                 yield name, replace(way, branch=branch)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
-        """True if a sum keeps its identity through `node`: an elementwise op, or an op that moves or selects elements.
+        """True if a path from the later sum `to` back to an earlier sum may pass `node`: an elementwise op, or an op that moves elements.
 
-        `to` is the later sum. An op of kind INTERNAL counts as elementwise if its result has as many elements as the sum.
+        An op of kind INTERNAL counts as elementwise if its result has as many elements as `to`.
         """
         if node.role != "op" or is_product(node) or node.op in LEVEL:
             return False

@@ -58,15 +58,16 @@ class _Copies:
 class _Mixer:
     """A promoting op that may run in fp32 while all its operands are low, and then pays for a cast of its anchor (rule 3 of this file).
 
-    A promoting op takes operands of mixed formats and computes in the widest. Its anchor is the one operand that is cast to fp32 then.
+    A promoting op takes operands of mixed formats and computes in the widest of them. If all its operands are low, casting one of them to
+    fp32 is enough to make it compute in fp32. This operand is the anchor.
     """
 
     op: int
-    """Vertex, in the flow network, of the op."""
+    """The op's vertex in the flow network."""
     anchor: Key
     """The operand of which an fp32 copy is made."""
     others: tuple[int, ...]
-    """Vertices of the ops that make the other operands, without ops that always run low."""
+    """Vertices of the ops that make the other operands. Ops that always run low are left out."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,10 @@ class ColourNetwork:
 
 
 class PricedNetwork(ColourNetwork):
-    """The network in which the cost of a cut is the price of its colours. For ops that promote types it holds the first bound of rule 3."""
+    """A flow network in which the cost of a cut is the price of running the ops on the source's side low and all other ops in fp32.
+
+    It leaves out the casts of anchors by promoting ops (the first bound of rule 3 in this file's docstring), so the cost may be too small.
+    """
 
     def __init__(self, graph: OpGraph, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode], model: CostModel) -> None:
         open_nodes = list(open_nodes)
@@ -201,10 +205,10 @@ class _Search(PricedNetwork):
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Return rule 3's second bound on the price of `mixer`, an op that may read mixed formats, as (arcs, constant to add).
+        """Return rule 3's second lower bound on the price of the promoting op `mixer`: (arcs for the network, constant to add to the cut).
 
-        `fixed` maps vertices whose colour the search has fixed to True if low, False if high. The result is ([], 0) if another operand is
-        fixed to high: the op then needs no copy.
+        `fixed` holds the vertices whose colour the search has fixed: True for low, False for high. The result is ([], 0) if an operand
+        other than the anchor is fixed to high, because the op then needs no copy.
         """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0
@@ -227,7 +231,10 @@ class _Search(PricedNetwork):
         return bool(not side[mixer.op] and side[self.end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 
     def _true_cost(self, side: Side) -> int:
-        """Return the exact price of an assignment. It leaves out the same constant as the bounds, so that they can be compared."""
+        """Return the exact price of the assignment `side`, without the costs that are the same for all assignments.
+
+        The bounds leave out the same costs, so that bounds and prices can be compared.
+        """
         side = side.copy()
         for key in {mixer.anchor for mixer in self.mixers}:
             copy = self.high_copies[key]

@@ -33,7 +33,7 @@ class Contradiction(AmpRewriteError):
     """Raised if every cut contains an infinite arc. `chain` holds the vertices of a path of infinite arcs from source to sink."""
 
     def __init__(self, chain: list[int], names: Sequence[str] = ()) -> None:
-        """Make an error for the path `chain`. `names` are the nodes of the op graph on the path, if they are known."""
+        """Describe the path `chain` in the message: by `names`, the op graph's nodes on the path, or by vertex numbers without `names`."""
         joined = ", ".join(names) or f"vertices {chain}"
         super().__init__(f"{joined} must share one precision, and what stands at the ends asks for both; remove an override of one of them")
         self.chain = chain
@@ -66,9 +66,10 @@ class Network:
     def once(self, maker: int, readers: Iterable[int], cost: int, outwards: bool, named: bool = False) -> int:
         """Add a cost that is paid once for all `readers` of a value, if the cut separates at least one reader from the `maker`.
 
-        If `outwards`, readers on the source's side pay for a maker on the sink's side; otherwise readers on the sink's side pay for a maker
-        on the source's side. Return the vertex that stands for all readers. This is the source or the sink if a reader is always on the
-        side that pays, or if nothing has to be paid. If `named`, it is a new vertex even for one reader or none.
+        With `outwards`, the cost is paid if the maker is on the sink's side and a reader on the source's side; without it, if the maker is
+        on the source's side and a reader on the sink's side. Return the vertex that is on the readers' paying side whenever a reader is.
+        It is the source (with `outwards`) or the sink (without) if a reader is always there, or if nothing has to be paid. `named` forces a
+        new vertex for a single reader, which otherwise stands for itself, and for no reader.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):

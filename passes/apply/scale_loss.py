@@ -115,7 +115,10 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Return {op: operand} for each op that returns its operand as the same tensor object, if the result has hooks: so has the operand."""
+    """Return {op: operand} for each op that returns its operand as the same tensor object, if hooks are on the result.
+
+    The hooks are then on the operand as well.
+    """
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]
@@ -152,7 +155,7 @@ def _reads_results(node: Node) -> bool:
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
     """Return further fp32 ops whose gradients need no scaling, such as a loss of logits that the graph returns.
 
-    They read only `outside` nodes (nodes with unscaled gradients), and only such nodes or the output read them.
+    These ops read only `outside` nodes (nodes with unscaled gradients), and only such nodes or the output read their results.
     """
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}

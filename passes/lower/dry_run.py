@@ -55,7 +55,7 @@ class _DryRun(torch.fx.Interpreter):
             return value
         if n.op == "output":
             return super().run_node(n)
-        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # not run: no gradients here
+        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # a dry run has no gradients
             return example_value(n)
         want = self.expected.get(n)
         changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
@@ -98,7 +98,8 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
             if fake_mode is None:
                 run.run(*placeholders, enable_io_processing=False)
             else:
-                with fake_mode, enable_python_dispatcher():  # Python forms of ops, as in Dynamo: oneDNN's LSTM op takes no symbolic sizes
+                # run ops by their Python implementations, as Dynamo does, because oneDNN's LSTM op takes no symbolic sizes
+                with fake_mode, enable_python_dispatcher():
                     run.run(*placeholders, enable_io_processing=False)
     except Refused:
         raise

@@ -64,7 +64,10 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """Give casts of weights (`chosen`: as in `weight_casts`) the requires_grad flag of the weight, if products choose kernels by it."""
+    """Give the low copy of a weight the requires_grad flag of the weight if a product that reads the copy chooses its kernel by this flag.
+
+    `chosen` is as in `weight_casts`.
+    """
     found = [
         (node, cast)
         for node, cast in weight_casts(module, False, chosen)
@@ -116,7 +119,8 @@ def hoist_weight_casts(
             source = inputs[cast[0]]
             with graph.inserting_after(last):
                 name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
-                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # several paddings of one weight
+                # the name is taken if the graph reads another copy of this weight, which is padded in another way
+                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")
             names.add(last.target)
             last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
             made[cast] = last

@@ -47,7 +47,10 @@ def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, to
 
 
 def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> None:
-    """Remove Dynamo's grad-mode calls around the backward graph `body` of `call`."""
+    """Remove the calls by which Dynamo disables gradients in the backward graph `body` of `call`; ops with a mode of their own keep it.
+
+    Do nothing if there are no such calls, or if the author's code fixes the grad mode of all ops.
+    """
     ops = [node for node in body.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     switches = [node for node in ops if op_name(node.target) in SET_GRAD]
     if not switches or switches[0] is not ops[0] or switches[-1] is not ops[-1] or switches[0].args[0] or not switches[-1].args[0]:

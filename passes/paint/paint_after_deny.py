@@ -1,4 +1,4 @@
-"""Paint ops that follow a denied op high: step 2 of TensorFlow's auto_mixed_precision.cc. `OpKind` defines infer, internal and clear ops.
+"""Paint high (fp32) the ops after a denied op: step 2 of TensorFlow's auto_mixed_precision.cc. `OpKind` defines infer, internal, clear ops.
 
 1. Start at every denied op that runs in fp32. With our own lists, skip a denied op whose result always fits the low format, because only
    its input needs fp32. TensorFlow starts at such ops, too.

@@ -1,4 +1,4 @@
-"""Paint every node low that has no colour yet, as Apex's O2 and O3 do."""
+"""Paint low all nodes that have no colour yet, as Apex's O2 and O3 do."""
 
 from __future__ import annotations
 

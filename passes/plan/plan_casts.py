@@ -71,7 +71,10 @@ def _stored_low(problem: Problem, decisions: Decisions) -> Iterator[Cast]:
 
 
 def _is_spread(problem: Problem, cast: Cast) -> bool:
-    """True if `cast` makes a low copy of a value with many readers in training. It is then split into several copies."""
+    """True if `cast` makes a low copy of a value with many readers in training. The copy is then split into several copies.
+
+    Copies that clamp numbers beyond the range (saturating casts) are never split.
+    """
     return problem.training and cast.to == problem.policy.low.name and cast.value in problem.read_by_many and not cast.saturate
 
 

@@ -86,7 +86,10 @@ def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
 
 
 def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, float]:
-    """Return the largest magnitude of each value, for constant scales: by the plan `given`, or by samples. {} in training, or without."""
+    """Return the largest magnitude of each value that may get a constant scale; {} if all scales are computed in each call.
+
+    The magnitudes are those in the plan `given`. Without such a plan they come from sample batches, for graphs without gradients only.
+    """
     if given is not None and given.copies:
         return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
     samples = problem.calibration if not problem.training else None
@@ -214,10 +217,10 @@ class _Choice:
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """Return (an op such as `topk` that ranks the result of `product`, or ""; True if the result serves only as scores).
+    """Return (name of an op such as `topk` that ranks the result of `product`, or "" if there is none; flag).
 
-    Scores are read by ranking ops, outputs and denied ops alone. The search follows the result through softmax, and through views and other
-    clear ops that read no other value but weights. Ops that read a softmax may be of any kind.
+    The flag is True if the result serves only as scores, such as logits: its readers are ranking ops, outputs, denied ops and softmaxes.
+    Views and other ops of kind CLEAR that read no other value but weights are looked through. A softmax may have readers of any kind.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}

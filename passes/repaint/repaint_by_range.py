@@ -150,7 +150,7 @@ def _of_weight(problem: Problem, node: OpNode) -> str:
 
 
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
-    """Return a text that says how a weight misses the low format's range; "" if it fits. No headroom is left, as its values are known."""
+    """Return a sentence on how a weight misses the low format's range: too large, or all flushed to zero; "" if the weight fits."""
     size, low, known = problem.magnitudes.get(_of_weight(problem, node), 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
@@ -180,7 +180,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
     if seen is None or not seen.nonzero:
         return ""
     flushed, thin = seen.underflow(low), seen.subnormal(low)
-    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # even one zero before a pole gives an infinity
+    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # `smallest`, as even one zero at a pole gives infinity
         return ""
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
     return f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"

@@ -52,8 +52,10 @@ class RepaintShares(Pass[Problem, Decisions]):
 def _leading(
     graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
 ) -> Iterator[str]:
-    """Search back from `operands` through up to FEW ops of these `kinds`. Yield each op named in `shares` (softmax, sigmoid), and the ops
-    between it and `operands`."""
+    """Yield the softmax and sigmoid ops from whose results `operands` are computed by ops of these `kinds` alone, and the ops in between.
+
+    `shares` holds the names of the ops that count as softmax or sigmoid. At most FEW ops are examined.
+    """
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
@@ -70,7 +72,10 @@ def _leading(
 
 
 def _kind(node: OpNode) -> OpKind | None:
-    """Return an op's kind by the op table, because op lists may give all ops one kind: ALLOW if it has FLOPs, None if it is in no table."""
+    """Return an op's kind: ALLOW if it has FLOPs, otherwise its kind in the op table; None if the table does not have it.
+
+    The op's kind in the op lists (`node.kind`) is not used, because some lists give all ops one kind.
+    """
     if node.role != "op" or node.op not in OPS:
         return None
     return OpKind.ALLOW if node.flops else OPS[node.op].kind

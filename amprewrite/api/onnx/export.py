@@ -118,10 +118,10 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (plan with the colours, low or high, that the user chose for PyTorch nodes; True if only nodes with a node override count).
+    """Return (a plan of the PyTorch graph, flag): the exported file takes over the plan's colours. None if the user chose no colours.
 
-    The argument `plan` takes precedence over a plan given to `rewrite`, which takes precedence over `node:` overrides. The result is None
-    if the user gave none of the three.
+    The plan is the argument `plan`, otherwise the plan given to `rewrite`; the flag is then False. If there is neither, but `rewrite` got
+    `node:` overrides, the plan comes from a capture, and the flag is True: only the colours of nodes with such an override are taken over.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given
@@ -135,8 +135,8 @@ def torch_plan(
 def kept_out(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model) -> frozenset[str]:
     """Return the ATen base names of the ops that the model runs with torch.autocast disabled.
 
-    The exported file does not tell such regions from others, such as `torch.no_grad`, so a capture of `amp` finds them. If a part of the
-    model cannot be captured, the ops in all regions of the file are returned.
+    The exported file looks the same for such code as for code under another context manager, such as `torch.no_grad`. So a capture of `amp`
+    finds the ops. If a part of the model cannot be captured, the ops under any such context manager are returned.
     """
     inside = region_ops(model)
     if not inside:
@@ -205,7 +205,10 @@ def _is_random(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _results(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> list[np.ndarray]:
-    """Return the result tensors of the model as arrays; random ops draw from `seed` if given. Model, inputs and random state are kept."""
+    """Return the result tensors of the model as arrays. The model, its inputs and the random state of the process do not change.
+
+    `seed` sets the random state for the call; None leaves the state of the process.
+    """
     with torch.no_grad(), state_kept(plain):
         if seed is not None:
             torch.manual_seed(seed)

@@ -167,7 +167,7 @@ class Job:
         self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
     ) -> None:
         self.name = name
-        self.policy = replace(policy, keeps_copies=True)  # a file stores each weight in the format of its readers
+        self.policy = replace(policy, keeps_copies=True)  # casts of weights cost nothing: a file stores weights in their readers' format
         self.low, self.keep_io = policy.low, keep_io
         self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
         self.notes, self.exported = list(notes), exported
@@ -417,11 +417,12 @@ def largest(reading: OnnxReading, samples: Samples) -> dict[str, float]:
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """Return the constants that a low copy would damage. In each, `Loss.kept` says whether an op that reads it stays fp32 in the plan."""
+    """Return the constants that a low copy would damage. In each `Loss`, `kept` is True if an op that reads the constant stays fp32."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        # `loss.kept`: the damage keeps readers fp32. If one runs low all the same, a pass found it harmless: leave it out
+        # leave out an error that is so large that the reader should stay fp32 (`read.loss.kept`), if the reader runs low all the same:
+        # the passes then found the error harmless
         if read.loss is not None and (kept or not read.loss.kept):
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())

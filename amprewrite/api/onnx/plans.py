@@ -82,8 +82,8 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Keep in fp32 the ops that the model runs with torch.autocast disabled. Return a list with a note; empty if there are no such ops.
 
-    `ops` are the names of these ops. In a file, regions of torch.autocast and regions such as torch.no_grad look the same. So the ops of
-    all regions are kept in fp32, except ops on the allowlist whose names are not in `ops`.
+    `ops` are the names of these ops. In a file, code under torch.autocast looks the same as code under torch.no_grad. So all ops in such
+    code are kept in fp32, except ops on the allowlist whose names are not in `ops`.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():
@@ -97,15 +97,15 @@ def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
 
 
 def region_ops(model: ir.Model) -> frozenset[str]:
-    """Return the ATen base names of all ops that `model` has from separate regions, such as torch.no_grad."""
+    """Return the ATen base names of all ops in `model` whose PyTorch code ran under a context manager such as torch.no_grad."""
     origins = (_origin(node) for node in model.graph.all_nodes() if _in_region(node))
     return frozenset(origin[1] for origin in origins if origin is not None)
 
 
 def _in_region(node: ir.Node) -> bool:
-    """True if torch's exporter took the node from a separate region, such as torch.autocast or torch.no_grad.
+    """True if the node's PyTorch code ran under a context manager that torch's exporter captures as a subgraph: torch.autocast or no_grad.
 
-    The exporter runs a region as generated code, and the node's stack trace names that code.
+    The exporter runs such a subgraph as generated code, and the node's stack trace names this code.
     """
     return node.metadata_props.get("pkg.torch.onnx.stack_trace", "").startswith('File "<eval_with_key>')
 

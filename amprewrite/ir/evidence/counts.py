@@ -28,8 +28,8 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FEW = 16
-"""Largest number of elements that a product of counted factors may sum over to stay fp32. Products of coordinates sum over two or three,
-products of positions and frequencies over one."""
+"""A product of counted factors stays fp32 if it sums over at most this many elements. Products of coordinates sum over two or three
+elements, products of positions and frequencies over one."""
 RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
@@ -38,7 +38,8 @@ GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
 """Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
 ASKS = frozenset(name for name, row in OPS.items() if row.asks)
 STAYS_WHOLE = GROWS | ASKS | ops_with(Trait.UNIFORM) | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
-"""Ops that return whole numbers for whole numbers. They include ASKS, because an attribute such as `x.mT` holds the elements of `x`."""
+"""Ops that return whole numbers for whole numbers. They include the ops that read an attribute of a tensor (ASKS), because an attribute
+such as `x.mT` holds the elements of `x`."""
 BYTES = frozenset({"bool", "uint8", "int8", "uint4", "int4", "uint2", "int2"})
 FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
 """Prefixes of the names of dtypes that can hold fractions."""

@@ -1,6 +1,7 @@
 """Rules for values that a format's range cannot hold, the same for PyTorch graphs and ONNX files.
 
-The rules need the largest and the smallest magnitude of a value. They are known for weights, and seen in sample runs for other values.
+The rules need the largest and the smallest magnitude of a value. These are computed from the elements of weights, and measured in sample
+runs for other values.
 
 The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
 values are negligible in larger sums (`add`, `sub`), and `mul` returns small values for small operands.
@@ -28,7 +29,7 @@ EXTREME = 1e30
 BLOCKS = 88.0
 """A softmax returns about zero for a score that is this far below the greatest score: exp(-88) is below fp32's normal numbers."""
 ROWS = 8
-"""Least number of rows in a table for which a common offset of all rows cannot be chance."""
+"""Least number of rows of a table whose rows are tested for a common offset: with fewer rows, chance alone could make one."""
 SHRINKS = 64
 """Scores and their masks may be divided by at most this number: the largest number of the low format, divided by it, is still large enough
 to block a position."""
@@ -44,7 +45,8 @@ _COUNTS = ops_with(Trait.HAS_STEPS, Trait.CONVERTS)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that return an infinity for zero, so also for a small operand that was flushed to zero."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
-"""Ops whose result is small if their operand is small. Ops of kind CLEAR, which move values, are left out."""
+"""Ops whose result is small if their operand is small. Ops that only move values (kind CLEAR) are not listed, although this is so for them.
+"""
 SUMS_SMALL = frozenset(name for name, row in OPS.items() if row.small == "sums")
 """Ops whose result is small only if all their summands are small."""
 
@@ -107,7 +109,7 @@ class Read(Generic[Node]):
 
     @property
     def factors(self) -> list[float]:
-        """The numbers by which the op multiplies the value; [] if it neither multiplies nor divides."""
+        """The numbers by which the op multiplies the value: for a division, their reciprocals; [] if it neither multiplies nor divides."""
         if self.op not in _SCALES:
             return []
         return [1 / number if self.op == "div" and number else number for number in self.numbers]
@@ -153,10 +155,11 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Apply the rules of `handed_on` to a sum or product between attention scores, or their mask, and the softmax.
+    """Apply the rules of `handed_on` to an op that computes attention scores: a sum, a product or a division.
 
-    Return None if the result may no longer block a position: a far number is added on the other side of zero, the operand is a divisor, or
-    a factor is smaller than 1 / SHRINKS. If the factor is no number, its sign is unknown, and the result may be on both sides.
+    A sum keeps its operand's side of zero. A negative factor changes the side. A factor that is no number has an unknown sign, so that the
+    result may be on both sides. Return None if the result may no longer block a position: a large number of the opposite sign is added, the
+    operand is a divisor, or a factor is smaller than 1 / SHRINKS.
     """
     if read.op in ADDS_UP:
         side = -side if read.op == "sub" and read.place else side
@@ -282,7 +285,8 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """True if an operand with the smallest magnitude `smallest` may hold elements that `low` flushes to 0, where `POLES` give inf."""
+    """True if an operand with the smallest magnitude `smallest` may hold elements that `low` flushes to 0, for which ops in POLES give inf.
+    """
     return smallest < HEADROOM * low.smallest_normal
 
 

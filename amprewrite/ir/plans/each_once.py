@@ -27,8 +27,10 @@ def _mode(plan: RegionPlan) -> str:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """Return a key that is equal for plans of one kind. It leaves out nodes whose value is a size (SymInt): a graph captured with fixed
-    sizes has no such nodes."""
+    """Return a key that is equal for plans of one kind: plans with the same nodes, colours, edits and padding.
+
+    Nodes whose value is a size (SymInt) instead of a tensor do not count, because a graph captured with fixed sizes has no such nodes.
+    """
     if not plan.nodes:
         return object()  # an object equals no other key: each graph that was left in fp32 is shown with its own reason
     parts = plan.flat("")

@@ -71,7 +71,7 @@ class PadCopy:
 
 @dataclass(frozen=True)
 class PadRegion:
-    """Dims of one graph that are the same axis of the model, such as a hidden size, and therefore have one padded extent."""
+    """Dims of one graph that are the same axis of the model, such as its hidden size, and therefore get the same padded extent."""
 
     size: int
     """Extent without padding."""
@@ -120,7 +120,7 @@ class PadPlan:
     """All padding of one graph."""
 
     regions: tuple[PadRegion, ...] = ()
-    """Groups of dims that were considered, padded or not."""
+    """The groups of dims that the planner considered for padding, whether it padded them or not."""
     values: tuple[PaddedValue, ...] = ()
     """Results that ops return padded."""
     copies: tuple[PadCopy, ...] = ()

@@ -132,7 +132,7 @@ class Candidate:
 
 PRODUCTS = ops_with(Trait.READS_FP8)
 LEFT = "left in fp32: "
-"""Start of the note of a region that runs in fp32 as a whole."""
+"""Start of the note of a region (the plan of one graph) that runs in fp32 as a whole; the reason follows."""
 FLUSHES = "computes in the low format itself, in a backward that the user wrote, on gradients that are not scaled: small ones become zero"
 """The note of a subgraph whose small gradients become zero although the loss is scaled."""
 
@@ -142,11 +142,11 @@ class RegionPlan:
     """The plan of one captured graph."""
 
     name: str
-    """Name of the region. If the plan has several regions, names of nodes have the form "region/node"."""
+    """Name of the region. If a ModelPlan has several regions, it calls a node "region/node"."""
     nodes: tuple[NodePlan, ...]
     """All nodes in canonical order: makers before readers."""
     casts: tuple[Cast, ...]
-    """Copies of values in another format. They follow from the colours, and an edited plan may leave them empty."""
+    """Copies of values in another format. They follow from the colours, so that a plan edited by hand may list none."""
     training: bool = False
     """Whether the graph was captured with gradients."""
     notes: tuple[str, ...] = ()
@@ -182,7 +182,7 @@ class RegionPlan:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """For this graph and each of its subgraphs that stays fp32 as a whole: a sentence with the reason; () if none does."""
+        """Sentences with the reason, for this graph and for each of its subgraphs that stays fp32 as a whole; () if none does."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )
@@ -221,12 +221,13 @@ class ModelPlan:
     # -- reading ------------------------------------------------------------
     @property
     def nodes(self) -> tuple[NodePlan, ...]:
-        """All nodes of all regions (plans of one graph each). If there are several regions, names have the form "region/node"."""
+        """All nodes of all regions (the plans of single graphs). If there are several regions, names have the form "region/node"."""
         return tuple(node for _, node in self.in_regions())
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """All casts of all regions (plans of one graph each). If there are several, names of nodes have the form "region/node"."""
+        """All casts of all regions (the plans of single graphs). If there are several regions, names of nodes have the form "region/node".
+        """
         if len(self.regions) == 1:
             return self.regions[0].casts
         return tuple(
@@ -355,7 +356,8 @@ class ModelPlan:
     def switch_off(self, *names: str) -> Self:
         """Return a copy in which some edits are switched off: `plan.switch_off("scaled_dot_product_attention", "fp32 statistics")`.
 
-        Each name is a node, a module, or a kind of edit (a value of `tables.vocabulary.Edit`). Raises PlanError for a name without edits.
+        Each name is a node, a module, or a kind of edit (a value of `tables.vocabulary.Edit`). The edits of the node, in the module or of
+        the kind are switched off. Raises PlanError for a name without edits.
         """
         regions = {region.name: region for region in self.regions}
         for name in names:

@@ -93,7 +93,7 @@ class QuantisedCopy:
     to: str
     """Format name: "e4m3" or "e5m2"."""
     scales: str
-    """Which elements share a scale: "tensor" for all of them, "rows" or "columns" for each row or column of the value as a matrix."""
+    """Which elements share a scale: "tensor" if all do, "rows" or "columns" if each row or column of the value as a matrix has its own."""
     readers: tuple[str, ...]
     """GEMMs that read the copy, such as "linear_3.grad_weight"."""
     role: str
@@ -124,7 +124,7 @@ class QuantisedProducts:
     products: tuple[ProductPlan, ...] = ()
     """The low products for which fp8 was weighed, each with its GEMMs."""
     copies: tuple[QuantisedCopy, ...] = ()
-    """The fp8 copies. They follow from the products, and an edited plan may leave them empty."""
+    """The fp8 copies. They follow from the products, so that a plan edited by hand may list none."""
 
     def __bool__(self) -> bool:
         return bool(self.products)

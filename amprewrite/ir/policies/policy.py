@@ -31,7 +31,7 @@ class Override:
     pattern: str
     """A pattern of module paths or node names; the name of an op if the scope is "op"."""
     word: str
-    """"high", "low" or "wide"; the name of a list if the scope is "op"."""
+    """"high", "low" or "wide" (a product of bf16 operands with an fp32 result); the name of a list if the scope is "op"."""
 
     def matches_node(self, name: str) -> bool:
         """True if this is a node override whose pattern matches `name`."""
@@ -45,8 +45,8 @@ class Override:
 def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override, ...]:
     """Parse the option `overrides=`, such as `{"softmax": "deny", "module:encoder.*": "fp32", "node:linear_3": "low"}`.
 
-    `low` is the low format of the rewrite. Raises PolicyError for unknown ops (with similar names), unknown scopes and words, formats other
-    than `low`, and contradictions between entries for one op.
+    `low` is the low format of the rewrite. Raises PolicyError for unknown ops (with similar names), unknown scopes and values, for low
+    formats other than `low`, and for contradictions between entries for one op.
     """
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
         raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {shown(overrides)}")

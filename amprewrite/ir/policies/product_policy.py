@@ -26,7 +26,7 @@ class ProductRule:
     pattern: str
     """A pattern of module paths or node names."""
     gemm: str
-    """One of the three GEMMs of a product; "" for all three."""
+    """"out" (the forward), "grad_in" or "grad_weight" (the gradients of a product's operands); "" for all three GEMMs."""
     fp8: bool
     """True if the GEMMs run in fp8, False if they run in the low format."""
 
@@ -46,7 +46,7 @@ class ProductPolicy:
     fused: bool = False
     """Whether a compiler runs the graphs and fuses amaxes and casts with the ops around them."""
     kernel: bool = True
-    """Whether to assume that amprewrite's own Triton kernel makes the copies, where no compiler does."""
+    """Whether to assume that amprewrite's own Triton kernel makes the fp8 copies where no compiler makes them."""
 
     @property
     def preset(self) -> Preset:

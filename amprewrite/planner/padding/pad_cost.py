@@ -61,9 +61,10 @@ class PadCost:
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
-        """Return the seconds per call of a padded copy of a parameter. No cast can pad this parameter, because it is read in fp32.
+        """Return the seconds per call to make a padded copy of a parameter of `numel` elements that is read in fp32.
 
-        The copy is made at every call, or once if copies are kept.
+        The copy is made at every call, or only once if calls without gradients keep copies. (A parameter that is read low needs no such
+        copy: the cast to the low format pads it.)
         """
         if self.cached_weights and not self.training:
             return 0.01 * self.device.launch
@@ -115,8 +116,8 @@ _TIMES: dict[tuple[Any, ...], tuple[float, float]] = {}
 def stopwatch(device: str, dtype: Any) -> Callable[[Product, Product], tuple[float, float] | None]:
     """Return a function that times a product and its padded form on a CUDA device: (product, padded product) → seconds of both.
 
-    It times them in turn, several times, and returns the least times. It returns None if the tensors would take more than a quarter of the
-    free memory. Results are cached in memory.
+    The function times both in turn, five times, and returns the least seconds of each. It returns None if the tensors would take more than
+    a quarter of the device's free memory. Results are cached in `_TIMES`.
     """
     import torch
 

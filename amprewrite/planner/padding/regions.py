@@ -31,7 +31,7 @@ ROUNDS = 60
 Place = tuple[str, Slot, int]
 """One dim of an operand or result: (name of the call, slot, dim). A slot is the name of an operand or the index of a result."""
 Variable = tuple[Place, int]
-"""(one dim that stands for its group, axis): the cut decides whether all dims of this group are padded along the axis."""
+"""A yes-or-no choice of the cut: (a dim that stands for all dims that are padded together with it, the axis along which to pad them)."""
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Want:
     leaves: tuple[int, ...] = ()
     """Axes to pad; () if no axis of the dim can be padded."""
     why_not: str = ""
+    """The reason why the dim cannot be padded; "" if it can."""
 
     def padded(self, regions: Regions) -> int:
         """Return the size of this dim after padding. A view may have merged several axes (`leaves`) into it; each is padded by itself."""
@@ -73,7 +74,8 @@ class Regions:
     axes: Axes = field(default_factory=Axes)
     of_value: dict[str, list[int]] = field(default_factory=dict)
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """The axes of the dims: `of_value` by value, `of_use` by (value, reader). A reader behind a barrier has axes of its own."""
+    """Axes of each dim of a value, as the value is made (`of_value`) and as a reader takes it (`of_use`, by (value, reader)). These are the
+    same axes, except for the pairs in `barriers`, whose reader has axes of its own."""
     group: DisjointSets[Place] = field(default_factory=DisjointSets)
     """Joins the dims of a call that are padded together. Dims that may not be padded are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -166,9 +168,10 @@ class Regions:
 
     # -- 2. wants ----------------------------------------------------------------------
     def all_aligned(self, multiple_of: Callable[[str], int | None]) -> bool:
-        """True if all dims of matrix products are multiples of `multiple_of(call)`; None as the multiple accepts any size.
+        """True if each size of a matrix product is 1 or a multiple of `multiple_of(name of the product)`, or if this multiple is None.
 
-        False if a size is symbolic. This test reads only shapes, so that it is fast."""
+        False if a size is symbolic. This test reads only shapes, so that it is fast.
+        """
         for call in self.calls.values():
             multiple = multiple_of(call.name)
             if multiple is None:
@@ -181,7 +184,10 @@ class Regions:
         return True
 
     def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
-        """Return the unaligned dims of products, and set `extent`. `multiple_of(call)` is the multiple to reach, None to pad nothing."""
+        """Return the dims of matrix products that are not multiples of `multiple_of(name of the product)`, and set `extent` for their axes.
+
+        Products for which this multiple is None are left out, and so are dims of size 1. A dim that cannot be padded has a `why_not`.
+        """
         found: list[Want] = []
         for call in self.calls.values():
             multiple = multiple_of(call.name) if self.rules[call.name].wants else None
@@ -216,7 +222,11 @@ class Regions:
         return found
 
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
-        """Choose which axes of a merged dim to pad: axes that are padded anyway or, if these do not suffice, the axis that grows least."""
+        """Choose the axes to pad in a dim that a view merged from several axes (`leaves`). Write them to `want.leaves` and `units`.
+
+        `units` holds the multiple to which each axis is padded. Axes that are padded anyway are enough if they make the whole dim a
+        multiple of `want.unit`. Otherwise the axis that grows least is padded, too.
+        """
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
         marked = tuple(leaf for leaf in leaves if leaf in units)
@@ -244,7 +254,10 @@ class Regions:
 
     # -- 3. cut ---------------------------------------------------------------------------
     def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadCost) -> None:
-        """Set `padded`: pad the dims in `asked`, and those in `weighed` only if `gains` (seconds saved, by call) exceed the pads' cost."""
+        """Set `padded`. Dims in `asked` are padded at any cost, dims in `weighed` only if the gain exceeds the cost of pads and slices.
+
+        `gains` holds the seconds that padding saves, by call.
+        """
         network = Network()
         vertices: dict[Variable, int] = {}
 
@@ -262,7 +275,7 @@ class Regions:
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: dearer, so that readers take one size
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # a weight's low copy: a high price makes all readers take one size
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _picoseconds(prices.inside(numel * share)))
@@ -295,7 +308,10 @@ class Regions:
         return bool(needs) and all(variable in self.padded for variable in needs)
 
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
-        """Return, by (dim, value, axis): (variable of the maker, [(reader, its variable)]). None stands for an end that is never padded."""
+        """Return, by (dim, value, axis): (variable of the op that makes the value, [(reader, variable of the reader)]).
+
+        Only axes that some op wants padded are included. A variable is None if its op never has this dim padded.
+        """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
         for (value, reader), _ in self.of_use.items():
@@ -433,11 +449,14 @@ def value_name(call: Call, i: int) -> str:
 
 
 def _merged(factors: Factors) -> Factors:
-    """Simplify the factors (axes) of a dim: join neighbouring axes without padding, and join unpadded axes to a padded axis outside."""
+    """Return the fewest factors, pairs (size, padded size), that describe the padding of a dim which consists of the axes `factors`.
+
+    An axis without padding is merged into the axis before it.
+    """
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and n == m:
-            found[-1] = (found[-1][0] * n, found[-1][1] * m)  # rows added at the end of a matrix lie at the end of the flat axis, too
+            found[-1] = (found[-1][0] * n, found[-1][1] * m)  # exact: rows added below a matrix are at the end of the flat axis, too
         else:
             found.append((n, m))
     if len(found) > 1 and found[0] == (1, 1):

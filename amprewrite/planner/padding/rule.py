@@ -62,7 +62,7 @@ class Rule:
     ties: list[tuple[Leg, ...]] = field(default_factory=list)
     """Which dims of operands and results are the same dim, so that they are padded together. Each tie lists descriptions of one dim."""
     wants: list[tuple[Slot, int]] = field(default_factory=list)
-    """Dims, as (slot, dim), whose sizes should be multiples of a few elements for the op's kernel."""
+    """Dims, as (slot, dim), for which the op's kernel is faster if their size is a multiple of a few elements."""
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
     """Returns the numbers in the padding of the results, given those in the padding of the operands. May raise Hazard."""
     ignored: set[str] = field(default_factory=set)
@@ -133,7 +133,8 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
     """Declare in `rule` which dims of an element-wise op, with operands `refs` and result shape `out`, are padded together.
 
     Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim gets no
-    tie if a floating operand has a size there that is neither 1 nor the result's, or if a non-floating operand is not broadcast along it.
+    tie if a floating operand has a size there that is neither 1 nor the result's. It gets no tie either if a non-floating operand, such as
+    a boolean mask, is not broadcast along it, because such an operand cannot be padded.
     """
     rule.pointwise = True
     for back in range(1, len(out) + 1):
@@ -145,7 +146,7 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
             if not view.is_tensor(ref) or ref.name in rule.ignored:
                 continue
             shape = view.shape(ref)
-            if shape is None:  # not floating, such as a boolean mask: it cannot be padded, so its dims get no tie
+            if shape is None:  # not floating, such as a boolean mask
                 masks = view.calls[ref.name].shapes
                 if any(len(s) >= back and s[-back] != 1 for s in masks):
                     legs = []

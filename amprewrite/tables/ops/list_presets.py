@@ -223,7 +223,8 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
         OpKind.DENY: "max_unpool1d",
     },
 }
-"""By device and kind: ops that are one node in captured graphs and several ops for torch.autocast. Their kind is the kind of those ops."""
+"""By device and kind: ops that are one node in captured graphs, but run as several ops that torch.autocast has on its lists. The kind is
+the kind of these several ops."""
 
 
 @cache

@@ -69,7 +69,8 @@ def _spelled(term: str, rank: int) -> str:
 def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
     """Yield, for each product of two in an einsum, (letters of the product so far, letters of the next operand, letters needed later).
 
-    The letters needed later are those of the operands still to come and of the result, `wanted`."""
+    The letters needed later are the letters of the operands still to come, and of the result (`wanted`).
+    """
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):
         later = wanted.union(*terms[place + 1 :])

@@ -39,12 +39,12 @@ ALWAYS: dict[str, Callable[[float], float]] = {
     "asinh": math.asinh, "tanhshrink": lambda x: x - math.tanh(x), "round": round, "floor": math.floor, "ceil": math.ceil,
     "trunc": math.trunc, "sign": lambda x: float((x > 0) - (x < 0)), "positive": lambda x: x,
 }  # fmt: skip
-"""Functions that ops compute if they are called with their input alone. Value and slope are finite at every finite number."""
+"""Op → the function that it computes, for calls with the input alone. The function and its slope are finite at every finite number."""
 ABOVE_ZERO: dict[str, Callable[[float], float]] = {
     "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x), "log": math.log, "log2": math.log2, "log10": math.log10,
     "reciprocal": lambda x: 1 / x, "log1p": math.log1p,
 }  # fmt: skip
-"""Functions that ops compute. They are applied only to padding above zero, since most have an infinite value or slope at zero."""
+"""Op → the function that it computes. It is applied only to padding above zero, since most have an infinite value or slope at zero."""
 AT_ZERO = ops_with(Trait.KEEPS_ZERO)
 _ONE_INPUT, _NO_LARGER = ops_with(Trait.ONE_INPUT), ops_with(Trait.NO_LARGER)
 
@@ -69,7 +69,10 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """Return a function from the padding of the operands to the padding of the result. `op` takes two tensors, or one and a number."""
+    """Return the function that computes the number in the result's padding from the operands' `Contents`.
+
+    `op` takes two tensors, or a tensor and a number.
+    """
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
     alpha = call.kwargs.get("alpha", 1)
@@ -104,7 +107,10 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 
 # -- pointwise ------------------------------------------------------------------------------
 def pointwise(view: View) -> Rule:
-    """Return the padding rule of an op with one tensor operand. All dims may be padded. The op also changes the numbers in the padding."""
+    """Return the padding rule of an op with one tensor operand. All dims may be padded, unless the call has arguments unknown here.
+
+    The op is applied to the number in the padding, too.
+    """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     rule = Rule(content=_unary(call.op))

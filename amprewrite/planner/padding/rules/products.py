@@ -14,7 +14,7 @@ from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard
 
 # -- sums and norms ---------------------------------------------------------------------------------
 def reduction(view: View) -> Rule:
-    """Return the padding rule of sums and means. Dims that are not summed may be padded.
+    """Return the padding rule of sums and means over some dims. The other dims may be padded. A sum over all dims is never padded.
 
     Summed dims keep their unpadded size. Slicing a padded operand to this size costs little, since the slice is a view, without a kernel.
     """
@@ -106,7 +106,11 @@ _BOTH_ZERO = "a product of two activations needs zero padding on both sides"
 
 
 def matmul(view: View, first: int = 0) -> Rule:
-    """Return the padding rule of a product of two activations, the first at position `first`. The padding of both must be zero."""
+    """Return the padding rule of a product of two matrices, or batches of them. The padding of both factors must be zero.
+
+    `first` is the position of the first factor among the arguments. If it is 1, argument 0 is added to the product. Products with a vector
+    are not padded.
+    """
     names = ("input", "mat2") if view.call.op in ("mm", "bmm") else ("input", "other")
     names = ("mat1", "mat2") if view.call.op == "addmm" else ("batch1", "batch2") if view.call.op == "baddbmm" else names
     a, b = view.call.get(first, names[0]), view.call.get(first + 1, names[1])

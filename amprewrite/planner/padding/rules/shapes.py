@@ -176,7 +176,11 @@ def index_of(call: Call, shape: Shape) -> list[tuple[int, Any]] | None:
 
 
 def getitem(view: View) -> Rule:
-    """Return the padding rule of getitem. A dim may be padded if it is taken in full, or if one of several equal pieces is taken."""
+    """Return the padding rule of getitem on a tensor or on a tuple of results.
+
+    A dim of a tensor may be padded if it is taken in full, or if the slice is one of several equal pieces of the dim. If the operand is a
+    tuple, all dims of the result that is picked may be padded.
+    """
     call = view.call
     if call.item is not None and isinstance(call.args[0], Ref):
         rule, source = Rule(), call.args[0]
@@ -210,7 +214,8 @@ def _slice_tie(rule: Rule, name: str, dim: int, size: Any, cut: slice, after: in
 
 
 def narrow(view: View) -> Rule:
-    """Return the padding rule of `narrow`. The other dims may be padded, and the narrowed dim if it is cut into equal pieces."""
+    """Return the padding rule of `narrow`. The narrowed dim may be padded if the op takes one of several equal pieces, other dims always.
+    """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
@@ -242,9 +247,9 @@ def select(view: View) -> Rule:
 
 
 def chunks(view: View) -> Rule:
-    """Return the padding rule of chunk, split and unbind. The other dims may be padded.
+    """Return the padding rule of chunk, split and unbind. All dims but the cut dim may be padded.
 
-    The cut dim may be padded, too, if its pieces are equal, or multiples of the smallest piece. It is then padded inside each piece.
+    Chunk and split may have the cut dim padded, too, if all pieces are multiples of the smallest piece. Each piece is then padded.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
@@ -268,7 +273,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # all sizes are multiples of the smallest, as in a QKV weight with fewer key heads: tie all to that one
+        if first is not None:  # all pieces are multiples of the smallest, as in a QKV weight with fewer key heads: tie each to that piece
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:
@@ -277,7 +282,7 @@ def chunks(view: View) -> Rule:
 
 
 def cat(view: View) -> Rule:
-    """Return the padding rule of a concatenation. The other dims may be padded, and the joined dim if all parts are equally long."""
+    """Return the padding rule of a concatenation. The joined dim may be padded if all parts have the same size there, other dims always."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", call.kwargs.get("axis", 0))
     shapes = [view.shape(t) for t in tensors_] if isinstance(tensors_, tuple) else [None]
@@ -310,7 +315,8 @@ def stack(view: View) -> Rule:
 def padded(view: View) -> Rule:
     """Return the padding rule of a pad in the model's code. Dims that the model does not pad may be padded.
 
-    If the model pads with 0, zeros in the operand's padding stay zeros. Otherwise the numbers in the padding are unknown (MIXED)."""
+    If the model pads with 0, zeros in the operand's padding stay zeros. Otherwise the numbers in the padding are unknown (MIXED).
+    """
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:

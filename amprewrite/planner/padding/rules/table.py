@@ -80,7 +80,7 @@ RULES: dict[str, Callable[[View], Rule]] = {
     **_rows(partial(recurrent, gates=3), "gru"),
     **_rows(partial(recurrent, gates=1), "rnn_tanh", "rnn_relu"),
 }  # fmt: skip
-"""ATen base name → function that returns the rule of a call. Operands and results of an op without a row are not padded."""
+"""ATen base name of an op → function that returns the padding rule of a call of the op. Ops without a row are not padded."""
 
 
 def rule_of(call: Call, calls: Mapping[str, Call]) -> Rule:

@@ -75,7 +75,7 @@ TRAITS: dict[Trait, str] = {
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
     Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
-    # makers of constant tensors; ops whose result is multiplied by a factor if all, any one, or the first of their operands are
+    # ops that make constant tensors; linear ops: scaling all their operands, any one operand, or the first operand scales the result
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
