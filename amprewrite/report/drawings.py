@@ -1,4 +1,4 @@
-"""All functions that draw a plan. The methods of `CastPlan` reach them through this module, because drawings are an extra."""
+"""All functions that draw a plan. The methods of `CastPlan` import them through this module, because drawings are an optional extra."""
 
 from amprewrite.report.html.notebook import to_notebook
 from amprewrite.report.html.page import to_html

@@ -35,7 +35,7 @@ class Options:
     given: ModelPlan | None = None
     """An earlier plan that the rewrite follows; None: the rewrite makes a plan."""
     granularity: Granularity = MODEL
-    """A result of `parse_granularity`."""
+    """How the model is split into parts that are captured separately: "model" (no parts), "blocks", or patterns of module paths."""
     calibration: Calibration | None = None
     keep_high: KeepHigh | None = None
     loss_scale: Any = "auto"

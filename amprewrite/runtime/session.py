@@ -128,7 +128,10 @@ class Session(GraphRewriter):
             check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Set up the state for an outermost call of the model. `recomputes`: it repeats a forward. `given_up`: frames Dynamo gave up."""
+        """Set up the state for an outermost call of the model.
+
+        `recomputes`: the call repeats a forward in a backward. `given_up`: the number of frames that Dynamo gave up before the call.
+        """
         state = self.state
         self.cache.look(self.weight_names)
         self._look_for_new_modules()
@@ -292,7 +295,10 @@ class Session(GraphRewriter):
                 )
 
     def _check_overrides(self) -> None:
-        """Raise PolicyError if an override names a node that no captured graph has. Warn if it names a module of which they have no op."""
+        """Raise PolicyError if an override names a node that is in no captured graph.
+
+        Warn if it names a module from which no captured graph has an op with fp32 values.
+        """
         self._check_node_overrides()
         plans = [part for region in self.regions for part in region.plan.flat("")]
         modules = {node.module for plan in plans for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN}

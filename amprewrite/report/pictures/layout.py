@@ -303,7 +303,10 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 
 
 def _columns(heights: list[float], broad: float) -> list[range]:
-    """Divide layers into columns `broad` in width, for a ratio of width to height near ASPECT; up to the height TALL, into one column."""
+    """Divide layers, given by their `heights`, into columns of width `broad`, and return the indices of the layers of each column.
+
+    Layers that are together at most TALL high form one column. Higher ones are divided so that width / height is near ASPECT.
+    """
     tall = sum(heights)
     count = 1
     if tall > TALL:

@@ -70,7 +70,10 @@ def _sizes(drawing: Drawing) -> dict[int, tuple[float, float]]:
 
 
 def _opened(drawing: Drawing, depth: int | None) -> set[int]:
-    """Return the ids of the boxes to draw open: all down to level `depth`; for None, level by level up to `MOST_OPEN` visible parts."""
+    """Return the ids of the boxes to draw open: all boxes down to level `depth`.
+
+    If `depth` is None, boxes are opened level by level, as long as at most `MOST_OPEN` parts are visible.
+    """
     nest = drawing.nest
     level = {nest.count: 0}
     for box in nest.boxes[1:]:

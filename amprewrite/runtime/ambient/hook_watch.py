@@ -22,7 +22,7 @@ _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class _OwnHookNumbers:
-    """Number of hooks that this package has registered. `lock` is held while a hook is registered and counted."""
+    """`taken`: number of hooks that this package has set on tensors. `lock` is held while a hook is set and counted."""
 
     taken = 0
     lock = threading.RLock()
@@ -39,8 +39,8 @@ class HookWatch:
     """Finds out whether hooks on modules below `root` have changed. The check is cheap if nothing was registered.
 
     Every registration increments one counter of PyTorch. So the modules are searched only if a hook other than our own was registered, if
-    the number of hooks of a module with hooks has changed, or if the root has other children. The root's own hooks run outside the
-    captured graphs and do not count.
+    the number of hooks of a module with hooks has changed, or if a direct child of the root was replaced. Hooks on the root itself run
+    outside the captured graphs and do not count.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -67,7 +67,7 @@ class HookWatch:
 
 def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
     seen, left = {root}, [*root._modules.values()]
-    while left:  # `modules()` would take twice as long, and this runs at each call if the user sets tensor hooks
+    while left:  # not `modules()`, which takes twice as long: this search runs at each call of the model if the user sets tensor hooks
         module = left.pop()
         if module is None or module in seen:
             continue
@@ -82,7 +82,7 @@ def may_differ(root: nn.Module) -> bool:
 
 
 def _unlisted(root: nn.Module) -> Iterator[bool]:
-    """Yield, for each attribute of a module, True if it is or contains a module that `root.modules()` does not list.
+    """Yield a bool for each attribute of each module: True if it is, or contains, a module that `root.modules()` does not list.
 
     Lists, tuples, sets and dicts are searched one level deep.
     """
@@ -95,7 +95,8 @@ def _unlisted(root: nn.Module) -> Iterator[bool]:
 
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 def _global_hooks() -> bool:
-    """Return `any_global_hook()` as a constant for Dynamo: no guard is needed, because the graph does not depend on the result."""
+    """True if the process has global module hooks. Dynamo reads the result as a constant, without a guard, because both answers lead to
+    the same graph (see `call_with_own_hooks`)."""
     return bool(any_global_hook())
 
 
@@ -126,7 +127,8 @@ def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
     Dynamo captures this function instead of `__call__` for each submodule that is captured separately, because global hooks would become
-    part of the graph. If the module has hooks that run even after an exception in its forward, PyTorch's own `__call__` runs.
+    part of the graph. PyTorch's own code runs the call if the process has no global hooks, or if the module has hooks that run even after
+    an exception in its forward (`always_call`).
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

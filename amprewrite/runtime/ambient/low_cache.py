@@ -2,18 +2,18 @@
 
 1. Only the model reads a cache that `generate()` makes. Before the first step the layers of the cache get a class that stores rounded
    tensors and returns fp32. In a captured graph both conversions vanish where the plan runs low, so that no step casts the cache.
-2. Only values that the plan rounds are rounded: if a graph reads keys or values in fp32, or if code that was not captured reads them, the
-   layer stores fp32 again.
+2. The cache rounds only values that the plan rounds, too: if a graph reads keys or values in fp32, or if code that was not captured reads
+   them, the layer stores fp32 again.
 3. A layer that outlives the call of `generate()` gets its former class again, and stores fp32.
 
-Before each step, the sizes that vary (batch, prompt, length of the cache) are marked, so that Dynamo captures them dynamic at once. Without
-a mark Dynamo treats a size as fixed until it sees another value: the prompt and the steps of decoding would be captured again for each new
-size. Sizes of one are not marked, because PyTorch broadcasts them.
+Before each step, the sizes that vary (batch, prompt, length of the cache) are marked, so that Dynamo captures them as dynamic at once.
+Without a mark Dynamo treats a size as fixed until it sees another value: the prompt and the steps of decoding would be captured again for
+each new size. Sizes of 1 are not marked, because PyTorch broadcasts these dims, so that their graph differs from the graph of other sizes.
 
-A marked size is a symbol of its own. The layers of a cache hold keys and values of one length, so that all of them get one symbol for it:
-with a symbol for each, Dynamo would work out every op of every layer anew. Sizes that are equal by chance, as a batch of five with five
-keys, keep symbols of their own, because a graph with one symbol for both would have to be captured again at the next step. So do sizes that
-Dynamo saw change in an earlier capture of the same code.
+Dynamo gives each marked size a symbol of its own. With a symbol for each layer, it would work out every op of every layer anew. So all
+layers that hold keys and values of one length share one symbol for it. Sizes that are equal by chance, such as a batch of five with five
+keys, keep separate symbols, because a graph with one symbol for both would have to be captured again at the next step. Sizes that Dynamo
+saw change in an earlier capture of the same code keep separate symbols, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _INNER, _KEPT = "amprewrite_inner", "amprewrite_kept"
 _IN_CACHE, _IN_STATES = (0, 2), (0, 1)
 """Dims of batch and length: in keys and values (batch × heads × length × width), and in hidden states (batch × length × width)."""
 _SHARED = "amprewrite_shared"
-"""Attribute of keys and values: their dims whose sizes are the same in all layers of one kind."""
+"""Attribute that `mark_growing` sets on keys and values: the dims whose size may share a symbol with equal sizes (`shared_sizes`)."""
 _SOURCE = file_label(__file__)
 
 
@@ -51,7 +51,8 @@ class CacheReadHigh(Exception):
 
 
 class _KeepsLow:
-    """Methods that a layer of a KV cache gets. They store its keys and values low, in an inner layer of the class that it had before."""
+    """Methods that `_low_class` gives to a layer of a KV cache. They store keys and values low, in an inner layer of the layer's former
+    class, and return them in fp32."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self
@@ -97,7 +98,7 @@ def _low_class(cls: type) -> type:
 
 
 def caches_of(value: Any) -> Iterator[Any]:
-    """Yield a cache, or its inner caches; nothing if `value` is no cache."""
+    """Yield `value` if it is a KV cache with layers, and the two inner caches of an encoder-decoder cache; nothing for other values."""
     if getattr(value, "layers", None):
         yield value
     for name in _CACHES:
@@ -155,9 +156,9 @@ class LowCaches:
         self._layers: list[weakref.ref[Any]] = []
 
     def take(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make the empty KV caches among the arguments of a step of `generate()` store the low format.
+        """Make the empty KV caches among the arguments of a step of `generate()` store their keys and values low.
 
-        Caches that the caller made, and offloaded caches, are left out.
+        Caches that the caller made, offloaded caches, and layers of classes that are not in `_LAYERS` stay fp32.
         """
         library = sys.modules.get("transformers.cache_utils")
         known = {getattr(library, name, None) for name in _LAYERS}
@@ -190,13 +191,15 @@ class CachesOfModel:
     def of_call(self, low: Format, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LowCaches | None:
         """Return the low caches of one call of `generate()`; None if its caches stay fp32.
 
-        They stay fp32 if code outside of the model reads them, and in fp16, whose narrow range would turn large values into infinities.
+        They stay fp32 if the plan reads them in fp32, if code outside of the model may read them, and if `low` is fp16, whose narrow range
+        would turn large values into infinities. `args` and `kwargs` are the arguments of the call.
         """
         fits = self.low and low is not FP32 and not low.narrow
         return LowCaches(low.dtype) if fits and not self._seen_outside(args, kwargs) else None
 
     def _seen_outside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """True if code outside of the model sees the cache: `return_dict_in_generate` is set, or the model or all modules have hooks."""
+        """True if code outside of the model may see the cache: `return_dict_in_generate` is set, or the model has hooks on its forward, or
+        the process has global module hooks."""
         own = getattr(self.root, "generation_config", None)
         asked = [kwargs, *(vars(each) for each in (*args, *kwargs.values(), own) if _is_settings(each))]
         hooks = self.root._forward_hooks or self.root._forward_pre_hooks or any_global_hook()
@@ -205,8 +208,8 @@ class CachesOfModel:
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
         """If a planned graph reads keys or values of the low `caches` in fp32, let later calls of `generate()` keep their caches in fp32.
 
-        Raises CacheReadHigh if `anew`, that is, if no code of the present call ran yet, so that it can start again with fp32 caches. Does
-        nothing if `caches` is None or a plan was given.
+        A graph without planned ops counts as such a graph. Raises CacheReadHigh if `anew`: no code of the present call ran yet, so that the
+        call can start again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
@@ -235,13 +238,16 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of keys or values in which equal sizes get one symbol, as `mark_growing` found them."""
+    """Return the dims of keys or values whose size shares one symbol with equal sizes in the cache; () for a tensor in no marked cache."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 
 
 def _mark_shared(value: Any) -> None:
-    """If `value` is a cache, mark the dims of its keys and values whose sizes mean the same wherever they are equal in this call."""
+    """If `value` is a cache, mark the dims of its keys and values whose size may share a symbol with equal sizes.
+
+    These are the batch and length dims, unless the size has two meanings in this cache: a batch of five and five keys are equal by chance.
+    """
     batch, length = _IN_CACHE
     held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}
     meanings: defaultdict[int, set[Any]] = defaultdict(set)
@@ -253,7 +259,8 @@ def _mark_shared(value: Any) -> None:
 
 
 def _kinds(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (layer, (index of the inner cache, class, window)) for each layer of a cache. If these agree, keys have one length."""
+    """Yield (layer, kind) for each layer of a cache. Layers of one kind hold keys of one length. The kind is (index of the inner cache,
+    class of the layer, sliding window or None)."""
     for place, cache in enumerate(caches_of(value)):
         yield from ((layer, (place, type(layer), getattr(layer, "sliding_window", None))) for layer in cache.layers)
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _KEPT = 2
 """Number of former values that a `Past` keeps. Two are enough: graphs are planned anew in first calls, and seldom later."""
 _CHANGES = 64
-"""Number of changes that a `CallsInRegions` keeps. A module that is called inside and outside of a region changes twice in a forward."""
+"""Number of changes that a `CallsInRegions` keeps. A forward that calls a module once inside and once outside a region makes two."""
 
 
 def asking_node() -> Any:
@@ -62,7 +62,7 @@ class CallsInRegions:
         reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
         if not reentrant and not saved_tensors_are_hooked():
             return False
-        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes its node n first: calls in it noted n + 1
+        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes its node n before it calls the module, which records n + 1
         return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 

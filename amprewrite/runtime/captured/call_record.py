@@ -37,7 +37,7 @@ class State(threading.local):
         self.ran: list[Region] = []
         """Regions that the innermost running call has run so far."""
         self.entry: str | None = None
-        """Key in `entries` of the module whose call is the outermost that runs now; None if no module of the model is called."""
+        """Key, in the `entries` of the GraphRewriter, of the module that the outermost running call calls; None if no call runs."""
         self.forwards = 0
         """Number of outermost calls that have begun, without recomputations."""
         self.given_up = 0
@@ -60,10 +60,10 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager for a recomputation by an activation checkpoint while a forward runs, as in a forward that takes gradients.
-
+        """Context manager for a call inside a running forward. A forward that itself takes gradients may recompute a checkpoint in it.
         `asked`: the `asking_number()` of the recomputation; None in any other call. `around`: the number of torch.autocast regions around
-        the call. The checkpoint entered some of them to restore the autocast state of its forward, so none counts as the model's own.
+        the call. In a recomputation all of them count as regions around the model, not as the model's own, because the checkpoint enters
+        regions to restore the autocast state of its forward.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around
@@ -93,7 +93,8 @@ class CallRecord:
     root: nn.Module
     state: State = field(default_factory=State)
     calls: dict[tuple[Region, ...], None] = field(default_factory=dict)
-    """Keys: the rewritten graphs that a call of the model ran, in order and without repetitions. Cleared when graphs are captured anew."""
+    """Each key holds the rewritten graphs that a call of the model ran, each graph once, in order. Calls that ran the same graphs share a
+    key. Cleared when graphs are captured anew."""
     last: tuple[Region, ...] = ()
     """The rewritten graphs that the latest call of the model ran."""
     unreadable: list[Skipped] = field(default_factory=list)

@@ -91,7 +91,10 @@ class Graphs:
         self._alone = self._compile(beside_hooks=False)
 
     def _compile(self, beside_hooks: bool) -> Callable[..., Any]:
-        """Return the compiled function of the entry. If `beside_hooks`, it runs while the process has global module hooks."""
+        """Return the compiled function of the entry, or its original function if `captured` is False.
+
+        `beside_hooks`: the function is for calls while the process has global module hooks.
+        """
         entry, session = self.entry, self.entry.session
         if not entry.captured:
             return entry.function
@@ -108,9 +111,10 @@ class Graphs:
 
     @property
     def compiled(self) -> Callable[..., Any]:
-        """The function to call now. There are two compiled functions, one for calls while the process has global module hooks.
+        """The function that the next call runs. Until there is a graph, it is `_first_call`.
 
-        Guards on global module hooks would cause a new capture for every `with FlopCounterMode():`.
+        While the process has global module hooks, it is a second compiled function, without guards on these hooks: the guards would cause
+        a new capture for every `with FlopCounterMode():`.
         """
         if not any_global_hook():
             return self._alone if self.regions else self._first_call
@@ -118,9 +122,11 @@ class Graphs:
         return self._beside_hooks
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call that captures, and return its result. In fp16 and under `strict`, check that capture changed no values, if possible.
+        """Run a call that captures, and return its result. Under `strict`, and unless the low format is known to have fp32's range, also
+        check that capture changed no values.
 
         The check runs the captured graph and the original model in fp32. If results differ, warn, or raise CaptureError under `strict`.
+        Calls that cannot be repeated (`can_be_checked`), and calls of `generate()`, are not checked.
         """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = options.strict or options.low is None or options.low.narrow
@@ -174,7 +180,8 @@ class Graphs:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
         self.left_out[place] = Skipped(place, f"graph break: {why}")
-        # A disabled function stays uncaptured; at other breaks Dynamo captures the code on both sides. Our own disable() needs no warning.
+        # A disabled function runs uncaptured as a whole, so warn; at other breaks Dynamo captures the code on both sides. Our own disable()
+        # (DISABLE_REASON) needs no warning.
         if "disable()" in why and DISABLE_REASON not in reason.reason:
             self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
@@ -188,7 +195,7 @@ class Graphs:
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
         if regions_around() > self.entry.session.state.around:  # the model's code is in an autocast region of its own
-            if is_any_autocast_enabled():  # Dynamo gave up the code that enters the region, and captures functions called in it
+            if is_any_autocast_enabled():  # Dynamo gave up the code that enters the region, and now captures a function that it calls
                 self.entry.session.note(f"code of {self.entry.place} in an autocast region of the model runs as the region says")
                 raise SkipFrame("it is in an autocast region of the model")
             put_in_region(module.graph, graph_device(module))
@@ -281,15 +288,15 @@ class Entry:
         return True
 
     def capture_anew(self, why: Anew) -> None:
-        """Replace the graphs by an empty `Graphs`. Its functions have new code objects, for which Dynamo has neither caches nor skips.
+        """Replace the graphs by an empty `Graphs`. Its functions have new code objects, so that Dynamo reuses no earlier graph or failure.
 
-        If `why` concerns decisions only, the old graphs are kept for recomputations of their forwards.
+        If the old graphs are `outdated` (their decisions changed, not their code), they are kept for recomputations of their forwards.
         """
         self.captured = self._to_capture and why is not Anew.NOT_CAPTURED
         before, self.graphs = self.graphs, Graphs(self)
         if before.outdated:  # keep the old graphs: a checkpoint may still recompute a forward with them in its backward
             self._past.keep(before)
-        # keep watching these weights: colours that other graphs share may depend on whether they fit the low format
+        # keep watching the weights of the old graphs: colours that other graphs share may depend on whether these weights fit
         self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 

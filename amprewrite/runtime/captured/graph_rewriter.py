@@ -158,8 +158,9 @@ class GraphRewriter(CallRecord):
     ) -> Captured:  # fmt: skip
         """Read a captured graph into a `Captured`: the graph with its `Problem` (the planner's input), set up by this model's options.
 
-        `training` says if the graph records gradients; if None, it does if grad mode is on or the graph turns it on. With `may_decline` the
-        graph may stay fp32 if a low format gains nothing and the policy allows that. The other arguments are as for `read_problem`.
+        `training`: whether the graph records gradients. With None, it does if grad mode is on or the graph turns it on. `may_decline`:
+        whether the graph may stay fp32 if a low format gains nothing; the policy must allow this, too. The other arguments are as for
+        `read_problem`.
         """
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
@@ -170,7 +171,10 @@ class GraphRewriter(CallRecord):
         )  # fmt: skip
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        """Plan and edit a captured graph, and emit the function that runs. If planning or editing fails, emit the unedited fp32 graph."""
+        """Plan and edit a captured graph, and emit the function that runs. If planning or editing fails, emit the unedited fp32 graph.
+
+        Under `strict`, and for a PlanError or PolicyError, the error is raised instead.
+        """
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
         backend = dynamo.lookup_backend(self.options.backend) if compiled else None
@@ -239,10 +243,11 @@ class GraphRewriter(CallRecord):
             return self.calibration
 
     def _cache(self, training: bool, compiled: bool) -> WeightCache | None:
-        """Return the cache that keeps copies for a graph; None if the graph casts each weight where it reads the weight, in all calls.
+        """Return the cache that keeps low copies of weights for a graph; None if the graph casts its weights anew in each call.
 
-        With gradients (`training`), only eager graphs under `cache_weights="step"` read kept copies. A compiler makes one callable of a
-        graph, so a `compiled` graph without gradients reads copies only if they are kept when it is captured.
+        With gradients (`training`), only eager graphs under `cache_weights="step"` read kept copies. Without gradients, a `compiled` graph
+        reads them only if a block that keeps copies is open at its capture, because it is compiled once for all later calls. With
+        `cache_weights=False`, and if FSDP2 shards the model, no copies are kept.
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)

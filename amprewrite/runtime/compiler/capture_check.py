@@ -89,7 +89,7 @@ def results_of(value: Any) -> list[Tensor]:
 
 
 def furthest(wanted: Iterable[Tensor], had: Sequence[Tensor]) -> float:
-    """Return the largest relative error, over the tensors in `wanted`, of the nearest tensor in `had`.
+    """For each tensor in `wanted`, take the relative error of the nearest tensor in `had`. Return the largest of these errors.
 
     The result is 0 if `wanted` is empty or all its tensors are in `had`, and inf if a tensor of `wanted` has a shape that `had` lacks.
     """
@@ -146,7 +146,7 @@ def _sketch(tensor: Tensor) -> Tensor:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """True if two results of `_sketch` are equal within TOLERANCE of the sum of magnitudes."""
+    """True if two results of `_sketch` differ by at most TOLERANCE times the sum of magnitudes, so that their tensors count as equal."""
     room = TOLERANCE * float(torch.maximum(a[0], b[0]))
     return bool(((a - b).abs() <= room).all())
 
@@ -175,9 +175,9 @@ class _FirstUnseen(torch.fx.Interpreter):
 
 
 def random_states(devices: Sequence[int]) -> Callable[[], None]:
-    """Return a function that sets all random generators that a model may use to their present states.
+    """Return a function that sets random generators back to the states that they have at the call of `random_states`.
 
-    They are the generators of Python, NumPy, PyTorch on the CPU, and the CUDA `devices`.
+    They are the generators that a model may use: of Python, of NumPy, and of PyTorch on the CPU and the CUDA `devices`.
     """
     python, of_numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = {each: torch.cuda.get_rng_state(each) for each in devices}
@@ -239,7 +239,8 @@ class CaptureCheck:
         self.sound = True
 
     def captures(self, module: torch.fx.GraphModule) -> None:
-        """Record a graph of the call. Call this while Dynamo captures the graph."""
+        """Record the graph of the call. Call this while Dynamo captures the graph. A second graph, or one with side effects on objects,
+        ends the check."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         # read from `module`, because the copy of the graph made below lacks its subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)

@@ -107,7 +107,7 @@ def compile_afresh(
                 return skip_once()
             graphs, own = counters["stats"]["unique_graphs"], frame[0].f_code is code
             now = dict(settings)
-            if own:  # by default code without ops is skipped for good, even if eval() or no_grad adds ops
+            if own:  # by default Dynamo skips code without ops for good, though the same code may have ops after eval() or under no_grad
                 now["allow_empty_graphs"] = True
             if calls_that_captured >= COUNTS_FROM:
                 now["allow_unspec_int_on_nn_module"] = True
@@ -323,7 +323,10 @@ def at_work() -> bool:
 
 
 def kept_out() -> bool:
-    """True if no setting switches Dynamo off, yet it would not capture a call now, as in a function that torch.utils.checkpoint runs."""
+    """True if no setting switches Dynamo off, but it would not capture a function that is called now.
+
+    For example, inside a function that `torch.utils.checkpoint` runs uncaptured.
+    """
     return not at_work() and not why_switched_off()
 
 
@@ -353,7 +356,7 @@ def why_switched_off() -> str:
 
 
 _READ: list[dict[str, int]] = [{}]
-"""Dynamo's counts of reasons when they were last read."""
+"""A list of one: the dict that `reasons` returned last."""
 
 
 def frames_given_up() -> int:
@@ -363,7 +366,10 @@ def frames_given_up() -> int:
 
 
 def reasons() -> dict[str, int]:
-    """Return Dynamo's reasons so far for code that it cannot capture, each with its count: the same dict until Dynamo gives another."""
+    """Return Dynamo's reasons so far for code that it cannot capture, each with its count.
+
+    The same dict object is returned until Dynamo gives a further reason.
+    """
     if counters["unimplemented"] != _READ[0]:
         _READ[0] = dict(counters["unimplemented"])
     return _READ[0]

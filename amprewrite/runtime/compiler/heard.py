@@ -47,8 +47,8 @@ def regions_around() -> int:
 def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator[None]:
     """Context manager for a conversion of a frame by Dynamo, in which `torch.is_autocast_enabled` and similar functions return True.
 
-    The exceptions are described above. `root` is the model. `inputs` are the values that the frame reads, in lists, tuples and dicts.
-    `around` is the number of autocast regions around the call of the model.
+    Items 2 to 4 at the top of this file name the exceptions. `root` is the model. `inputs` are the values that the frame reads, nested in
+    lists, tuples and dicts. `around` is the number of autocast regions around the call of the model.
     """
     devices = _devices(root, inputs)
     if not devices:

@@ -83,7 +83,7 @@ def own_autocast(place: str) -> str:
 
 
 def traced(tracer: str) -> str:
-    """Return the message for a rewritten model that is called under a tracer, by name ("torch.export"). No tracer can read such a model."""
+    """Return the message for a rewritten model that is called under `tracer`, such as "torch.export". No tracer can read such a model."""
     if tracer in ("torch.jit.trace", "torch.export") and torch.onnx.is_in_onnx_export():
         tracer, instead = "torch.onnx.export", "use amp.export_onnx(path, args)"
     elif tracer == "torch.fx.symbolic_trace":

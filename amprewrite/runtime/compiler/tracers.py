@@ -33,7 +33,7 @@ class WantsOneGraph(CaptureError, Unsupported):
 
 
 def undisturbed() -> bool:
-    """True if no autocast, dispatch mode, tracer, export or transform is active. One call is faster than the separate tests below."""
+    """True if no autocast, dispatch mode, tracer, export or transform is active. Then a call can leave out the separate tests for each."""
     return not (
         is_any_autocast_enabled()
         or count_dispatch_modes()

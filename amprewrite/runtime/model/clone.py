@@ -1,9 +1,10 @@
 """Clone a module tree: make new module objects of the same classes that hold the same parameter and buffer objects.
 
-Containers, bound methods and hooks are copied, and the copies refer to the modules of the clone. A container that several modules share
-is copied once: a cache that layers share is shared by their clones. The clone shares every other attribute with the original, in
-`__slots__`, too, as `copy.copy` does. So `clone.eval()` or a hook on the clone does not change the original, but an optimizer step
-changes the original, too.
+Lists, dicts, sets and tuples that modules hold are copied, and so are bound methods and hooks. The copies refer to the modules of the
+clone. Dataclasses, namespaces and namedtuples count as configurations: they are copied only if they hold a module or a copied container. A
+container that several modules share is copied once: a cache that layers share is shared by their clones. The clone shares every other
+attribute with the original, in `__slots__`, too, as `copy.copy` does. So `clone.eval()` or a hook on the clone does not change the
+original, but an optimizer step changes the original, too.
 
 A container among the bound arguments of a hook, as in `functools.partial(save, store)`, belongs to the code that made the hook. It is
 copied only if a module holds the container, too, or the container holds a module. Objects of other classes, closures and weak references

@@ -52,7 +52,10 @@ def _touched(module: nn.Module) -> dict[str, Any]:
 
 
 def _put_back(module: nn.Module, values: dict[str, Any], is_root: bool) -> None:
-    """Set each attribute in TOUCHED to its value in `values`, or delete it. The user's `forward` stays, and on the root `compile()`."""
+    """Set each attribute in TOUCHED to its value in `values`, or delete it if it has none there.
+
+    A `forward` that the user set after the rewrite stays, and on the root (`is_root`) the effect of a later `compile()`.
+    """
     now = module.__dict__.get("forward", _ABSENT)
     others = {"forward"} if now is not _ABSENT and not isinstance(now, PartForward) else set()
     if is_root and module.__dict__.get(_COMPILED) is not None:

@@ -26,7 +26,7 @@ def is_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _Layers(TorchFunctionMode):
-    """Mode in which a call of a recurrent layer on a packed sequence goes to `run(layer, rows, batch sizes, states)`."""
+    """Mode in which each call of a recurrent layer on a packed sequence calls `run(layer, rows, batch sizes, states)` instead."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -42,7 +42,11 @@ class _Layers(TorchFunctionMode):
 def call_packed(
     session: Session, path: str, module: nn.RNNBase, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `function`, the forward of the recurrent module at `path` with or without its hooks, with a packed sequence as its input."""
+    """Call `function` on a packed sequence, and return its result. The layer that it calls runs as a captured graph, all other code as
+    written.
+
+    `function` is the forward of the recurrent `module` at `path`, with or without its hooks. `args` and `kwargs` are its arguments.
+    """
 
     def layer_alone(layer: Callable[..., Any], rows: torch.Tensor, batch_sizes: torch.Tensor, states: Any) -> Any:
         weights = [getattr(module, name) for name in module._flat_weights_names]

@@ -30,7 +30,7 @@ def replica_of(session: Session, module: nn.Module) -> nn.Module:
     Raises PolicyError if the model is frozen.
     """
     refuse_frozen(module, "replicating it")
-    session.training.gate.knows_optimizer()  # may search for an optimizer, which owns no copies of a replica
+    session.training.gate.knows_optimizer()  # search for optimizers before the replica runs: none of them owns the replica's tensors
     replica: nn.Module = nn.Module._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
     replica.__dict__["_compiled_call_impl"] = _ReplicaCall(session, module, replica)
     return replica

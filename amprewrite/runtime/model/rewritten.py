@@ -32,7 +32,7 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
 class RewrittenBase(nn.Module):
-    """Base of the classes of rewritten models: keeps low copies in step with the parameters, and makes copies and pickles of the model.
+    """Base of the classes of rewritten models: drops low copies when parameters change, and keeps copies and pickles of a model rewritten.
 
     The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file take it as `face`.
     """
@@ -194,7 +194,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def face_of(model: nn.Module) -> type[RewrittenBase]:
-    """Return the class whose public methods, such as `plan`, a rewritten model has besides those of its original class."""
+    """Return the class from which a rewritten model has its public methods, such as `plan`."""
     order = type(model).__mro__  # searched, because after `fully_shard` FSDP2's class comes first
     return next(cls for cls in order if issubclass(cls, RewrittenBase) and original_of(cls) is None)
 
@@ -256,7 +256,7 @@ def _unwrap(clone: nn.Module) -> None:
 def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return `generate` of a model's class, wrapped so that all its steps share one low copy of each weight.
 
-    The steps are captured with sizes that may grow.
+    The steps are captured with dynamic sizes, because the length of the cache grows at each step.
     """
 
     @functools.wraps(generate)
@@ -273,8 +273,8 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = RewrittenBase, kind: type[Session] = Session) -> Any:
     """Return a rewritten clone of a plain model, with the public methods of the class `face`. Nothing is captured yet.
 
-    Parts that were rewritten separately before belong to the new model's session. Raises PolicyError if the model's class derives from the
-    class of a rewritten module, CaptureError for a TorchScript module.
+    `kind` is the class of its session. Submodules that were rewritten separately before belong to the new session, too. Raises PolicyError
+    if the model's class derives from the class of a rewritten module, CaptureError for a TorchScript module.
     """
     _refuse_class(model)
     amp = clone_of(model, subclass_of(face, type(model)))
@@ -345,7 +345,7 @@ def _make_plain(model: nn.Module) -> None:
         before.put_back(model)
         return
     for module in model.modules():
-        module.__dict__.pop("_compiled_call_impl", None)  # a rewritten copy, without BEFORE, has it only from the rewrite
+        module.__dict__.pop("_compiled_call_impl", None)  # `model` is a rewritten clone, where only the rewrite sets this attribute
     _unwrap(model)
 
 
@@ -399,7 +399,8 @@ def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, 
 def _take_in(session: Session, parts: tuple[str, ...], known: WeakValueDictionary[int, nn.Module]) -> None:
     """Rewrite the calls of modules that were added to the model after the rewrite, such as a new head.
 
-    `parts` are the paths of the parts, `known` the modules seen before. A new module with parameters outside the parts is unreadable.
+    `parts` are the paths of the submodules that are captured separately; () if the model is captured whole. `known` are the modules seen
+    before. If there are parts, a new module outside of them that has parameters is listed as unreadable.
     """
     for path, module in _modules_not_in(known, session.root, session):
         if module._compiled_call_impl is not None or is_rewritten(module):

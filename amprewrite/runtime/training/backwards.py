@@ -65,7 +65,7 @@ class BackwardEnd:
     def watch(self, results: Iterable[Any]) -> None:
         """Watch for backwards that enter one of `results`. Values without a `grad_fn` are ignored, and values that are watched already."""
         for result in results:
-            if isinstance(result, Tensor) and result.grad_fn is not None:  # no leaf: a hook on a leaf would outlive this forward
+            if isinstance(result, Tensor) and result.grad_fn is not None:  # not on a leaf, where the hook would outlive this forward
                 hooks = result._backward_hooks
                 if not hooks or self._entered not in hooks.values():
                     hook_result(result, self._entered)
@@ -181,7 +181,8 @@ class Noted:
         self._heard, self._there, self.waits = flag, _memory(gradients), True
 
     def inherit(self, others: Iterable[Noted]) -> None:
-        """Take over the overflow flags of `others` (for the same model), as the flagged gradients may belong to this object's optimizer."""
+        """Take over the overflow flags of `others`, the `Noted`s of the same model: gradients that they flagged may belong to this object's
+        optimizer."""
         for other in others:
             self._flags += other._flags
             if other._recorded and other._place is not None:

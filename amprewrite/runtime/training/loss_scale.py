@@ -372,7 +372,7 @@ class DynamicLossScale(LossScale):
     def preset(cls, name: str) -> DynamicLossScale:
         """Return a scale with the schedule of another library: "torch", "tf", "keras", "keras3", "apex", "deepspeed" or "megatron".
 
-        "auto" is the schedule for fp16 models by default. Raises PolicyError for any other name.
+        With "auto" it has the schedule that fp16 models get by default. Raises PolicyError for any other name.
         """
         if not isinstance(name, str) or name not in PRESETS:
             raise PolicyError(f"there is no loss-scale preset {shown(name)}; use one of {', '.join(PRESETS)}")

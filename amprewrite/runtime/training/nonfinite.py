@@ -107,7 +107,8 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return the maximum of `flags`, on the device of the first. Not a sum: fused Adam subtracts the flag, 0 or 1, from its step count."""
+    """Return the maximum of `flags`, on the device of the first: 0 or 1. A sum may exceed 1, and fused Adam subtracts the flag from its
+    step count."""
     where = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 
@@ -130,9 +131,9 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _flag_for(gradients: Iterable[Tensor], start: Tensor | None = None) -> Tensor | None:
-    """Return a flag: above 0 if a gradient is not finite, or the flag `start` is above 0, to which this function may write.
+    """Return a flag: above 0 if a gradient is not finite, or if the flag `start` is above 0. This function may write to `start`.
 
-    None if there are neither gradients nor `start`.
+    None if there are no gradients and `start` is None.
     """
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
@@ -164,7 +165,10 @@ def _kept_one(device: torch.device) -> Tensor:
 
 
 def sharing(params: Iterable[Tensor]) -> dict[int, dict[int, Group]]:
-    """Return, for the id of each of `params` that is sharded, the process groups over which it is sharded, by their ids."""
+    """Return the process groups over which parameters are sharded: {id of the parameter: {id of the group: `Group`}}.
+
+    Parameters in `params` that are not sharded are missing.
+    """
     special = [p for p in params if type(p) is not torch.nn.Parameter or "_fsdp_flattened" in p.__dict__]
     return {id(p): groups for p in special if (groups := _groups_of(p))} if special else {}
 

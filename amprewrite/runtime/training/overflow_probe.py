@@ -216,7 +216,7 @@ class _FiniteWatch(torch.fx.Interpreter):
         return result
 
     def first_activation(self) -> FirstNonFinite | None:
-        """Return the first node of the forward whose NaN or infinity reached an output; None if there is none."""
+        """Return the first value of the forward (input, weight or activation) whose NaN or infinity reached an output; None if none did."""
         output = next(n for n in self.module.graph.nodes if n.op == "output")  # type: ignore[union-attr]
         found = set(reached([output], lambda node: self.state.keys() & node.all_input_nodes))
         cause = next((n for n in self.causes if n in found), None)

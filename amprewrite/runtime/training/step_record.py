@@ -91,7 +91,10 @@ class StepRecord:
     instead."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
-        """Return the overflow flags for gradients of `optimizer`; if it is unknown or steps copies, for parameters without an optimizer."""
+        """Return the overflow flags of the gradients of `optimizer`.
+
+        For an optimizer that is unknown or steps copies, return the flags of parameters that no known optimizer owns.
+        """
         if optimizer not in self._copies:
             for note in self._notes:
                 if note.owner() is optimizer:

@@ -104,7 +104,10 @@ def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[
 
 
 def _frozen(weight: Tensor, copy: Copy, high: bool) -> FrozenWeight:
-    """Return a frozen weight that stores `weight` cast and padded as `copy` (dtype, layout) says. If `high`, it keeps fp32 values, too."""
+    """Return a frozen weight that stores `weight` cast and padded as `copy` (dtype, layout) says.
+
+    If `high`, it also keeps the fp32 values of `weight`.
+    """
     with torch.no_grad(), torch.inference_mode(False):
         stored = pad_cast(weight.detach(), *copy).requires_grad_(weight.requires_grad)
         kept = weight.detach() if high else None

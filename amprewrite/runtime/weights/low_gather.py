@@ -40,7 +40,7 @@ class Sharded:
     module: Any
     group: Any
     names: tuple[tuple[str, ...], ...]
-    """The paths of each weight, with the weights in the order in which FSDP gathers them."""
+    """For each weight, all its paths (a tied weight has several). The weights are in the order in which FSDP gathers them."""
 
     @property
     def numels(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 "use strict";
-/* Draws what render/html.py gathered. No library, no network. Boxes and layers come ready made; see render/layout.py, whose
-   `place` the layout below repeats for the boxes that are open now. */
+/* Draws the data that report/html/page.py collects. No library, no network. The data includes boxes and their layers, made by
+   report/pictures/layout.py. The layout below is the `place` of that file, for the boxes that are open now. */
 const D = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const N = D.nodes.length;

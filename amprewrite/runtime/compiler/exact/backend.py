@@ -50,7 +50,8 @@ def compile_exactly(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call
 
 
 class ChooseFused(CustomGraphPass):
-    """A pass that inductor runs on each graph before lowering: it respells calls, and marks the calls that inductor may fuse."""
+    """A pass that inductor runs on each graph before lowering: it replaces calls by equivalent calls that inductor can fuse (`spell`), and
+    marks all calls that inductor may fuse."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         spell(graph)

@@ -96,7 +96,8 @@ def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
     """True if each number among the arguments is the same in fp32 and in the format of the tensors.
 
     Numbers must be exact in the low formats of the tensors. If no tensor is low and the call is in CHOICES (`chooses`), they must be exact
-    in the formats of the tensors. False if a sum has a scale (`alpha`) other than 1: only inductor rounds the product.
+    in the formats of the tensors. False if a sum has a scale (`alpha`) other than 1, because only inductor rounds the product, and if a
+    quotient has a rounding mode.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False

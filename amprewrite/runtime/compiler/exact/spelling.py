@@ -79,7 +79,7 @@ def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any
 
 
 def spell(graph: torch.fx.Graph) -> None:
-    """Replace calls of `graph`, in place, by equivalent calls that inductor can fuse (steps 2 to 4 of this file)."""
+    """Replace calls of `graph`, in place, by equivalent calls that inductor can fuse (items 2 to 4 at the top of this file)."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

@@ -48,6 +48,7 @@ class Arrived:
     def resume(self, optimizer: Optimizer, scales_of: Callable[[], Sequence[LossScale]]) -> None:
         """Take the states of a checkpoint out of the optimizer's first group, if there are any, and load them into its scales, in order.
 
+        `scales_of` returns the scales of the models that the optimizer trains. A state for which there is no scale yet is kept.
         Raises PolicyError if the entry or a state in it is invalid. Warns if a state belongs to a scale that is not dynamic.
         """
         if optimizer.param_groups and KEY in optimizer.param_groups[0]:
