@@ -115,11 +115,10 @@ class DebugReport:
         return op_table(self.plan)
 
     def table(self, n: int = 20, backward: bool = False) -> str:
-        """Return a text table of the `n` rows with the largest total errors, rows with overflow first. Low rows without an error of their
-        own are left out.
+        """Return a text table of the `n` rows with the largest total errors, rows with overflow first.
 
         Its columns are the inherited, own and total error, the smallest and largest magnitude, and the shares of overflow and underflow.
-        `backward=True` shows gradients.
+        Low rows without an error of their own are left out. `backward=True` shows the rows of gradients instead of values.
         """
         rows = self.gradient_rows if backward else self.rows
         shown = [row for row in rows if row.introduced or row.overflow or row.colour is Colour.HIGH]

@@ -219,7 +219,7 @@ class Chain:
         return len(self._sets)
 
     def words(self, index: int) -> str:
-        """Describe the plan at `index` of the chain in words: the number of nodes that it keeps in fp32."""
+        """Describe the plan at `index` of the chain: "the planner's own choice" for 0, otherwise how many nodes it keeps in fp32."""
         kept, raised = len(self._sets[index][0]), self.raised[index]
         if index == 0:
             return "the planner's own choice"

@@ -220,7 +220,8 @@ def _most(metric: Metric) -> float:
 def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:
     """Raise AccuracyError if `tolerance` is below the error of fp32 itself, so that no plan can meet it.
 
-    The error of fp32 is measured by a run in which the last bit of weights and inputs is changed at random.
+    The error of fp32 is measured by a run in which the last bit of weights and inputs is changed at random. `exact` are the fp32 outputs
+    for `batches`.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -249,7 +250,10 @@ def autocast_rules(captured: Captured) -> Captured:
 
 
 def _own_choice(captured: Captured) -> set[str]:
-    """Return the names of the nodes of a graph that the planner runs in the low format if no accuracy search restricts it."""
+    """Return the names of the nodes of a graph that the planner runs in the low format if no accuracy search restricts it.
+
+    `captured` then has no nodes to keep in fp32 (`keep_high`) any more.
+    """
     captured.know(keep_high=None)
     return {node.name for node in planned(captured).nodes if node.colour is Colour.LOW}
 

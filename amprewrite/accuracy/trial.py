@@ -111,7 +111,10 @@ def _is_no_list(batches: Any) -> bool:
 
 # -- batches --------------------------------------------------------------------------------
 def call_on(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch: a mapping as keyword arguments, a tuple or list as positional arguments, anything else as one argument."""
+    """Call the model on a batch, and return its result.
+
+    A mapping gives the keyword arguments, a tuple or list the positional arguments, `CallArguments` both. Anything else is one argument.
+    """
     if isinstance(batch, CallArguments):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):

@@ -310,7 +310,10 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.copies[cast]
 
     def _low_value(self, planned: NodePlan, value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Return `source` rounded to the low format. If `value` requires a gradient, backward rounds and measures its gradient as well."""
+        """Return `source` rounded to the low format. If `value` requires a gradient, backward rounds its gradient as well.
+
+        The rounding of the gradient is measured if the recording is for a run with backward.
+        """
         rounded = round_to(source, self.low)
         if not (value.requires_grad and torch.is_grad_enabled()):
             return rounded

@@ -33,7 +33,7 @@ class Metric:
     unit: str = "relative L2"
 
     def error(self, exact: Any, got: Any) -> float:
-        """Return the error of one batch's output `got` against the fp32 output `exact`; inf if shapes differ."""
+        """Return the error of one batch's output `got` against the fp32 output `exact`; inf if shapes differ or a number overflows."""
         return relative_error(results_of(got), results_of(exact))
 
     def over(self, errors: Sequence[float]) -> float:

@@ -70,7 +70,10 @@ def planned(captured: Captured) -> RegionPlan:
 
 
 def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]:
-    """Return a copy of the fp32 output for each batch. Raises CalibrationError if an output has no floating tensor or holds NaN."""
+    """Return a copy of the fp32 output for each batch.
+
+    Raises CalibrationError if nothing of the model was captured, or if an output has no floating tensor or holds NaN.
+    """
     results = [kept(trial.run(batch, run_fp32)) for batch in batches]
     trial.check_captured()
     for index, output in enumerate(results):
@@ -80,5 +83,8 @@ def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]
 
 
 def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], runner: GraphRunner, metric: Metric) -> float:
-    """Run all batches with `runner` and return the error of the outputs against `exact`; inf if they overflow or change shape."""
+    """Run all batches with `runner` and return the error of the outputs against the fp32 outputs `exact`.
+
+    The error is inf if outputs overflow or change shape, unless the metric is a user's function.
+    """
     return metric.over([metric.error(wanted, trial.run(batch, runner)) for batch, wanted in zip(batches, exact, strict=True)])

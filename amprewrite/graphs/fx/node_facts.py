@@ -430,7 +430,7 @@ def transform_regions(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Nod
 
 
 def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Return the nodes inside torch.func transforms. Their values belong to the level of the transform."""
+    """Return the nodes inside torch.func transforms (vmap, grad, jvp)."""
     return set(transform_regions(graph))
 
 

@@ -51,7 +51,7 @@ def same_complaint(one: str, other: str) -> bool:
 
 # -- constants -----------------------------------------------------------------------------
 def check_constants(model: ir.Model, name: str, folder: Path) -> None:
-    """Raise CaptureError if the data of a constant is missing, cut off, outside of `folder`, or of another size than its shape."""
+    """Raise CaptureError if a constant has an invalid shape, or if its data is missing, outside of `folder`, or does not fit its shape."""
     for where, tensor in _constants(model, name):
         dims = [dim for dim in tensor.shape if isinstance(dim, int)]
         if len(dims) != len(tensor.shape) or min(dims, default=0) < 0:
@@ -89,7 +89,7 @@ def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProto
 
 
 def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path) -> None:
-    """Raise CaptureError if the file of an external tensor is missing, too short, or outside of `folder`."""
+    """Raise CaptureError if the file of an external tensor is missing, too short, outside of `folder`, or has a second hard link."""
     base = folder.resolve()
     location = os.fspath(tensor.location)
     path = Path(tensor.path)
@@ -128,7 +128,10 @@ def check_functions(model: ir.Model, name: str) -> None:
 
 
 def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int], trail: tuple[object, ...]) -> int:
-    """Return the number of nodes that inlining a call of the function `key` gives. Raises CaptureError if the function calls itself."""
+    """Return the number of nodes that inlining a call of the function `key` gives. Raises CaptureError if the function calls itself.
+
+    `sizes` keeps the results for later calls. `trail` are the functions through which the call is reached.
+    """
     if key in trail or len(trail) > len(model.functions):
         raise CaptureError(f"function {printable(key[1])} calls itself; export the model again")
     if key not in sizes:

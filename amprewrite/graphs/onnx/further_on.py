@@ -1,4 +1,4 @@
-"""Search an ONNX graph forward from a value: for its readers, and for a pole, a softmax or the root of a distance.
+"""Search an ONNX graph forward from a value: for its readers, a softmax, the root of a distance, or a pole (an infinite result).
 
 This file has special code for powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` after a mask, `scaled_dot_product_attention`, and
 the ops that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
@@ -83,7 +83,7 @@ class Readers(MaskRules[ir.Value]):
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
     def masks_scores(self, value: ir.Value) -> bool:
-        """True if every reader of a value computes scores for a softmax from it, and none uses it as a bound."""
+        """True if a value has readers, each computes scores for a softmax from it, and none uses it as a bound."""
         uses = value.uses()
         return bool(uses) and all(op_of(use.node) not in BOUNDS and self.reaches_softmax(use.node.outputs[0]) for use in uses)
 

@@ -138,7 +138,7 @@ class Signature:
 
 @cache
 def signature(domain: str, op_type: str, opset: int) -> Signature | None:
-    """Return the signature of an op at an opset; None for an op that onnx does not know."""
+    """Return the signature of an op at an opset; None for an op that neither onnx nor our table of ONNX Runtime's ops has."""
     if domain == DOMAIN:
         return _contrib_signature(op_type)
     try:

@@ -67,7 +67,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """If the op's result holds constants beyond the low format's range, record their sides of zero and largest magnitude."""
+        """If the op's result holds constants beyond the low format's range, record their sides of zero and largest magnitude.
+
+        Nothing is recorded for a low format with fp32's range.
+        """
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
         sides, size = self._written_down(fact)

@@ -98,7 +98,8 @@ def padding_of(given: Mapping[str, Any], weight: torch.Tensor) -> tuple[tuple[in
 def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool) -> bool:
     """True if, along one dim of a convolution, some position of the kernel reads only padding.
 
-    For a transposed convolution: True if some position writes only elements that are cropped from the result.
+    For a transposed convolution: True if some position writes only elements that are cropped from the result. The arguments are the size of
+    the input and the settings of the convolution along this dim.
     """
     reach = dilation * (kernel - 1)
     if transposed:

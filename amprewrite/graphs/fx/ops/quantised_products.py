@@ -67,7 +67,7 @@ def copies(
 
     `layouts` maps each layout in which GEMMs read the operand to a layout of `matrix`: for a transposed operand, the two are exchanged. If
     the recipe has one scale for a tensor, both copies share the scale. If one copy has a scale for each row, the other copy has the
-    smallest of these scales, which is the scale of the whole tensor. `largest` is as for `quantise`.
+    smallest of these scales, which is the scale of the whole tensor. `role` is x, w, or g for a gradient. `largest` is as for `quantise`.
     """
     fmt, scalings = recipe.format(role), {layouts[way]: recipe.scaling(role, way) for way in ways(role, gemms)}
     made: dict[str, Scaled] = {}

@@ -47,7 +47,10 @@ def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale for magnitudes up to `amax`. The division is in fp64, as in `scale_of` of scaled_casts.py."""
+    """Return the scale for magnitudes up to `amax`, which counts as SMALLEST at least: MOST, the format's largest number, divided by it.
+
+    POWER rounds the scale down to a power of two. The division is in fp64, as in `scale_of` of scaled_casts.py.
+    """
     wide = amax.to(tl.float64)
     factor = (tl.full((), MOST, tl.float64) / tl.where(wide > SMALLEST, wide, SMALLEST)).to(tl.float32)
     if POWER:
@@ -57,7 +60,7 @@ def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.conste
 
 @triton.jit
 def scale_kernel(amax, scale, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the scale for magnitudes up to the number at `amax`. This one launch replaces six launches of torch."""
+    """Write the scale for magnitudes up to the number at `amax`, by `factor_of`. This one launch replaces six launches of torch."""
     tl.store(scale, factor_of(tl.load(amax), SMALLEST, POWER, MOST))
 
 
@@ -66,7 +69,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     source, scale, straight, turned, rows, columns, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.constexpr, TYPE: tl.constexpr,
     WAYS: tl.constexpr, BY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale, clamp and cast one tile.
+    """Scale one tile of the matrix at `source`, clamp and cast it by `cast_exactly`, and write it to `straight`, `turned` or both.
 
     WAYS: 1 writes the tile untransposed, 2 transposed, 3 both. BY: 0 for one scale, 1 for a scale of each row, 2 of each column.
     """
@@ -94,7 +97,10 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     source, scale, target, columns, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr, EPS: tl.constexpr,
     NORMAL: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale one row by its own amax, clamp and cast it. The second loop reads the row from the GPU's cache, not from memory."""
+    """Scale one row of the matrix at `source` by its own amax (`factor_of`), clamp and cast it by `cast_exactly`, and write it to `target`.
+
+    The second loop reads the row from the GPU's cache, not from memory.
+    """
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     largest = tl.zeros((BLOCK,), tl.float32)

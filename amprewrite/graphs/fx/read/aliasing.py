@@ -231,7 +231,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages in which other nodes read a node's result x; none if they read an inserted `x.to(x.dtype)` (`leaving.py`)."""
+    """Return the storages of a node's result x; none if an inserted conversion `x.to(x.dtype)` is read in place of x (`leaving.py`)."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -282,10 +282,10 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """Return (groups of nodes that share memory written in place, function that counts the writes to a value before a reader).
+    """Return (groups of nodes that must have one colour, function that counts the writes to a value before a reader).
 
-    In training, an op whose operand is written later through `.data` is in one group with the operand, because its backward may read the
-    new values.
+    Nodes are in one group if they share memory that is written in place, or if they are results of one kernel. In training, an op whose
+    operand is written later through `.data` is in one group with the operand, because its backward may read the new values.
     """
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():

@@ -31,7 +31,8 @@ def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None
     these products in the problem's graph, and `captured.counts` to the `Count` of every value.
 
     `inputs` are the real inputs of the graph; () if they are not available. `around` has the `Count` of each input that an outer graph
-    passes to a body graph. Constants are read on the host only if a product depends on their values, once for each device.
+    passes to a body graph. Constants are read on the host only if a product depends on their values, once for each device. Nothing is set
+    for a graph without products and body graphs.
     """
     low, nodes = captured.problem.policy.low, captured.module.graph.nodes
     if not any(node.flops for node in captured.problem.graph) and not any(map(is_opaque, nodes)):

@@ -110,6 +110,7 @@ def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...
     """Set the rank and the name of every fact. Names are unique: the op and a count, as in linear, linear_1, …
 
     The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own names, and no op gets such a name.
+    `entry` is the path of the captured module, and `names` are the names of its positional parameters.
     """
     counts: Counter[str] = Counter()
     bases = {node: _base_name(fact, entry, names) for node, fact in facts.items()}

@@ -196,7 +196,8 @@ def _operands(
 
     Readers share a cast of a value only within one write version, which changes when the value is written in place. Code under no_grad and
     code with gradients get different versions. A returned value has the version of the op that made it, whatever the grad mode at the end
-    of the graph. An operand that the op writes to is needed in the op's own format.
+    of the graph. An operand that the op writes to is needed in the op's own format. `write_versions` counts the writes to a value before a
+    reader, and `no_grad` are the nodes that run without gradients.
     """
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):
@@ -280,7 +281,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
     """Return (high, reason, detail) if the model's code asks for fp32 by a conversion or a dtype argument; otherwise None.
 
-    Sets `fact.relative` if the code names another tensor's dtype instead.
+    Sets `fact.relative` for a conversion that takes its dtype from another tensor instead.
     """
     node = fact.node
     if fact.op in ABSOLUTE:

@@ -59,7 +59,10 @@ def flops(op: str, node: torch.fx.Node) -> int:
 
 
 def _attention_flops(query: Shape, key: Shape) -> int:
-    """Return the FLOPs of attention and its projections: for queries and results, keys and values, scores and weighted values."""
+    """Return the FLOPs of attention and its projections: for queries and results, keys and values, scores and weighted values.
+
+    The shapes are (length, batch, width); the batch may be missing.
+    """
     width, asked, given = query[-1], math.prod(query[:-1]), math.prod(key[:-1])
     return 4 * (asked + given) * width**2 + 4 * asked * key[0] * width
 

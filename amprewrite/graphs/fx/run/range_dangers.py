@@ -44,6 +44,7 @@ def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRan
     """Yield a description of each value that `plan` makes or copies low although `room` times the value exceeds the low format's range.
 
     Only results of ops get this margin; the values of weights are known. Values that may be clamped to ±max, such as masks, are left out.
+    `seen` is as for `dangers`.
     """
     end = captured.problem.policy.low.max
     for each, planned in _planned(captured, plan):

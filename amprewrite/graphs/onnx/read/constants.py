@@ -34,7 +34,7 @@ class ConstantFacts:
         self._looked_at: dict[ir.Value, Facts] = {}
 
     def facts(self, value: ir.Value) -> Facts:
-        """Return the facts about a constant. They are computed once."""
+        """Return the `Facts` about a constant in the low format, such as the number of its values that overflow. They are computed once."""
         if value not in self._looked_at:
             tensor = constant_tensor(value)
             assert tensor is not None

@@ -55,7 +55,10 @@ def _entering(value: ir.Value, low: Format) -> Count:
 
 
 def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
-    """Return the `Count` of a value that a node reads, and store it in `found`. The `Count` of a constant depends on its values."""
+    """Return the `Count` of a value that a node reads: from `found`, or for a constant from its values, and store it in `found`.
+
+    Any other value is NOT a count.
+    """
     if value not in found:
         held = constant_tensor(value)
         numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)

@@ -181,7 +181,10 @@ class _Reader:
         precision_group: str = "",
         may_saturate: bool = False,
     ) -> str:
-        """Add an op-graph node for an input, a constant, a value at a body's border, or one of several results, and return its name."""
+        """Add an op-graph node for an input, a constant, a value at a body's border, or one of several results, and return its name.
+
+        Without a `name`, it gets a free one, made from the name of `value`. A value that is not fp32 is plain, whatever `pinned` says.
+        """
         name = name or self.unique(str(value.name))
         dtype = format_of(value)
         pinned = pinned if dtype == "fp32" else _PLAIN
@@ -252,7 +255,7 @@ class _Reader:
                 self.add_result(name, value, True, pinned, may_saturate)
 
     def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, may_saturate: bool) -> None:
-        """Add an op-graph node for one of several results of a node. If `grouped`, it has the node's colour, otherwise always fp32."""
+        """Add an op-graph node for `value`, one of several results of `node`. It has the node's colour if `grouped`, and is fp32 if not."""
         operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
         own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
         self.add_value(
@@ -261,7 +264,10 @@ class _Reader:
         )  # fmt: skip
 
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
-        """Return the operands of a listed op, each with the format in which the op takes it. `group` is the type variable of its result."""
+        """Return the operands of a listed op, each with the format in which the op takes it.
+
+        `group` is the type variable of the op's result. `gives_float` tells whether it has an fp32 result.
+        """
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
         misread = self.held.misreads(node) if computed and not gives_float else []
@@ -318,7 +324,7 @@ class _Reader:
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
-        """Return the operands of an op that is on no op list. All operands of the op and of its bodies (subgraphs) stay fp32."""
+        """Return the operands of an op that is on no op list. All operands of the op and of its bodies (subgraphs, `inner`) stay fp32."""
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
             slots += [Slot(each, index) for each in body.all_nodes() for index in range(len(each.inputs))]
@@ -331,7 +337,10 @@ class _Reader:
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
-        """Return (high, reason, detail) if facts about the op force it to run in fp32; None if lists and passes decide."""
+        """Return (high, reason, detail) if facts about the op force it to run in fp32; None if lists and passes decide.
+
+        `listed` is False if the op is on no op list, has subgraphs, or has unknown types. `group` is the type variable of its result.
+        """
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op
         if node.op_type in QUANTISED:
@@ -392,7 +401,10 @@ class _Reader:
         self.turns //= TURNS
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
-        """Add an op-graph node for `outer`, a value that a body returns to the graph around it. `inner` are its values in the bodies."""
+        """Add an op-graph node for `outer`, a value that a body returns to the graph around it. `inner` are its values in the bodies.
+
+        `precision_group` is the group of a loop's state, and "" for any other value.
+        """
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             guess(outer, inner[0][1].type)
         if _is_fp32(outer):

@@ -86,7 +86,10 @@ def seconds_for(weights: int, limit: TimeLimit = "auto") -> float | None:
 
 
 def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float | None) -> list[Any]:
-    """Run a session and return the results `names`, all for None. Raises TooSlow after `seconds`, or an error of ONNX Runtime."""
+    """Run the session `runner` on `feed` and return the results `names`, or all results if that is None.
+
+    Raises TooSlow after `seconds` (None: no limit), or an error of ONNX Runtime.
+    """
     options = runtime().RunOptions()
     options.log_severity_level = 4
     if seconds is None:

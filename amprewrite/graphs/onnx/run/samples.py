@@ -310,7 +310,7 @@ def _bytes(arrays: Iterable[Any]) -> int:
 
 
 def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
-    """Yield the values in lists. The values of a list have at most CHUNK elements together."""
+    """Yield the values in lists. The values of a list have at most CHUNK elements together, unless one value alone has more."""
     chunk: list[ir.Value] = []
     held = 0
     for value in wanted:

@@ -119,7 +119,10 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _FreshNames) -> ir.Node:
-    """Insert one Cast right after the maker of a value, and let the users of `cast` read it. Names of outputs do not change."""
+    """Insert one Cast right after the maker of a value, and let the users of `cast` read its result. Names of outputs do not change.
+
+    If `cast` saturates, a Clip to the range of the low format precedes the Cast.
+    """
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
     nodes: list[ir.Node] = []

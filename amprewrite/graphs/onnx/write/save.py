@@ -54,7 +54,7 @@ class Written:
 
     path: Path
     target: Path | None
-    """The path of the model that is to be written; None if it is not to be kept."""
+    """The path to which `keep` moves the model; None for a model that is only checked."""
     proto: onnx.ModelProto
     """The model, without its weights if they are outside."""
     data: Path | None
@@ -105,7 +105,10 @@ def _is_there(data: Path, target: Path) -> bool:
 
 
 def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
-    """Move files to their targets. If one move fails, or the user interrupts, restore the old files."""
+    """Move files to their targets, given as (source, target) pairs. If a move fails, or the user interrupts, restore the old files.
+
+    The folder `scratch` holds the old files until all moves are done.
+    """
     undo: list[tuple[Path, Path | None]] = []
     try:
         for number, (source, target) in enumerate(moves):
@@ -155,7 +158,7 @@ def _old_data(model: Path) -> list[Path]:
 
 
 def _remove(old: list[Path], model: Path, kept: str) -> None:
-    """Remove data files to which no file in the folder refers any more."""
+    """Remove the data files `old` to which no file in the folder of `model` refers any more, except the one with the name `kept`."""
     gone = [path for path in old if path.name != kept]
     if not gone:
         return
@@ -209,7 +212,7 @@ def written(model: ir.Model, target: Path | None, external_data: bool | str) -> 
 
 
 def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | None]:
-    """Write the weights into a file named by its content. Returns the model, and the file or None if no weight is large."""
+    """Write the weights into a file named by its content, next to `made`. Returns the model, and the file or None if no weight is large."""
     first = made.with_name("weights.data")
     held = [(value, value.const_value) for graph in model.graphs() for value in graph.initializers.values()]
     try:
