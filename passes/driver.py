@@ -245,7 +245,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
     """Exchange facts about precision between the graph `captured` and the body `part` that its `node` runs, before both are planned.
 
-    `node` is a loop, a condition or an autograd Function. The body may not round its results. In `captured`, each result of `node` counts
+    `node` is a loop, a condition or an autograd Function. The body must not round its results. In `captured`, each result of `node` counts
     as exact as the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()

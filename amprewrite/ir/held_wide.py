@@ -32,7 +32,8 @@ SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_
 FILE = "meta"
 """The device of a graph that was read from an ONNX file."""
 LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
-"""Ops that may shrink the error of their operand, because their result hardly changes for some operands, as a saturated sigmoid's."""
+"""Ops that may shrink the error of their operand, because their result hardly changes over a range of operands. Saturated sigmoids do so.
+"""
 
 
 def is_product(node: OpNode) -> bool:
@@ -127,9 +128,9 @@ class _Reading:
             spans = [each for each in given if self.graph[each].numel >= node.numel]
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
-            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # also for a log, which turns its operand's scale into an offset
-        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the error is no longer in proportion to the size of the result
-        if node.op in SUMS:  # a number, or a PLAIN value that is not learnt, changes the size of a sum but not its error
+            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log is EXACT, because its operand's scale becomes its offset
+        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the relative error may change, so the result is not ROUNDED
+        if node.op in SUMS:  # adding a number, or a PLAIN value that is not learnt, changes the size of a sum but not its error
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

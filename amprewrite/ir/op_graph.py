@@ -106,7 +106,7 @@ def _empty() -> nx.DiGraph:
 
 @dataclass
 class OpGraph:
-    """The nodes of one graph in a canonical order, and a networkx graph of the edges between their names."""
+    """The nodes of one graph in canonical order (makers before readers), and a networkx graph of the edges between their names."""
 
     nodes: dict[str, OpNode] = field(default_factory=dict)
     digraph: nx.DiGraph = field(default_factory=_empty)

@@ -75,7 +75,8 @@ class ProductPrices:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)
                 yield way, self._pass(numel, WIDE + NARROW)
         else:
-            # the amax needs no pass if it follows from the scales of rows, or if the fused kernel that makes the value computes it, too
+            # computing the amax takes no pass over the matrix if it follows from the scales of rows, or if the compiler computes it in the
+            # kernel that makes the matrix
             known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):

@@ -64,12 +64,12 @@ class Network:
             self.capacities.append(capacity)
 
     def once(self, maker: int, readers: Iterable[int], cost: int, outwards: bool, named: bool = False) -> int:
-        """Add a cost that is paid once for all `readers` of a value, if the cut separates at least one reader from the `maker`.
+        """Add the cost of one copy of the value of `maker`. It is paid once, however many of the `readers` need the copy.
 
-        With `outwards`, the cost is paid if the maker is on the sink's side and a reader on the source's side; without it, if the maker is
-        on the source's side and a reader on the sink's side. Return the vertex that is on the readers' paying side whenever a reader is.
-        It is the source (with `outwards`) or the sink (without) if a reader is always there, or if nothing has to be paid. `named` forces a
-        new vertex for a single reader, which otherwise stands for itself, and for no reader.
+        With `outwards`, readers on the source's side need the copy if the maker is on the sink's side. Without it, readers on the sink's
+        side need the copy if the maker is on the source's side. Return the vertex of the copy, which is on the side of the readers that
+        need it. A single reader is this vertex itself. If a reader always needs the copy, or if nothing has to be paid, the vertex is the
+        source (with `outwards`) or the sink. With `named` it is a new vertex in any case.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):

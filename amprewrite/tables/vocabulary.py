@@ -74,8 +74,8 @@ class Held(IntEnum):
     """How exactly torch.autocast would hold a value. A larger number means a less exact value."""
 
     EXACT = 0
-    """In fp32, and rounding may harm it: its elements may differ little around a large offset, or be far more exact than products make
-    values."""
+    """In fp32, and rounding may harm it: its elements may differ little around a large offset, or have far smaller errors than results of
+    products."""
     PLAIN = 1
     """In fp32, without an offset, and not rounded by a product: weights, rows of a table, results of norms."""
     ROUNDED = 2

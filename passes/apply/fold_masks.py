@@ -92,7 +92,10 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Insert nodes `question(*about, query, key)` that return (mask, is_causal) for `calls` to read. Calls of equal lengths share one."""
+    """Insert nodes that call `question(*about, query, key)`, which returns (mask, is_causal), and let the attention `calls` read both.
+
+    Calls with the same numbers of queries and keys share one node.
+    """
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = queries_and_keys(call)

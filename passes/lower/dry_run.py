@@ -50,13 +50,13 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder" and "val" not in n.meta:  # inputs that really are None have "val"
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # an input whose value is None has the key "val"
                 self.unknown.add(n)
             return value
         if n.op == "output":
             return super().run_node(n)
-        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # a dry run has no gradients
-            return example_value(n)
+        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:
+            return example_value(n)  # the value at capture: these nodes need gradients, which a dry run does not record
         want = self.expected.get(n)
         changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
         if want is None and not changed:

@@ -47,7 +47,7 @@ class Emitted:
 
     run: CompiledFn
     copies: Mapping[int, frozenset[Copy | None]]
-    """For each input, the low copies (dtype, layout) that the graph reads. None is among them if the graph also reads the input itself."""
+    """For each input, the low copies (dtype, layout) that the graph reads. The set includes None if it also reads the input itself."""
     low_alone: frozenset[int]
     """Positions of the inputs that are cast to the low format and read in no other way."""
     refused: Refusals

@@ -188,7 +188,7 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
     """Return, for each position of an input, the low copies (dtype, layout) of the input that an edited graph reads.
 
-    None is among the copies if the graph also reads the input without a cast. `training` is as in `weight_casts`.
+    The set includes None if the graph also reads the input without a cast. `training` is as in `weight_casts`.
     """
     changing = written_memory(module.graph)
     found: dict[int, frozenset[Copy | None]] = {}

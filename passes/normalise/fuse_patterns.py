@@ -167,8 +167,8 @@ def _bare(node: Any, inside: set[Node]) -> Any:
 def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
     """Return the factors of a product as numbers and nodes, and add the nodes of the product to `inside`.
 
-    x³ gives x three times, 1/√v gives ("rsqrt", v). Any other value is one factor. So is a product with several readers inside the product:
-    `top` is True for the outermost product, which is split in any case.
+    x³ gives x three times, 1/√v gives ("rsqrt", v). Any other value is one factor, and so is an inner product with several readers. `top`
+    is True for the outermost product, which is split even if it has several readers.
     """
     node = _bare(node, inside)
     if not isinstance(node, Node) or (not top and len(node.users) > 1 and _op(node) in ("mul", "div")):

@@ -5,7 +5,8 @@
 3. All other colours stay. If a fact, an override or a list keeps an op high that another graph runs low, then high will hold for all
    graphs, and the graphs that run the op low are captured again.
 
-    exp gelu matmul, where another graph runs gelu low  →  H L L
+For example, exp is denied, gelu has no colour, matmul is allowed, and another graph runs gelu low. Then exp is high, gelu and matmul are
+low.
 """
 
 from __future__ import annotations

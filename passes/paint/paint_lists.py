@@ -31,7 +31,8 @@ class PaintLists(Pass[Problem, Decisions]):
 
 def paint_facts(problem: Problem, decisions: Decisions) -> None:
     for node in problem.graph:
-        if node.name in problem.refused and node.carries_fp32:  # ops without an fp32 result have no colour: FirstRun casts their operands
+        # ops without an fp32 result have no colour: if they refuse low operands, `FirstRun` casts the operands when the graph runs
+        if node.name in problem.refused and node.carries_fp32:
             decisions.paint(node.name, Colour.HIGH, Reason.REFUSED, detail=problem.refused[node.name])
         elif node.pinned is not None:
             colour, reason, detail = node.pinned

@@ -44,7 +44,7 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
 """Passes that keep results exact. They run for every plan with our own lists, whichever rules paint the plan."""
 PARITY = "parity with the model's other graphs costs "
-"""Beginning of the note on how much one plan for all graphs of the model costs this graph."""
+"""Beginning of the note on how much more this graph costs because all graphs of the model share one plan."""
 LEAST_TOLD = 1e-3
 """Smallest relative difference in price that is worth a note."""
 

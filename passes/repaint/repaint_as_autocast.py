@@ -122,7 +122,8 @@ class Roundings:
         return False
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
-        """True if rounding `value` does harm after `node`: a later op magnifies the error, or the result is `EXACT` and `value` is not."""
+        """True if rounding `value` does harm after `node`: a later op magnifies the error, or the result of `node` is `Held.EXACT`, so that
+        rounding may harm it, although `value` is not. Averages are left out of the second case."""
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False
         kept = self.held[node.name] is Held.EXACT is not self.held[value]

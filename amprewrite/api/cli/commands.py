@@ -41,7 +41,7 @@ from amprewrite.torch_internals.trees import tree_map
 
 Options = argparse.Namespace
 accuracy, onnx = partial(load_extra, "accuracy"), partial(load_extra, "ONNX")
-"""Functions that import an extra. The argument names the command that needs it, for messages."""
+"""Functions that import an extra and return its module. Their argument is the name of the command that needs the extra, for messages."""
 
 
 # -- plan, explain, diff ---------------------------------------------------------------------

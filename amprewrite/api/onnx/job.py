@@ -266,7 +266,7 @@ class Job:
         return replace(result, path=order.target, plan_path=order.plan_target)
 
     def result(self, region: RegionPlan, report: OnnxReport) -> OnnxResult:
-        """Return the result of the conversion, of which nothing is written yet."""
+        """Return the result of the conversion, without paths, because nothing is written yet."""
         plan = CastPlan(self.low.name, (region,), notes=tuple(self.notes), lists=self.policy.lists_name)
         return OnnxResult(plan, replace(report, notes=plan.notes), None, None, self.model)
 

@@ -5,7 +5,7 @@
    epsilon, protects against operands that no sample may show, such as a row of zeros.
 3. A constant may be rounded if its error is negligible: a bias in a far larger sum, a factor whose products are only added to far larger
    values, or an epsilon far below the smallest result seen.
-4. An op that divides by the result of an op in fp32 by these rules, or scales this result, runs in fp32 as well.
+4. If an op runs in fp32 because of a constant, so does an op that divides by its result or scales its result.
 5. A constant that enters or leaves the body of a branch or loop stays fp32 for all its readers there, because values inside such a body
    have no measured ranges.
 """

@@ -53,9 +53,9 @@ class Count(IntEnum):
     SMALL = 1
     """Counted, no larger than the whole numbers that the low format holds exactly, perhaps with fractions."""
     WHOLE = 2
-    """Counted, no larger than these whole numbers, without fractions."""
+    """Counted, no larger than the whole numbers that the low format holds exactly, without fractions."""
     LARGE = 3
-    """Counted, perhaps larger than these whole numbers."""
+    """Counted, perhaps larger than the whole numbers that the low format holds exactly."""
 
 
 def most_exact(low: Format) -> int:

@@ -226,7 +226,7 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 def rows_have_offset(table: Any) -> Any:
     """True if the rows or the columns of a table have an offset: a mean that is larger than their spread (`has_offset`).
 
-    Columns have an offset if all rows share one. They are tested only in tables of at least `ROWS` rows.
+    Columns have an offset if all rows have a large part in common. They are tested only in tables of at least `ROWS` rows.
     """
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common

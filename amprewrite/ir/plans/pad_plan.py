@@ -59,7 +59,10 @@ class PadCopy:
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`. "weight" is a parameter that is padded by its cast, "weight copy" a parameter that is padded without a cast."""
+        """One of `KINDS`: "pad", "slice", "re-pad" (padded before and after the change), "weight" or "weight copy".
+
+        "weight" is a parameter that is padded by its cast, "weight copy" a parameter that is padded without a cast.
+        """
         if self.weight:
             return "weight" if all(" -> " in user for user in self.users) else "weight copy"
         return "re-pad" if self.layout and self.have else "pad" if self.layout else "slice"

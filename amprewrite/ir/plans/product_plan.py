@@ -40,7 +40,8 @@ class GemmPlan:
     reason: ProductReason
     """Why the GEMM reads these formats. In JSON, the name of a member of `amprewrite.ir.plans.product_plan.ProductReason`."""
     detail: str = ""
-    """The line of `products=` that asked for the format, or the node that is the cause; "" if there is neither."""
+    """A detail of the reason, such as the rule of `products=` that asked for the format, the sizes of the GEMM, or the node that is the
+    cause; "" if there is none."""
 
     @property
     def fp8(self) -> bool:
@@ -97,7 +98,8 @@ class QuantisedCopy:
     readers: tuple[str, ...]
     """GEMMs that read the copy, such as "linear_3.grad_weight"."""
     role: str
-    """"x" if products read the value as their rows, "w" if they read it as their matrix (see `tables/recipes.py`), "g" for its gradient."""
+    """"x" or "w" if the copy is of the first or second operand of products x · wᵀ (see `tables/recipes.py`), "g" if it is of the gradient
+    of a product's result."""
     kept: bool = False
     """Whether the backward reads the copy. The copy is then saved for backward in place of the value."""
     weight: bool = False

@@ -27,7 +27,7 @@ def _epochs_are_write_versions(region: dict[str, Any]) -> None:
 
 
 def _are_magnified(region: dict[str, Any], reasons: tuple[str, ...]) -> None:
-    """Replace each of the reasons `reasons`, which no longer exist, by MAGNIFIED, which now includes them."""
+    """Replace the names of reasons in `reasons`, which the next version does not have, by MAGNIFIED, which covers them there."""
     for node in _objects(region, "nodes"):
         if node.get("reason") in reasons:
             node["reason"] = "MAGNIFIED"

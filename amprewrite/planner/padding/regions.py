@@ -66,7 +66,7 @@ class Regions:
     is_weight: Callable[[str], bool]
     """True if a value is a parameter, or a buffer to which nothing writes."""
     barriers: set[tuple[str, str]] = field(default_factory=set)
-    """(value, reader) pairs between which padding is cut off. If the reader needs padding, new padding of zeros is made."""
+    """Pairs (value, reader): the padding of the value is cut off before the reader. If the reader needs padding, zeros are added."""
     refused: dict[str, str] = field(default_factory=dict)
     """Calls whose operands and results must not be padded, with the reason."""
     reasons: dict[str, str] = field(default_factory=dict)
@@ -456,7 +456,8 @@ def _merged(factors: Factors) -> Factors:
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and n == m:
-            found[-1] = (found[-1][0] * n, found[-1][1] * m)  # exact: rows added below a matrix are at the end of the flat axis, too
+            # padding stays at the end when axes are merged, as rows that are added below a matrix are at the end of the flat matrix
+            found[-1] = (found[-1][0] * n, found[-1][1] * m)
         else:
             found.append((n, m))
     if len(found) > 1 and found[0] == (1, 1):

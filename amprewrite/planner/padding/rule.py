@@ -32,7 +32,8 @@ Part = tuple[Slot, int] | int
 Leg = tuple[Part, ...]
 """One description of a dim: its parts, outer to inner. For example, (4, (slot, dim)) is a weight dim of an LSTM with four gates."""
 BROADCAST = "broadcast"
-"""In place of the numbers in an operand's padding: the operand is broadcast along a padded dim of the result, and has no padding there."""
+"""Stands for the numbers in an operand's padding if the operand is broadcast along a padded dim of the result, so that it has no padding.
+"""
 LARGEST = 1e4
 """Largest magnitude that padding may hold. A larger number may overflow fp16 in the next op."""
 
@@ -49,7 +50,8 @@ class Hazard(Exception):
 
 
 Contents = Mapping[str, Content]
-"""The numbers in the padding of each operand, by name: one number, or MIXED. BROADCAST: no padding where the result has some."""
+"""The numbers in the padding of each operand, by name: a number if all are equal, MIXED if they differ, BROADCAST if there is no padding
+although the result has some."""
 
 
 @dataclass

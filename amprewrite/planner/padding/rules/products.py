@@ -190,7 +190,8 @@ def attention(view: View) -> Rule:
 
 
 def einsum(view: View) -> Rule:
-    """Return the padding rule of an einsum of two operands. All dims may be padded if it has no ellipsis and no letter twice in a term."""
+    """Return the padding rule of an einsum of two operands. All dims may be padded if the equation has no ellipsis and no letter twice in a
+    term, otherwise none."""
     call = view.call
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple) else call.args[1:]
     equation = call.args[0].replace(" ", "") if call.args and isinstance(call.args[0], str) else ""

@@ -40,7 +40,7 @@ TRAITS: dict[Trait, str] = {
     Trait.SCALES: "mul div",
     Trait.EXCHANGES_INFINITIES: "nan_to_num isfinite isinf isnan isposinf isneginf",
     Trait.TAKES_EPSILON: "add sub clamp maximum",
-    # random draws
+    # random draws, logarithms, and results between zero and one
     Trait.DRAWS: "rand rand_like uniform",
     Trait.DRAWS_NORMAL: "randn randn_like normal",
     Trait.RANDOM: "rand rand_like randn randn_like randint randint_like random bernoulli uniform normal multinomial poisson exponential "
