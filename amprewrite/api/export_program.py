@@ -34,6 +34,7 @@ from amprewrite.runtime.parts import part_paths
 from amprewrite.tables.boundary.members import named_buffers_in
 from amprewrite.tables.errors import AmpRewriteError, CaptureError
 from amprewrite.tables.vocabulary import Reason
+from amprewrite.torch_internals.dispatch import FakeTensor, is_wrapped_by_transform
 
 
 def export_program(
@@ -95,8 +96,20 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     with autocast_for_fp32(model, (args, kwargs)):
         module = _export(model, model, args, dict(kwargs or {}), options).module(check_guards=False)
     assert isinstance(module, CapturedGraph)
+    _refuse_values_missing(module, model)
     clean_exported(module)
     return module
+
+
+def _refuse_values_missing(module: CapturedGraph, model: nn.Module) -> None:
+    """Raise CaptureError if the exported module holds a constant without values, as torch.export makes from some torch.func transforms."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        held = getattr(module, str(node.target), None)
+        if isinstance(held, FakeTensor) or (isinstance(held, torch.Tensor) and is_wrapped_by_transform(held)):
+            raise CaptureError(
+                f"torch.export cannot capture {type(model).__name__} whole: in place of a value that torch.func computes it stores a constant, "
+                f"{node.target}, that has no values; the rewritten model itself runs region by region: call it instead of exporting it"
+            )
 
 
 def _export(

@@ -206,6 +206,22 @@ def test_what_export_cannot_capture_is_a_clear_error():
         amp.export_program((torch.ones(2, 4),))
 
 
+class GradInside(nn.Module):
+    """torch.export lifts the value that torch.func computes here into constants without values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.func.grad(lambda t: (t * t).sum())(x)
+        y.copy_(x * 2)
+        return y
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_export_with_constants_that_have_no_values_is_refused(dtype):
+    amp = amprewrite.rewrite(GradInside(), dtype=dtype)
+    with pytest.raises(amprewrite.CaptureError, match=r"cannot capture GradInside whole: .* lifted_tensor_0, that has no values"):
+        amp.export_program((torch.ones(2, 4),))
+
+
 def test_export_under_autocast_is_refused():
     model, args, _ = mlp()
     amp = amprewrite.rewrite(model, dtype="bf16")

@@ -176,6 +176,26 @@ def test_an_input_that_is_written_is_written_once() -> None:
     assert not said(lambda: amp(x)) and torch.equal(x, data() + 1)
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_a_write_to_what_dropout_returns_unchanged_writes_an_input_once(train: bool) -> None:
+    """Eager `dropout(x, 0.0)`, and dropout in eval, return `x`; the graph records a copy."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.linear = nn.Dropout(0.0 if train else 0.5), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.drop(x)
+            y[..., : WIDTH // 2] *= 2
+            return self.linear(y)
+
+    x, expected = data(), data()
+    expected[..., : WIDTH // 2] *= 2
+    amp = amprewrite.rewrite(Writes().train(train), dtype="fp16")
+    assert not said(lambda: amp(x)) and torch.equal(x, expected)
+
+
 def test_verify_tells_capture_from_rounding() -> None:
     amp = amprewrite.rewrite(OtherMask(), dtype="bf16")
     report = amprewrite.verify(amp, (data(),))

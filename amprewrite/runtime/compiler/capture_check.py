@@ -30,7 +30,8 @@ import torch.fx
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amprewrite.graphs.fx.node_facts import differentiates, is_batched, kept_meta, written_inputs
+from amprewrite.graphs.fx.node_facts import differentiates, is_batched, kept_meta, written_inputs, written_memory
+from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.source_text import source_of
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
 from amprewrite.graphs.log_quiet import Quiet
@@ -242,6 +243,8 @@ class CaptureCheck:
         """Record the graph of the call. Call this while Dynamo captures the graph. A second graph, or one with side effects on objects,
         ends the check."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
+        if written_memory(module.graph):
+            note_memory(module.graph)  # eager `dropout(x, 0.0)` returns `x`: a write to its result writes an input, so do not run it again
         # read from `module`, because the copy of the graph made below lacks its subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module
