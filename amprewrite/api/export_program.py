@@ -107,8 +107,8 @@ def _refuse_values_missing(module: CapturedGraph, model: nn.Module) -> None:
         held = getattr(module, str(node.target), None)
         if isinstance(held, FakeTensor) or (isinstance(held, torch.Tensor) and is_wrapped_by_transform(held)):
             raise CaptureError(
-                f"torch.export cannot capture {type(model).__name__} whole: it stores a constant, {node.target}, without values in place of a "
-                "value that torch.func computes; the rewritten model itself runs region by region: call it instead of exporting it"
+                f"torch.export cannot capture {type(model).__name__} whole: it stores a constant, {node.target}, without values in place "
+                "of a value that torch.func computes; the rewritten model itself runs region by region: call it instead of exporting it"
             )
 
 
