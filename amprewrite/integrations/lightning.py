@@ -64,9 +64,9 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Have the optimizers skip steps with overflowed gradients, and their schedules wait during skipped steps.
+        """Have the optimizers skip steps with overflowed gradients, and stop their learning-rate schedules from advancing at such a step.
 
-        Only schedules with interval "step" wait. Returns its arguments, which are changed in place.
+        Only schedules with interval "step" are changed. Returns its arguments, which are changed in place.
         """
         for optimizer in optimizers:
             for session in self._sessions:

@@ -110,8 +110,9 @@ class CastPlan(ModelPlan):
     def to_html(self, path: Any, title: str = "", report: Any = None) -> Path:
         """Write a report as one self-contained HTML file, and return its path.
 
-        The report shows the graph, charts, and for every node its reason and the change that would alter it. `report` is the result of
-        `verify` or `debug` for the same model; it adds ranges and errors. Raises EmitError if `path` cannot be written.
+        The report shows the graph, charts, and for every node its reason and the change that would alter it. `title` is its heading; "" for
+        "Cast plan". `report` is the result of `verify` or `debug` for the same model; it adds ranges and errors. Raises EmitError if `path`
+        cannot be written.
         """
         return load_extra("drawings", "to_html").to_html(self, path, title, report)
 
@@ -125,7 +126,7 @@ class CastPlan(ModelPlan):
     def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
         """Write the drawing of `to_svg` as a PNG file with `scale` pixels per unit, and return its path.
 
-        Raises EmitError if the png extra is not installed, or if `path` cannot be written.
+        `depth` is as for `to_svg`. Raises EmitError if the png extra is not installed, or if `path` cannot be written.
         """
         return load_extra("drawings", "to_png").to_png(self, path, depth, scale)
 

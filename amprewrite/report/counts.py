@@ -24,7 +24,7 @@ def node_bytes(node: NodePlan) -> int:
 
 
 def by_region(plan: ModelPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
-    """Yield (nodes, casts) of each region (the plan of one graph), with names as in `plan.nodes` and `plan.casts`."""
+    """Yield (nodes, casts) of each region (the plan of one graph), with names as in `plan.nodes`: "region/node" if there are several."""
     nodes, casts = iter(plan.nodes), iter(plan.casts)
     for region in plan.regions:
         yield tuple(next(nodes) for _ in region.nodes), tuple(next(casts) for _ in region.casts)
@@ -185,7 +185,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 
 
 def amount(number: float, unit: str = "") -> str:
-    """Format a number with three digits and a metric prefix: "1.2 G", "34 kB"."""
+    """Format a number with three digits, a metric prefix and the `unit`: "1.2 G", or "34 kB" for bytes ("B")."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g} {prefix}{unit}"

@@ -37,7 +37,7 @@ def listing(plan: ModelPlan, fold: bool = False, width: int = 0) -> str:
 
 
 def code_lines(plan: ModelPlan) -> Iterator[Line]:
-    """Yield the lines of the code in running order, with a header for each graph and at each change of module."""
+    """Yield the lines of the listing in running order, with a header for each graph and at each change of module."""
     for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
         state = "training" if region.training else "inference"
         yield Line("graph", f"# {region.name}, {state}: {sum(n.role == 'op' for n in nodes)} ops, {len(casts)} casts")
@@ -82,7 +82,10 @@ def _cast_line(cast: Cast, module: str, prefix: str) -> Line:
 
 
 def _short(value: str, module: str, prefix: str, to: str = "") -> str:
-    """Return a value's name relative to the reader's module, such as "self.weight", followed by ":" and the format `to` if given."""
+    """Return a value's name relative to the reader's `module`, such as "self.weight", followed by ":" and the format `to` if given.
+
+    `prefix` is dropped from the name: it names the region, in a plan of several graphs.
+    """
     name = value.removeprefix(prefix)
     name = f"self{name[len(module) :]}" if module and name.startswith(f"{module}.") else name
     return f"{name}:{to}" if to else name
@@ -109,7 +112,11 @@ def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
 
 
 def fold_table(plan: ModelPlan, most: int = SCREEN) -> list[tuple[str, str]]:
-    """Return a table with one module per row as (kind, text) of each line, with at most `most` lines of 80 characters."""
+    """Return the lines of a table with one module per row, at most `most` lines of 80 characters.
+
+    Each line is (kind, text). The kind is "title", or the colour of the module's ops: "high" or "low", "plain" without either. A module
+    with both is "low".
+    """
     root = module_tree(plan)
     rows = folded(root, most - 1)
     titles = ("ops", "low", "high", "casts", "weights", "FLOPs", "low", "bytes")

@@ -47,7 +47,8 @@ class Options:
     memory: float = 0.0
     """Price, in seconds, of each byte of activations that is kept for backward; 0: plan for speed alone."""
     parity: float | None = 1.0
-    """Weight of a training step, from 0 to 1, in the cost by which one plan for all graphs is chosen. None: each graph has its own plan."""
+    """A number: all graphs share one plan, chosen by a cost in which a training step has the weight `parity`, from 0 to 1, and a pass
+    without gradients the rest. None: each graph has its own plan."""
     pad: PadPolicy = field(default_factory=PadPolicy)
     products: ProductPolicy | None = None
     """Rules for the products (matmuls) that may read fp8 copies of their operands; None: no product runs in fp8."""

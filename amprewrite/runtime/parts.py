@@ -85,7 +85,7 @@ def parse_granularity(granularity: Any, model: nn.Module) -> Granularity:
 
 
 def part_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
-    """Return the paths of the parts to rewrite separately, in the order of `named_modules`; () for "model"."""
+    """Return the paths of the parts to rewrite separately, as `granularity` asks, in the order of `named_modules`; () for "model"."""
     if granularity == MODEL:
         return ()
     blocks = block_paths(model, granularity)
@@ -100,13 +100,16 @@ def part_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
 
 
 def block_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
-    """Return the paths of the outermost blocks. Raises PolicyError for a pattern that matches no module."""
+    """Return the paths of the outermost blocks that `granularity` ("blocks" or patterns) asks for.
+
+    Raises PolicyError for a pattern that matches no module.
+    """
     found = list(_repeated(model) if granularity == BLOCKS else _named(model, granularity))
     return tuple(path for path in found if not any(path != other and path.startswith(f"{other}.") for other in found))
 
 
 def _repeated(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of modules with submodules that share a ModuleList, Sequential or ModuleDict with another of their class."""
+    """Yield the path of each child of a ModuleList, Sequential or ModuleDict that has submodules and a sibling of the same class."""
     for path, holder in model.named_modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             classes = Counter(type(child) for child in holder.children())

@@ -314,7 +314,10 @@ class Session(GraphRewriter):
             self.policy.check_nodes(node.name for region in self.regions for node in region.plan.nodes)
 
     def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
-        """List the code that Dynamo failed on in this call, and warn once for each cause."""
+        """List the code that Dynamo failed on in this call (`failures`) in `plan.skipped`, and warn once for each cause.
+
+        `ran`: the rewritten graphs that ran in the call. Without one, the text says that all of the entry ran in fp32.
+        """
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
         for failure in dict.fromkeys(failures):
             where = f" ({failure.place})" if failure.place else ""
@@ -345,8 +348,7 @@ class Session(GraphRewriter):
         self._left_out(entry, f"{entry.place} {what}: {why}{sharded}", f"{what}: {why}{bool(sharded)}")
 
     def _left_out(self, entry: Entry, message: str, cause: str = "", place: str = "") -> None:
-        """List code that ran in fp32 outside of rewritten graphs in `plan.skipped`, and warn once for each cause.
-
+        """Add an entry to `plan.skipped` for code that ran in fp32 outside of rewritten graphs, and warn once for each cause.
         `cause` identifies the warning; "" stands for `message` itself. `place` names the code; "" stands for the entry.
         """
         entry.graphs.left_out[message] = Skipped(place or entry.path or "the model", message)

@@ -16,7 +16,7 @@ ROWS = 24
 
 
 def to_notebook(plan: ModelPlan, summary: str) -> str:
-    """Return the plan as an HTML fragment with inline styles, which needs no stylesheet and no script."""
+    """Return the plan as an HTML fragment with inline styles, which needs no stylesheet and no script. `summary` is the text at its top."""
     cell = 'style="padding:2px 10px;text-align:right;white-space:nowrap"'
     first = 'style="padding:2px 10px;text-align:left;white-space:nowrap"'
     rows = []

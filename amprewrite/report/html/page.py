@@ -30,8 +30,8 @@ SECONDS = 5.0
 def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
     """Write the HTML report to `path`, and return the path.
 
-    `report`, a Report of `verify` or a DebugReport of the same model, adds errors. `seconds` limits the time for trying changes of nodes.
-    Raises EmitError if `path` cannot be written.
+    `title` is the heading; "" for "Cast plan". `report`, a Report of `verify` or a DebugReport of the same model, adds errors. `seconds`
+    limits the time for trying changes of nodes. Raises EmitError if `path` cannot be written.
     """
     return write_text(path, html(plan, title, report, seconds))
 
@@ -52,7 +52,10 @@ def asset(name: str) -> str:
 
 # -- facts -----------------------------------------------------------------------------
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
-    """Return the data of the page as plain values for JSON. Keys of nodes are short, since there may be thousands of nodes."""
+    """Return the data of the page as plain values for JSON. The arguments are the same as for `to_html`.
+
+    Keys of nodes are short, since there may be thousands of nodes.
+    """
     drawing = draw(plan)
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     flips = _flips(plan, drawing, seconds)
@@ -131,7 +134,8 @@ def _modules(plan: ModelPlan) -> list[list[Any]]:
 def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
     """Return, by node, sentences on changes that would give the node its other colour (low or high).
 
-    Changes are tried for `seconds`, first for high nodes and for nodes next to casts. Later nodes get only their reason's condition.
+    Changes are tried for `seconds`: for high nodes first, then for low nodes, and in both groups first for nodes next to casts. Nodes that
+    are not reached in time get only their reason's condition.
     """
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}

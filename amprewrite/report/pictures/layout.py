@@ -104,9 +104,10 @@ def _tree(paths: list[tuple[str, ...]]) -> _Branch:
 
 
 def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -> int:
-    """Make the box of a branch and of all branches inside. Return the id of the branch's box.
+    """Add the boxes of a branch and of all branches inside to `found`. Return the id of the branch's box.
 
-    A branch with a single part gets no box, unless it is the root. The id of this part is then returned instead.
+    `parent` is the id of the enclosing box, -1 for the root. `path` and `label` are for the branch's box. A branch with a single part gets
+    no box, unless it is the root: the id of its part is returned instead.
     """
     if len(branch.parts) == 1 and parent >= 0:
         ((name, only),) = branch.parts.items()
@@ -160,7 +161,8 @@ def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
 
 
 def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
-    """Add a place for each edge to every layer that it passes, and record the edge in `box.chains`."""
+    """Add a place for each edge to every layer that it passes, and record the edge in `box.chains`. Edges that pass more than
+    LONGEST_ROUTE layers are left out."""
     passing = 0
     for a, b in edges:
         span = range(layer[a] + 1, layer[b])
@@ -225,7 +227,10 @@ class Placed:
 
 
 def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:
-    """Return the coordinates of everything visible if the boxes `opened` are open. `size_of` has the sizes of ops and closed boxes."""
+    """Return the coordinates of everything visible in the nested boxes `found` if the boxes `opened` are open.
+
+    `size_of` has (width, height) of each op and closed box, by id. `opened` has ids.
+    """
     sizes: dict[int, tuple[float, float]] = dict(size_of)
     spots: dict[int, dict[int, tuple[float, float, float]]] = {}
 
@@ -258,7 +263,8 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
     """Return the positions (x, y, gutter) of everything inside an open box, by id, and the size of the box.
 
-    x and y are the upper left corner of a part, or the middle of a place. The gutter is the x of the gap to the left of its column.
+    `extent` has (width, height) of each part, by id. x and y are the upper left corner of a part, or the middle of a place. The gutter is
+    the x of the gap to the left of its column.
     """
     if not box.parts:
         return {}, (8 * PAD, HEAD + 2 * PAD)
@@ -324,7 +330,10 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 
 
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
-    """Return the middles of a layer's items, close to `want` but without overlap: the mean of packings from the left and the right."""
+    """Return the middles of a layer's items, close to the middles `want` but without overlap. `width` has the width of each item.
+
+    They are the mean of two packings, from the left and from the right.
+    """
     from_left, right = [], float("-inf")
     for item, x in zip(layer, want, strict=True):
         right = max(x - width[item] / 2, right) + width[item] + GAP

@@ -54,7 +54,7 @@ def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
 def to_png(plan: ModelPlan, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
     """Write the drawing as a PNG file with `scale` pixels per SVG unit, and return its path.
 
-    Raises EmitError if the png extra is not installed, or if `path` cannot be written.
+    `depth` is as for `to_svg`. Raises EmitError if the png extra is not installed, or if `path` cannot be written.
     """
     try:
         import resvg_py
@@ -90,7 +90,7 @@ def _opened(drawing: Drawing, depth: int | None) -> set[int]:
 
 
 def _seen(drawing: Drawing, placed: Placed, op: int) -> int:
-    """Return the id that is visible for `op`: the outermost closed box around it, or the op itself."""
+    """Return the id of the box or op that stands for `op` in the drawing: the outermost closed box around it, or the op itself."""
     way = drawing.nest.path_of(op)
     return next((number for number in reversed(way[1:]) if number not in placed.open), op)
 
@@ -149,7 +149,7 @@ def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
 
 
 def _bundles(drawing: Drawing, placed: Placed) -> dict[tuple[int, int], list[int]]:
-    """Group the indices of edges by their two visible ends. Edges inside one closed box are left out."""
+    """Group edges by their two visible ends: {(source, target): indices of edges}. Edges inside one closed box are left out."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, edge in enumerate(drawing.edges):
         ends = _seen(drawing, placed, edge.source), _seen(drawing, placed, edge.target)
@@ -226,7 +226,10 @@ def _frame(r: Rect) -> str:
 
 
 def _text(x: float, y: float, text: str, room: float, ink: str, style: str) -> str:
-    """Return an SVG text element. `text` is cut to fit the width `room`, estimated by the mean width of a letter."""
+    """Return an SVG text element at (x, y) in the colour `ink`. `style` has further attributes.
+
+    `text` is cut to fit the width `room`, estimated by the mean width of a letter.
+    """
     most = max(int(room / 6.3), 3)
     text = printable(text)
     text = text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,4 +1,4 @@
-"""Find the pass that decided each node's colour: run the deciding passes again, and note after each pass the colours that changed."""
+"""Find the pass that decided each node's colour: run the deciding passes again, and record after each pass the colours that changed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def _decided(planned: NodePlan, decisions: Decisions, by: dict[str, str]) -> Dec
 
 
 def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
-    """Return a row (node, colour, pass, why) for each op. If there are several graphs, node names have the form "region/node"."""
+    """Return a row (node, colour, pass, why) for each op in `found`, a result of `decided_after`.
+
+    If there are several graphs, node names have the form "region/node".
+    """
     several = len(found) > 1
     return [
         (f"{each.region}/{node.node}" if several else node.node, node.colour, node.by, node.why) for each in found for node in each.nodes

@@ -153,7 +153,7 @@ def _upstream(graph: OpGraph, name: str) -> Iterator[str]:
 
 
 def _by_distance(graph: OpGraph, name: str) -> Iterator[str]:
-    """Yield all other connected nodes, along edges in both directions, nearest first."""
+    """Yield all other nodes that are connected with node `name` by edges in either direction, nearest first."""
     near = graph.digraph
     return islice(reached([name], lambda n: chain(near.predecessors(n), near.successors(n))), 1, None)
 

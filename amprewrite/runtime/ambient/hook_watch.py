@@ -3,8 +3,8 @@
 1. Code that Dynamo captured for one module runs for all modules of the same class. If these modules may differ in hooks (`may_differ`),
    Dynamo is set to guard on hooks. Such guards take most of a microsecond for each module and call. So a model without hooks has no guards
    on them, and a HookWatch finds out when hooks are added.
-2. PyTorch numbers the hooks of modules and of tensors by one counter. The hooks that this package sets on tensors, some of them in every
-   training forward, are counted separately, because after each of them a HookWatch would search all modules.
+2. PyTorch numbers the hooks of modules and of tensors by one counter. This package sets hooks on tensors, in every training forward. They
+   are counted separately and subtracted: otherwise a HookWatch would search all modules after each of them.
 """
 
 from __future__ import annotations

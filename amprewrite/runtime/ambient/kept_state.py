@@ -13,7 +13,8 @@ from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
 
 
 class _Outermost:
-    """Saves the CPU random state, which all threads share, when a first `random_state_kept` block begins; restores it after the last."""
+    """Saves the CPU random state, which all threads share, when the first of several overlapping `random_state_kept` blocks begins, and
+    restores it when the last of them ends."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

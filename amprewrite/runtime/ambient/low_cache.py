@@ -47,12 +47,12 @@ _SOURCE = file_label(__file__)
 
 
 class CacheReadHigh(Exception):
-    """Raised during capture, and caught in `Session.step`, if the graph reads keys or values in fp32 from a KV cache stored low."""
+    """Raised during capture if a graph reads keys or values in fp32 from a KV cache that is stored low. `Session.step` catches it."""
 
 
 class _KeepsLow:
     """Methods that `_low_class` gives to a layer of a KV cache. They store keys and values low, in an inner layer of the layer's former
-    class, and return them in fp32."""
+    class, and return them in fp32. An update outside of a captured graph makes the layer store fp32 again."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self
@@ -181,7 +181,7 @@ class LowCaches:
 class CachesOfModel:
     """Decides whether a rewritten model stores the caches of its `generate()` low.
 
-    If the user gave a plan (`given`), it decides: caches are low if its graphs contain conversions that `_KeepsLow.update` makes.
+    If the user gave a plan (`given`), the plan decides: caches are low if its graphs convert keys or values of low caches.
     """
 
     def __init__(self, root: nn.Module, given: ModelPlan | None, note: Callable[[str], None]) -> None:
@@ -225,12 +225,15 @@ def reads_high(plan: RegionPlan) -> bool:
 
 
 def _is_conversion(node: NodePlan) -> bool:
-    """True if a node is a conversion of a low cache: its source line is in this file."""
+    """True if a node converts keys or values of a low cache: it comes from code of this file, as its source line shows."""
     return node.source.startswith(f"{_SOURCE}:")
 
 
 def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """In the arguments of a step of `generate()`, mark the dims whose sizes will change, so that Dynamo captures them as dynamic."""
+    """In the arguments of a step of `generate()`, mark the dims whose sizes will change, so that Dynamo captures them as dynamic.
+
+    A dim of size 1 is not marked.
+    """
     for value in (*args, *kwargs.values()):
         for tensor, dims in _growing(value):
             torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])
@@ -266,10 +269,13 @@ def _kinds(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
-    """Yield each tensor in `value` with the dims whose sizes vary. `value` is a tensor, a mapping of tensors, or a cache."""
+    """Yield tensors in `value`, each with the dims whose sizes vary. `value` is a tensor, a mapping of tensors, or a cache.
+
+    A floating tensor is yielded only if it has three dims, as hidden states have, or is in a cache.
+    """
     if isinstance(value, Tensor):
         if not value.is_floating_point():
-            yield value, range(value.dim())  # tokens, positions and masks have only batch and length dims
+            yield value, range(value.dim())  # all dims: tokens, positions and masks have only batch and length dims
         elif value.dim() == 3:
             yield value, _IN_STATES
     elif isinstance(value, Mapping):

@@ -49,7 +49,7 @@ class State(threading.local):
         self.around = 0
         """Number of torch.autocast regions around the outermost call, or around the recomputation that runs in it."""
         self.recomputed: tuple[int, int] | None = None
-        """The `asking_number()` of the recomputation that runs now, as the outermost call or inside it; None if there is none."""
+        """`asking_number()` of the checkpoint recomputation that runs now, as the outermost call or inside it; None if there is none."""
 
         self.low_caches: LowCaches | None = None
         """The low caches of the innermost running call of `generate()`; None if its caches stay fp32."""

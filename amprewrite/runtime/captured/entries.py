@@ -41,7 +41,7 @@ from amprewrite.torch_internals.dynamo import SkipFrame
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
 """Reason in messages why code that hooks and writes an input runs as written: Dynamo would put the hook on the written value."""
 FRESH_STARTS = 2
-"""Number of times in a row that the graphs of a module are captured anew because none of them ran. After that they stay."""
+"""At most this many times in a row, the graphs of a module are captured anew because none of them ran in a call."""
 
 
 class Anew(Enum):
@@ -122,9 +122,8 @@ class Graphs:
         return self._beside_hooks
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call that captures, and return its result. Under `strict`, and unless the low format is known to have fp32's range, also
-        check that capture changed no values.
-
+        """Run a call that captures, and return its result. Also check that capture changed no values, if `strict` is set or if the low
+        format is or may be fp16.
         The check runs the captured graph and the original model in fp32. If results differ, warn, or raise CaptureError under `strict`.
         Calls that cannot be repeated (`can_be_checked`), and calls of `generate()`, are not checked.
         """
@@ -195,7 +194,7 @@ class Graphs:
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
         if regions_around() > self.entry.session.state.around:  # the model's code is in an autocast region of its own
-            if is_any_autocast_enabled():  # Dynamo gave up the code that enters the region, and now captures a function that it calls
+            if is_any_autocast_enabled():  # Dynamo gave up the code that enters the region: leave the functions that it calls, too
                 self.entry.session.note(f"code of {self.entry.place} in an autocast region of the model runs as the region says")
                 raise SkipFrame("it is in an autocast region of the model")
             put_in_region(module.graph, graph_device(module))
@@ -234,8 +233,8 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 class Entry:
     """A module that is called from outside of the model's graphs: the root, or a submodule that is captured separately or called directly.
 
-    An entry whose `captured` is False runs as written, and its parts are entries that are captured. If `compiles` is False, as for an LSTM,
-    the graphs run eagerly with every backend.
+    If `captured` is False, the code of the entry runs as written, and its parts (submodules that are captured separately) are entries of
+    their own. If `compiles` is False, as for an LSTM, the graphs run eagerly with every backend.
     """
 
     def __init__(
@@ -290,7 +289,8 @@ class Entry:
     def capture_anew(self, why: Anew) -> None:
         """Replace the graphs by an empty `Graphs`. Its functions have new code objects, so that Dynamo reuses no earlier graph or failure.
 
-        If the old graphs are `outdated` (their decisions changed, not their code), they are kept for recomputations of their forwards.
+        `why` is the reason. After NOT_CAPTURED, the entry runs as written until the next call of this method. If the old graphs are
+        `outdated` (their decisions changed, not their code), they are kept for recomputations of their forwards.
         """
         self.captured = self._to_capture and why is not Anew.NOT_CAPTURED
         before, self.graphs = self.graphs, Graphs(self)

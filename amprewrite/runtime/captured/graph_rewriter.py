@@ -81,7 +81,7 @@ class GraphRewriter(CallRecord):
         """Make `training` when it is first read. Raises AttributeError for any other name."""
         if name != "training":
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        with self.lock:  # first calls in two threads get the same object
+        with self.lock:  # so that first calls in two threads get the same object
             if "training" not in self.__dict__:
                 self._begin_training()
             return self.__dict__["training"]
@@ -109,7 +109,7 @@ class GraphRewriter(CallRecord):
 
     @property
     def regions(self) -> list[Region]:
-        """All regions of the present graphs."""
+        """The rewritten graphs (regions) of all entries, without graphs that a new capture has replaced."""
         return [region for graphs in self.graphs for region in graphs.regions]
 
     @property
@@ -209,7 +209,7 @@ class GraphRewriter(CallRecord):
 
         region = Region(entry.place, self.training, self.checks, plan, *emitted(rewritten, example_inputs))
 
-        def again(inputs: tuple[Any, ...]) -> RegionPlan:  # takes inputs, because a closure over `example_inputs` would keep them alive
+        def again(inputs: tuple[Any, ...]) -> RegionPlan:  # `inputs`, because a closure over `example_inputs` would keep these alive
             with self.lock:
                 rewritten, plan = rewrite_graph(captured)
                 region.become(plan, *emitted(rewritten, inputs))
@@ -236,7 +236,7 @@ class GraphRewriter(CallRecord):
         return reads
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
-        """Add the ranges of a first call that overflowed to the calibration of this session, and return the new calibration."""
+        """Add `regions`, the ranges of a first call that overflowed, to the calibration of this session. Return the new calibration."""
         with self.lock:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True

@@ -84,10 +84,10 @@ class LookAhead:
         """The error of the latest observed run; "" if it raised none."""
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
-        """Observe an fp32 run of the graph, then return `run(inputs)`. `forward` is the number of this forward of the model.
+        """In the first forwards of the model (`CALLS`), observe an fp32 run of the graph. Then return `run(inputs)`.
 
-        Nothing is observed while a CUDA graph records, while a checkpoint recomputes, and on tensors without values (meta, fake). Once
-        `left` is negative, no further call needs to be observed.
+        `forward` is the number of this forward. Nothing is observed while a CUDA graph records, while a checkpoint recomputes, and on
+        tensors without values (meta, fake). Once `left` is negative, no further call needs to be observed.
         """
         if forward != self.forward:
             self.forward, self.left = forward, self.left - 1
@@ -156,7 +156,8 @@ class LookAhead:
             )
 
     def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> bool:
-        """True if the plan runs unobserved ops low, and the rewritten graph, run on copies, raises or returns a non-finite value."""
+        """True if the plan runs ops low whose values were not observed, as in the body graphs of loops, and the rewritten graph, run on
+        copies, raises or returns a non-finite value."""
         if not unobserved(self.captured, self.plan):
             return False
         try:
@@ -184,7 +185,7 @@ class LookAhead:
         if not written:
             return value.requires_grad_() if learns else value
         value = value.clone()
-        return value.requires_grad_().clone() if learns else value  # a clone is no leaf: autograd would forbid the graph to write to a leaf
+        return value.requires_grad_().clone() if learns else value  # clone again: a clone is no leaf, and the graph may not write to leaves
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ class Known:
     """The path of the weight in the model, by which its present value is found."""
     fit: Fit
     reference: weakref.ref[Tensor] | None = None
-    """A reference to the weight, if the model does not have this weight at that path; otherwise None."""
+    """A weak reference to the weight, if the model does not have this weight at the path `name`; otherwise None."""
     bounds: frozenset[Fit] = BOUNDS
     """The misfits (too large, or all flushed to zero) that keep an op that reads the weight in fp32."""
 
@@ -99,9 +99,10 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
-    """Return (note for the plan, fit now) for each weight in `known` that fitted the low format at capture and does not now, or vice versa.
+    """Return (note for the plan, fit now) for each weight in `known` whose fit to the low format has changed since capture.
 
-    Returns [] while a CUDA graph is being recorded. `weights` has the present values.
+    Returns [] while a CUDA graph is being recorded. `weights` has the present values. The fit of a weight that is sharded over ranks
+    counts as changed only if the local shard is now too large.
     """
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]

@@ -4,8 +4,9 @@ Some models test whether they are compiled, and then compute other values. So in
 with the original model, both in fp32:
 
 1. Before the call, copy its inputs, the buffers and the random states.
-2. After the call, run a clone of the plain model on these copies. If a floating result of the clone is not among the results of the
-   captured graph, run the graph in fp32 on the inputs of the call, and find the first op whose result the plain model never computed.
+2. After the call, run a clone of the plain model on these copies. All floating results of the clone must be among the results of the
+   captured graph. If one is not, run the graph in fp32 on the inputs of the call, and find the first op whose result the plain model
+   never computed.
 
 The check is skipped if its answer would be uncertain, or if a side effect would happen twice:
 

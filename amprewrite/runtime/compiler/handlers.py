@@ -27,7 +27,7 @@ _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignor
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager in which Dynamo reads calls of each function that is a key of `handlers` by the handler that is its value."""
+    """Context manager in which Dynamo reads calls of some functions by handlers of ours. `handlers`: {function: its handler}."""
     table = torch_functions.TorchInGraphFunctionVariable._get_handlers()
     with compile_lock:
         folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}
@@ -68,7 +68,7 @@ def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def breaking_at_gradients() -> Iterator[None]:
-    """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code behind it. Only for eager graphs.
+    """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code after it. Only for eager graphs.
 
     Since torch 2.15 Dynamo gives up the frame if later code reads a differentiable value of the graph, because a compiler loses the edges
     of autograd between the results of a graph. A graph that runs eagerly keeps them.

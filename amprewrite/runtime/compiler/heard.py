@@ -97,7 +97,10 @@ def autocast_for_fp32(root: nn.Module, inputs: Any) -> Iterator[None]:
 
 
 def _devices(root: nn.Module, inputs: Any) -> set[str]:
-    """Return the device types of the tensors of a model and its inputs, {"cpu"} without tensors; an empty set if a tensor is half."""
+    """Return the device types of the tensors of a model and its inputs; {"cpu"} without tensors.
+
+    The result is an empty set if a tensor is in half precision.
+    """
     tensors = [*chain(parameters_in(root), buffers_in(root)), *_tensors(inputs)]
     return set() if any(each.dtype in _HALF for each in tensors) else {each.device.type for each in tensors} or {"cpu"}
 

@@ -74,7 +74,7 @@ def ambient_autocast() -> str:
 
 
 def own_autocast(place: str) -> str:
-    """Return the message for a model whose own forward runs under torch.autocast."""
+    """Return the message for a model or module, called `place`, whose own forward runs under torch.autocast."""
     return (
         f"{place} runs its matmuls and convolutions under a torch.autocast of its own, so there is nothing to rewrite. Take that "
         "torch.autocast out of its forward; if accelerate or Lightning's Fabric prepared the model, rewrite it before and give "
@@ -104,8 +104,7 @@ def one_graph(name: str) -> str:
 
 
 def captured_otherwise(place: str, far: float, op: str) -> str:
-    """Return the message for a model that computes other fp32 values when it is captured.
-
+    """Return the message for a model or module, called `place`, that computes other fp32 values when it is captured.
     `far`: the relative distance of the results. `op`: the first op whose result differs.
     """
     return (

@@ -32,7 +32,8 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
 class RewrittenBase(nn.Module):
-    """Base of the classes of rewritten models: drops low copies when parameters change, and keeps copies and pickles of a model rewritten.
+    """Base of the classes of rewritten models: drops low copies of weights when parameters change, and has copies and pickles of a
+    rewritten model rewritten, too.
 
     The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file take it as `face`.
     """
@@ -195,7 +196,7 @@ def session_of(model: nn.Module) -> Session:
 
 def face_of(model: nn.Module) -> type[RewrittenBase]:
     """Return the class from which a rewritten model has its public methods, such as `plan`."""
-    order = type(model).__mro__  # searched, because after `fully_shard` FSDP2's class comes first
+    order = type(model).__mro__  # search all of it, because after `fully_shard` FSDP2's class comes first
     return next(cls for cls in order if issubclass(cls, RewrittenBase) and original_of(cls) is None)
 
 
@@ -218,7 +219,7 @@ def _options_with_scale(model: nn.Module) -> Options:
 
 def original_class(model: nn.Module) -> type[nn.Module]:
     """Return the class that a model had before it was rewritten; the class of `model` if it is not rewritten."""
-    order = type(model).__mro__  # searched, because after `fully_shard` FSDP2's class comes first
+    order = type(model).__mro__  # search all of it, because after `fully_shard` FSDP2's class comes first
     found: type[nn.Module] = order[order.index(RewrittenBase) + 1] if is_rewritten(model) else type(model)
     return found
 

@@ -50,7 +50,7 @@ def subclass_of(mixin: type, cls: type) -> type:
 
 
 class _CallsOriginal(type):
-    """Metaclass of the subclasses that `subclass_of` makes, combined with the metaclass of the original class."""
+    """Metaclass of the subclasses that `subclass_of` makes: a call of such a class makes an object of the original class instead."""
 
     def mro(cls) -> list[type]:
         """Return the method resolution order: the classes of the mixin, then the classes of the original class.

@@ -46,10 +46,12 @@ _MOST = 64
 _MOST_FLAGS = 16
 """Largest number of flags of backwards that are kept apart. Above this number they are combined into one flag."""
 _MOST_SETS = 2
-"""If gradients of a skipped step are still there, its overflow counts again at up to this many later steps that follow new backwards.
-Without this limit, a loop that discards gradients where no check sees it (after the forward, before the backward) would skip for ever."""
+"""After a skipped step, its overflow counts again at later steps while its gradients exist, but at most at this many steps that follow new
+backwards. Without this limit, a loop would skip for ever if it discards gradients where no check sees it: after the forward and before the
+backward."""
 _SAMPLE = 16
-"""About this many gradients are remembered at a step whose overflow flag the host has not read; otherwise all are remembered."""
+"""If the host has not read the overflow flag of a step, about this many of its gradients are watched for being discarded. If the step is
+known to have overflowed, all are watched."""
 
 
 class BackwardEnd:
@@ -139,7 +141,8 @@ class Noted:
                 self._flags = [any_of(self._flags)]
 
     def began(self, params: Iterable[Tensor]) -> None:
-        """Drop the flags of gradients of `params` that the training loop has discarded. Call this when a forward or a backward begins."""
+        """Drop the overflow flags whose gradients, among those of `params`, the training loop has discarded. Call this when a forward or a
+        backward begins."""
         gradients = [p.grad for p in params if p.grad is not None]
         if not gradients:
             self._unheard()

@@ -12,11 +12,11 @@ meta-learning) would overflow fp16 if they were scaled, and the loss would be Na
 1. A backward while the forward is still running uses 1, because its gradients become part of the model's result.
 2. `backward()`, which stores gradients in `.grad`, uses the scale, also where it differentiates gradients of an earlier backward
    (`scale_ops.py`).
-3. `torch.autograd.grad` uses the scale if two of three conditions hold: the scale is static, so the user asked for it; a weight gets a
-   gradient; `create_graph` is not set, so no loss is computed from the gradients. So under a dynamic scale gradient penalties use 1, and
-   their loss is finite. If the backward of that loss overflows, the dynamic scale shrinks. Under a static scale, which never shrinks,
-   penalties on gradients of weights are scaled, as in a loop that scales the inner loss by hand. Then the backward of their loss meets
-   scaled gradients inside the model.
+3. `torch.autograd.grad` uses the scale if at least two of three conditions hold: the scale is static, so the user asked for it; a weight
+   gets a gradient; `create_graph` is not set, so no loss is computed from the gradients. So a gradient penalty uses 1 under a dynamic
+   scale, and its loss is finite. If the backward of that loss overflows, the dynamic scale shrinks. Under a static scale, which never
+   shrinks, a penalty on gradients of weights is scaled, as in a loop that scales the inner loss by hand. The backward of its loss then
+   meets scaled gradients inside the model.
 4. A backward inside another backward through the same forward, for instance in a hook, uses the factor of the outer backward.
 
 Graphs read the scale and its inverse when gradients pass. A backward that enters the forward writes these two numbers first. A forward
@@ -233,7 +233,8 @@ def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
 
 
 def _runs(node: Any) -> bool | None:
-    """True if the backward under way runs the autograd node; None if the node is of a leaf whose gradient torch.autograd.grad returns."""
+    """True if the backward under way runs the autograd node, otherwise False. None if the node belongs to a leaf whose gradient
+    torch.autograd.grad returns."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
     except RuntimeError:  # during a backward, torch raises this only for a leaf whose gradient torch.autograd.grad returns

@@ -46,7 +46,7 @@ DEFAULT_CAP = 2.0**32
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
-"""Updates of the four counters to factor * counter + addend, as (factors, addends): `_AFTER_OVERFLOW` if an optimizer's step overflowed."""
+"""Updates of the four counters to factor * counter + addend, as (factors, addends): after a clean step, and after an overflow."""
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
 """Stages of a search for the initial scale: no step was taken yet; every step so far overflowed; the scale grows again. 0: no search."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
@@ -100,7 +100,10 @@ class LossScale:
         return pair
 
     def _keep_addresses(self, device: torch.device) -> None:
-        """Fix the addresses of the state from now on, because a CUDA graph records this scale for the first time."""
+        """Fix the addresses of the state from now on, because a CUDA graph records this scale for the first time.
+
+        Raises LossScaleError if the model has not trained on `device` yet.
+        """
         if self._scale.device.type != device.type or not self._tables:
             raise LossScaleError(
                 "a CUDA graph is being recorded before this model has trained on its device; take three steps or more on a side "
@@ -110,7 +113,7 @@ class LossScale:
         self._pending, self._replicas = None, {}
 
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
-        """Note that the optimizer `source` stepped. `found_inf` is a 0-dim fp32 tensor, above 0 if a gradient overflowed.
+        """Record that the optimizer `source` stepped. `found_inf` is a 0-dim fp32 tensor, above 0 if a gradient overflowed.
 
         The scale is updated later, once for the steps of all optimizers: at the next `snapshot`, when it is read, or when `source` steps
         again.
@@ -130,7 +133,7 @@ class LossScale:
             self._pending = self._pending + on_device(found_inf, self._pending.device)
 
     def apply_pending(self) -> None:
-        """Update the scale by the optimizer steps that `observe` noted since the last update. Do nothing if there are none."""
+        """Update the scale by the optimizer steps that `observe` recorded since the last update. Do nothing if there are none."""
         if self._recorded is not None:
             self._sources.clear()
             with torch.inference_mode(False), torch.no_grad():

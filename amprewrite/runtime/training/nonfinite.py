@@ -66,7 +66,7 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
     if not params or not (gradients or groups):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        start = None if not noted else any_of(noted) if len(noted) > 1 else noted[0].clone()  # new, because `_flag_for` writes to it
+        start = None if not noted else any_of(noted) if len(noted) > 1 else noted[0].clone()  # clone, because `_flag_for` writes to it
         found = _flag_for(gradients, start)
         if found is None:
             found = _flag(0.0, params[-1].device)

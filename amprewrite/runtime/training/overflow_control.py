@@ -121,7 +121,7 @@ class StepGate(StepRecord):
         return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.warned
 
     def heard(self, number: int, weights: Sequence[Tensor]) -> None:
-        """Count a backward that gives `weights` gradients. `number` is autograd's number of the backward.
+        """Count a backward that gives `weights` gradients, if `listens` is True. `number` is autograd's number of the backward.
 
         After a few such backwards, search for an optimizer once more. If there is none, call `on_unscaled`, once.
         """
@@ -193,7 +193,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters about whose gradients `note` keeps overflow flags."""
+        """Return the parameters about whose gradients `note` keeps overflow flags: of its optimizer, or all if it has no optimizer."""
         optimizer = note.owner()
         return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 
@@ -233,7 +233,7 @@ class StepGate(StepRecord):
         self._unguarded, self.loss_scale.withheld = 0, False
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Attach `optimizer` (see `attach`) if hooks can skip its steps and it owns parameters of this model."""
+        """Guard `optimizer` (see `attach`) if hooks can skip its steps and it owns parameters of this model."""
         if optimizer in self._guarded or not self.loss_scale.enabled or not can_be_guarded(optimizer):
             return
         first = next(iter(self.parameters()), None)

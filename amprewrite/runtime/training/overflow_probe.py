@@ -56,7 +56,8 @@ class FirstNonFinite:
     """The first value of a step that was not finite."""
 
     kind: str
-    """Kind of the value: one of the keys of `_KNOWN`."""
+    """Kind of the value: "input", "parameter", "activation", "loss", "gradient", or "seen" for the gradient of a parameter that was found
+    after the step."""
     where: str
     """The place of the value, in words for a message."""
 
@@ -101,7 +102,7 @@ class OverflowProbe:
         return found
 
     def run(self, plan: RegionPlan, module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
-        """Run a rewritten graph node by node and return its result. Note its first result or gradient that is not finite."""
+        """Run a rewritten graph node by node and return its result. Record its first result or gradient that is not finite."""
         watched = _FiniteWatch(module, _names(plan), self)
         result = watched.run(*inputs)
         self.forward = self.forward or watched.first_activation()
@@ -185,7 +186,7 @@ class LatestInputs:
 
 
 class _FiniteWatch(torch.fx.Interpreter):
-    """Runs a rewritten graph node by node, and notes the nodes whose results or gradients are not finite."""
+    """Runs a rewritten graph node by node, and records the nodes whose results or gradients are not finite."""
 
     def __init__(self, module: torch.fx.GraphModule, names: dict[str, NodePlan], probe: OverflowProbe) -> None:
         super().__init__(module, garbage_collect_values=True)

@@ -25,7 +25,7 @@ MAX_CONSECUTIVE_SKIPS = 50
 
 @dataclass(frozen=True)
 class Stuck:
-    """The facts when too many steps in a row have overflowed. Fields that end in `_finite` are None if the fact is unknown."""
+    """Facts for the error that too many steps in a row have overflowed. Fields that end in `_finite` are None if the fact is unknown."""
 
     skips: int
     scale: float
@@ -81,7 +81,7 @@ class StepRecord:
     on_overflow: Callable[[], str | None] | None = None
     """Called when the host learns that a step overflowed, which is later if the optimizer is fused. Returns where it began, or None."""
     on_clean: Callable[[], None] | None = None
-    """Called when the host learns that the first step after an overflow was clean."""
+    """Called at the first step without overflow after a step that overflowed, once the host knows it."""
     on_stuck: Callable[[], bool] | None = None
     """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
     _overflowed: bool = field(default=False, init=False)
@@ -102,7 +102,7 @@ class StepRecord:
         return self._rest
 
     def note(self, **finite: bool | Tensor) -> None:
-        """Note whether the latest `inputs`, `parameters`, `outputs` and `loss` were finite, for the error message if training gets stuck.
+        """Record whether the latest `inputs`, `parameters`, `outputs` and `loss` were finite, for the error message if training gets stuck.
 
         Values are bools, or 0-dim tensors, which are read only for the message. Raises TypeError for any other name.
         """
@@ -112,10 +112,10 @@ class StepRecord:
         self._facts |= finite
 
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
-        """Note a step of `optimizer`. Raises LossScaleError if too many steps in a row overflowed.
+        """Record a step of `optimizer`. Raises LossScaleError if too many steps in a row overflowed.
 
-        `overflow` is True if the step overflowed, and None if the host has not read the flag of the step. In that case the host reads the
-        counters on the device after `max_consecutive_skips` steps, or sooner if steps were skipped when it last read them.
+        `overflow`: whether the step overflowed; None if the host has not read the flag of the step. With None, the host reads the counters
+        on the device after `max_consecutive_skips` steps, or sooner if steps were skipped when it last read them.
         """
         self.use.step()
         if overflow is None:
@@ -141,7 +141,10 @@ class StepRecord:
             raise self._stuck(optimizer, skips)
 
     def _learn(self, overflow: bool) -> None:
-        """Note whether the latest step overflowed, once the host knows, and call `on_overflow`, or `on_clean` after an overflow."""
+        """Record whether the latest step overflowed (`overflow`), once the host knows.
+
+        Calls `on_overflow` if the step overflowed, and `on_clean` at the first clean step after an overflow.
+        """
         self.loss_scale.ask = None
         if overflow:
             self._overflowed = True

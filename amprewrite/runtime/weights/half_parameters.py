@@ -21,7 +21,7 @@ from amprewrite.tables.formats import LOW_DTYPES, dtype_name
 
 
 def _trainable(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return the names and parameters that are in half precision and take gradients."""
+    """Return the (name, parameter) pairs in `named` whose parameter is in half precision and takes gradients."""
     return [(name, each) for name, each in named if each.requires_grad and each.dtype in LOW_DTYPES]
 
 

@@ -189,7 +189,7 @@ def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], w
 
 
 class GatheredLow:
-    """The modules of one rewritten model whose weights are sent low, and checks that no code reads the rounded weights in fp32."""
+    """Holds the modules of one rewritten model whose weights are sent low, and checks that no code reads their rounded weights in fp32."""
 
     def __init__(self, gathers: dict[str, LowGather]) -> None:
         """`gathers`: for each module whose weights are sent low, by its path, the object that sends them."""

@@ -67,7 +67,7 @@ def is_fusible(node: torch.fx.Node) -> bool:
         return False
     target = SPELLINGS.get(node.target, node.target)
     if node.target not in lowerings:
-        return False  # inductor would register a fallback to PyTorch's kernel, for the whole process
+        return False  # inductor cannot lower it, and would register a fallback to PyTorch's kernel, for the whole process
     if target in MOVES:
         return True
     if not isinstance(result, Tensor):

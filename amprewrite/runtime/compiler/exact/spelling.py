@@ -33,7 +33,7 @@ DECOMPOSED = (
     aten.unsafe_split.Tensor, aten.index_select.default, aten.flip.default, aten.roll.default, aten.tril.default, aten.triu.default,
     aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.threshold_backward.default, aten.clamp.default, aten.rsub.Scalar,
 )  # fmt: skip
-"""Calls whose decompositions only move or make values, or consist of calls that `is_fusible` judges."""
+"""Calls whose decompositions only move or make values, or consist of calls for which `is_fusible` decides."""
 _WIDE = (aten.mul.Tensor, aten.div.Tensor)
 _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 
@@ -50,7 +50,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Decompose dropout on a CPU as eager code computes it. Return NotImplemented elsewhere: eager code calls the traced kernel there."""
+    """Decompose dropout on a CPU as eager code computes it.
+
+    Return NotImplemented, so that the traced call stays, on other devices, without `train`, and if `p` is 0 or 1.
+    """
     if not x.is_cpu or train is False or not 0 < p < 1:
         return NotImplemented  # type: ignore[no-any-return]
     mask = aten.bernoulli.p(torch.empty_like(x), 1 - p)
@@ -58,7 +61,7 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
 
 
 def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Decompose the backward of dropout on a CPU as eager code computes it. Return NotImplemented on other devices."""
+    """Decompose the backward of dropout on a CPU as eager code computes it. Return NotImplemented on other devices, and if `scale` is 0."""
     if not gradient.is_cpu or not scale:
         return NotImplemented  # type: ignore[no-any-return]
     return gradient * (mask.to(gradient.dtype) / (1 / scale))

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 _ANSWER = "_is_overflow"
 _MOST_WRAPPERS = 5
 _MOST = 12
-"""Number of frames that are searched for the step, and then for its callers."""
+"""Largest number of stack frames that are searched for the step, and again for the callers of the step."""
 
 
 def frames_of_step(optimizer: Optimizer) -> list[FrameType]:

@@ -69,7 +69,10 @@ class UnscaledBackwards:
 
 
 def unscaled_message(weights: Sequence[Tensor], parameters: Iterable[Tensor]) -> str:
-    """Return the warning that gradients are not scaled; "" if an optimizer of another library steps the weights and scales the loss."""
+    """Return the warning that gradients are not scaled; "" if an optimizer of another library steps the weights and scales the loss.
+
+    `weights` are the weights that got gradients, `parameters` all parameters of the model.
+    """
     found = _stepped_by(weights, list(parameters))
     if found is None:
         return ""
