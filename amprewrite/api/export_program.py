@@ -88,7 +88,7 @@ def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any) -> CapturedGraph:
-    """Capture the whole plain model as one fx graph with torch.export, cleaned for the passes.
+    """Capture the whole plain model with torch.export, and return it as one fx graph, cleaned for the passes.
 
     Raises CaptureError with the message of torch.export if the export fails.
     """

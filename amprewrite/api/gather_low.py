@@ -52,7 +52,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
     format. Shards, gradients, optimizers and checkpoints stay fp32.
 
     A later call that would read a rounded weight in fp32 (from a new graph, code outside the graphs, or a hook) raises CaptureError.
-    Then call this function again on all ranks, and the weight is gathered in fp32.
+    Then call this function again on all ranks, and the weight is gathered in fp32. The result lists the weights with their formats.
 
     Raises PolicyError if the model is not rewritten or no part of it went through `fully_shard`, PlanError before the first step.
     """

@@ -71,7 +71,7 @@ class Rewritten(RewrittenBase):
         session_of(self).training.gate.attach(optimizer_inside(optimizer), copies, group)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
-        """Export the whole rewritten model ahead of time, as a torch.export.ExportedProgram.
+        """Export the whole rewritten model ahead of time, and return it as a torch.export.ExportedProgram.
 
         `args` and `kwargs` are example inputs. `options` (dynamic_shapes, strict) are passed to torch.export.export. Raises CaptureError
         if torch.export cannot capture the model.

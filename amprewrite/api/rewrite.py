@@ -180,7 +180,10 @@ def rewrite(
 
 
 def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, note: str) -> Any:
-    """Attach the optimizers to `amp`, capture it if there are `example` inputs, and return it. If it raises, detach the optimizers."""
+    """Attach the optimizers to `amp`, capture it if there are `example` inputs, and return it. If this raises, detach the optimizers.
+
+    `note` is added to the notes of the model's plan; "" adds none.
+    """
     from amprewrite.runtime.model.rewritten import capture_now, session_of
 
     if note:
@@ -323,7 +326,7 @@ def _checked_device(device: Any, measure: bool) -> str:
 
 
 def _checked_memory(memory: Any) -> float:
-    """Convert `memory` from seconds per gigabyte to seconds per byte. Raises PolicyError if it is no number, negative or infinite."""
+    """Return `memory`, given in seconds per gigabyte, in seconds per byte. Raises PolicyError if it is no number, negative or infinite."""
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
         raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9

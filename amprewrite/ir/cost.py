@@ -77,7 +77,7 @@ class CostModel:
 
     @property
     def time(self) -> CostModel:
-        """Return a copy of this model without the price of memory. Times that users see are computed with it."""
+        """A copy of this model without the price of memory. Times that users see are computed with it."""
         return replace(self, memory=0.0)
 
     @property

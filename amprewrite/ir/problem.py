@@ -115,5 +115,5 @@ class Problem:
 
     @property
     def apart(self) -> Problem:
-        """Return a copy of this problem that ignores the other graphs of the model: without their colours and without shared prices."""
+        """A copy of this problem that ignores the other graphs of the model: without their colours and without shared prices."""
         return replace(self, policy=replace(self.policy, parity=None), agreed=NOTHING_AGREED)

@@ -76,9 +76,9 @@ class _Sums:
         self.bit: dict[str, int] = {}
         """The bit of each sum, by name."""
         self.made: dict[str, int] = {}
-        """For each value: the set of the sums upstream, the value itself included."""
+        """For each value: the set of the sums from which it is computed, with the value itself if it is a sum."""
         self.by_products: dict[str, int] = {}
-        """For each value: the set of the sums upstream that reach it through a product."""
+        """For each value: the set of the sums from which it is computed through a product."""
         for node in graph:
             self._read(node)
 

@@ -293,7 +293,7 @@ class _Search(PricedNetwork):
         return side, value + constant
 
     def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
-        """Yield two subproblems, which fix the colour of one operand to low and to high; none if the bounds are exact.
+        """Yield two subproblems, which fix the colour of one operand to low and to high; none if the bounds are exact for `side`.
 
         A subproblem is (fixed colours, indices in `self.mixers` of the ops whose price has the second bound).
         """

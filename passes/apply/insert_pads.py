@@ -72,7 +72,10 @@ class _Insertion:
         return self.uses.get((value, reader), self.have.get(value, ()))
 
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
-        """Insert one planned change of size, and let its users read the result. `order` has the position of each node of the graph."""
+        """Insert one planned change of size, and let its users read the result.
+
+        `order` has the position of each node of the graph, `openings` the torch.func transforms around the nodes inside such transforms.
+        """
         value = self.nodes[copy.value]
         readers = [_reader_of(self.nodes[user], value, user) for user in copy.users]
         plain = []

@@ -135,7 +135,7 @@ def scales_itself(node: Node) -> bool:
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns a result of the checkpoint `node` that the checkpoint's body reads, too.
+    """True if the graph returns a result of the checkpoint `node` that the checkpoint's body reads, too. `returned` are its results.
 
     No op can then scale the gradient between the result and the body's readers, so the whole checkpoint counts as outside.
     """
@@ -155,7 +155,8 @@ def _reads_results(node: Node) -> bool:
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
     """Return further fp32 ops whose gradients need no scaling, such as a loss of logits that the graph returns.
 
-    These ops read only `outside` nodes (nodes with unscaled gradients), and only such nodes or the output read their results.
+    These ops read only `outside` nodes (nodes with unscaled gradients), and only such nodes or the output read their results. `high` are
+    the nodes that do not run low.
     """
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}
@@ -231,7 +232,10 @@ def _facts(node: Node) -> dict[str, Any]:
 
 
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -> None:
-    """Make the backwards of the inserted casts of `sources` divide by the scale. `sources` are values with unscaled gradients."""
+    """Let the backwards of the inserted casts of `sources` multiply gradients by `inverse`, the graph's input for the inverse of the scale.
+
+    `sources` are values with unscaled gradients.
+    """
     known = set(sources)
     for cast in list(graph.nodes):
         if cast.target is pad_cast and cast.args[0] in known:
@@ -243,7 +247,8 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
     """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`, and let the readers listed there read it.
 
-    The caller passes only inputs whose memory no op writes.
+    The caller passes only inputs whose memory no op writes. `weights` are the parameters, `inverse` is the graph's input for the inverse of
+    the scale.
     """
     with graph.inserting_after(inverse):
         for source in reversed([source for source in readers if readers[source]]):
@@ -259,7 +264,8 @@ def _written_memory(graph: torch.fx.Graph) -> set[int]:
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
     """Insert an `unscale_gradient` for the readers of each value, and a new one after each write or change of the grad mode.
 
-    `readers` maps values with unscaled gradients to readers with scaled gradients.
+    `readers` maps values with unscaled gradients to readers with scaled gradients. `outside` are all nodes with unscaled gradients, and
+    `inverse` is the graph's input for the inverse of the scale.
     """
     moments = dict(_moments(graph, outside))
     for source, users in readers.items():

@@ -92,7 +92,7 @@ def weight_casts(
 ) -> Iterator[tuple[torch.fx.Node, Hoisted]]:
     """Yield each cast of a weight that can be hoisted, with the copy that it makes: (position of the input, dtype, layout).
 
-    In training, nodes that unscale a weight's gradient count as casts, too. `chosen(position)` is False for inputs to leave out.
+    With `training`, nodes that unscale a weight's gradient count as casts, too. `chosen(position)` is False for inputs to leave out.
     """
     inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     changing = written_memory(module.graph)
@@ -107,7 +107,7 @@ def hoist_weight_casts(
 ) -> list[Hoisted]:
     """Replace casts of parameters by new trailing inputs, in place. Returns the copy that each new input takes.
 
-    In training, nodes that unscale the gradient of a parameter are replaced, too. `chosen` is as in `weight_casts`.
+    With `training`, nodes that unscale the gradient of a parameter are replaced, too. `chosen` is as in `weight_casts`.
     """
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
@@ -200,7 +200,10 @@ def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, froze
 
 
 def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
-    """Return the parameter that `node` casts, or in training unscales, if it can be replaced by a kept copy; otherwise None."""
+    """Return the parameter that `node` casts, if a kept copy can replace the cast; otherwise None.
+
+    With `training`, also return a parameter whose gradient `node` unscales.
+    """
     crosses = training and node.target is unscale_gradient
     copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target is cast_in))
     if not node.meta.get("weight") or not (crosses or copies):
@@ -215,7 +218,10 @@ def _goes_elsewhere(source: torch.fx.Node) -> bool:
 
 
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
-    """Return a callable that calls `run` with cached copies after its inputs, for calls without gradients."""
+    """Return a callable for calls without gradients, which calls `run` with low copies of weights from `cache` after its inputs.
+
+    `hoisted` lists the copies: (position of the weight among the inputs, dtype, layout).
+    """
     if not hoisted:
         return run
 
@@ -230,7 +236,10 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
 def with_kept_weights(
     module: torch.fx.GraphModule, cache: WeightCache, callable_of: Callable[[torch.fx.GraphModule], CompiledFn]
 ) -> CompiledFn:
-    """Return a callable that casts weights where it reads them, except while copies are kept, as inside `frozen_weights()`."""
+    """Return a callable that casts weights where it reads them, except while `cache` keeps copies, as inside `frozen_weights()`.
+
+    `callable_of` returns the callable of an edited graph.
+    """
     cast_where_read = callable_of(module)
     takes_kept: list[CompiledFn] = []
 

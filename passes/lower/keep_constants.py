@@ -77,7 +77,7 @@ def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def _constants(graph: torch.fx.Graph) -> dict[torch.fx.Node, None]:
-    """Return the nodes that make integers and booleans and depend on no input, in order."""
+    """Return the nodes that make integers and booleans and depend on no input, in order, as the keys of a dict."""
     apart, found = transformed_nodes(graph), dict[torch.fx.Node, None]()
     for node in graph.nodes:
         pure = node.op in ("call_function", "call_method") and op_name(node.target) in PURE and not is_inplace(node.target)

@@ -64,7 +64,10 @@ def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
 
 
 def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[QuantisedInput]) -> Callable[..., Any]:
-    """Return a callable that calls `run` with fp8 copies after its inputs. A copy is kept until its low copy changes."""
+    """Return a callable that calls `run` with fp8 copies of weights after its inputs. A copy is kept until its low copy changes.
+
+    `quantised` lists the fp8 copies: (position of the low copy among the inputs, further arguments of `quantise`).
+    """
     if not quantised:
         return run
     kept = WeakIdKeyDictionary()

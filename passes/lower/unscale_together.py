@@ -84,7 +84,10 @@ def _crossings(module: torch.fx.GraphModule) -> dict[Node, list[Node]]:
 
 
 def _readers(crossings: Sequence[Node]) -> Iterator[Node]:
-    """Yield the nodes that will read the weight: its casts, and the readers of nodes that only unscale its gradient."""
+    """Yield the nodes that will read a weight: its casts, and the readers of nodes that only unscale its gradient.
+
+    `crossings` are the nodes that unscale the gradient of this weight.
+    """
     for node in crossings:
         yield from [node] if node.target is cast_in else node.users
 

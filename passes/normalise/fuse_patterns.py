@@ -117,7 +117,8 @@ def _in_autocast(graph: torch.fx.Graph) -> set[Node]:
 def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
     """True if a pattern may be replaced: no node outside reads its intermediate values, and no node inside writes in place.
 
-    If gradients are recorded, no later node may write to the memory of its operands or its result.
+    If gradients are recorded, no later node may write to the memory of its operands or its result. `last_write` maps memory to the last
+    node that writes to it.
     """
     edge = [unit.end, *(leaf for leaf in tree_leaves((unit.args, unit.kwargs)) if isinstance(leaf, Node))]
     kept = example_value(unit.end).requires_grad
@@ -250,7 +251,7 @@ def _gelu(end: Node) -> Pattern | None:
 
 
 def _is_tanh_argument(node: Any, x: Node, inside: set[Node]) -> bool:
-    """True if `node` is √(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²)."""
+    """True if `node` is √(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²). The nodes of this expression are added to `inside`."""
     factors = _factors(node, inside)
     nodes = _nodes(factors)
     if not _number(factors, math.sqrt(2 / math.pi)):
@@ -339,7 +340,10 @@ def _layer_norm(end: Node) -> Pattern | None:
 
 
 def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
-    """True if `node` is the biased variance of x over the last dim, by `var` or as the mean of the squares of `centred`."""
+    """True if `node` is the biased variance of x over the last dim, by `var` or as the mean of the squares of `centred`.
+
+    The nodes of the variance are added to `inside`.
+    """
     node = _bare(node, inside)
     if _op(node) == "var":
         biased = node.kwargs.get("unbiased") is False or node.kwargs.get("correction") == 0 or node.args[2:3] == (False,)
@@ -352,7 +356,7 @@ def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
 
 
 def _same_difference(a: Any, b: Node, inside: set[Node]) -> bool:
-    """True if two nodes are the same, or are differences of the same operands."""
+    """True if `a` and `b` are the same node, or are differences of the same operands. A difference `a` is then added to `inside`."""
     if _same(a, b, inside):
         return True
     one, other = _two(_bare(a, inside), "sub"), _two(_bare(b, inside), "sub")

@@ -62,7 +62,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 
 def _moved_attribute(module: torch.fx.GraphModule, body: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node:
-    """Insert a node into the outer graph that reads the attribute `node` of the subgraph `body`: another subgraph or a constant."""
+    """Insert a node into the outer graph that reads the attribute `node` of `body`, a subgraph or a constant, and return the new node."""
     held: Any = body
     for part in str(node.target).split("."):
         held = getattr(held, part)

@@ -81,7 +81,10 @@ def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
 
 
 def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-    """Add a note if a plan for this graph alone would be cheaper than the plan, which agrees with the model's other graphs."""
+    """Add a note if a plan for this graph alone would be cheaper than the plan, which agrees with the model's other graphs.
+
+    `by_cost` are the passes that choose colours by prices. They make the plan for this graph alone.
+    """
     alone = problem.apart
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return

@@ -71,7 +71,7 @@ Source = TorchModel | OnnxModel | CastPlan
 
 
 def load(word: str, trust: bool = False) -> Source:
-    """Load the model or plan that `word` names. With `trust`, a .pt2 file may run code. Raises UsageError if nothing can be loaded."""
+    """Return the model or plan that `word` names. With `trust`, a .pt2 file may run code. Raises UsageError if nothing can be loaded."""
     path = Path(word)
     if path.suffix in (".onnx", ".pt2", ".json"):
         if not path.is_file():
@@ -87,7 +87,7 @@ def load(word: str, trust: bool = False) -> Source:
 
 
 def load_plan(path: Path) -> CastPlan:
-    """Read a plan that `amprewrite plan --json` or `to_json` wrote. Raises UsageError if the file holds none."""
+    """Return the plan in a file that `amprewrite plan --json` or `to_json` wrote. Raises UsageError if the file holds no plan."""
     try:
         return CastPlan.from_json(read_text(path))
     except ValueError as error:

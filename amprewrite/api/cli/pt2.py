@@ -45,7 +45,7 @@ class NotPlain(Exception):
 
 
 def plain_copy(path: Path) -> io.BytesIO:
-    """Copy a .pt2 file into a new archive in memory that runs no code when it is loaded. Raises NotPlain if the file may run code.
+    """Return a copy of a .pt2 file: an archive in memory that runs no code when it is loaded. Raises NotPlain if the file may run code.
 
     Raises OSError or an error of zipfile if the file cannot be read or is no archive.
     """

@@ -21,9 +21,10 @@ def rewrite_onnx(model: Any, out: Any = None, **options: Any) -> OnnxResult:
 
 
 def export_onnx(amp: Any, path: Any, args: Any = None, kwargs: Any = None, **options: Any) -> OnnxResult:
-    """Export the rewritten model `amp` as an ONNX file, as `amprewrite.api.onnx.convert.export_onnx` documents.
+    """Write the rewritten model `amp` to `path` as an ONNX file, and return the result.
 
-    Raises EmitError if the onnx extra is not installed.
+    `amprewrite.api.onnx.convert.export_onnx` documents the arguments, the result and further errors. Raises EmitError if the onnx extra is
+    not installed.
     """
     return _convert().export_onnx(amp, path, args, kwargs, **options)  # type: ignore[no-any-return]
 

@@ -348,8 +348,9 @@ class Job:
         return ""
 
     def _unoptimised(self, made: str | onnx.ModelProto, error: Exception) -> Any:
-        """Return a session without ONNX Runtime's optimiser, and add a note, if the optimiser fails on the source as well.
+        """Return a session of `made` without ONNX Runtime's optimiser, and add a note, if the optimiser fails on the source as well.
 
+        `made` is the rewritten model or the path of its file, `error` the error of loading it with the optimiser.
         Raises Rejected if the source loads with the optimiser, or if this model fails without the optimiser, too.
         """
         said = self._refused_itself()
@@ -366,7 +367,7 @@ class Job:
         return runner
 
     def unchanged(self, order: Order) -> OnnxResult:
-        """Write and check the model without changes, for a policy whose low format is fp32."""
+        """Write and check the model without changes, for a policy whose low format is fp32, and return the result."""
         report = OnnxReport(weights_before=self.before, weights_after=self.before)
         return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
 

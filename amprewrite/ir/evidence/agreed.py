@@ -66,7 +66,7 @@ class Agreed:
         return {name: self.places[place][match] for name, place, match in self._known(ops)}
 
     def whys_of(self, ops: Iterable[ColouredOp]) -> dict[str, str]:
-        """Return {name: reason} for each agreed colour (low or high) that `of` returns, from the graph that decided the colour."""
+        """Return {name: reason} for each of `ops` with an agreed colour (see `of`): the reason in the graph that decided the colour."""
         return {name: self.whys[place][match] for name, place, match in self._known(ops)}
 
     def _known(self, ops: Iterable[ColouredOp]) -> Iterator[tuple[str, Place, Call]]:

@@ -70,7 +70,8 @@ class ConstantRead:
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:
     """Return the names of the ops that must run in fp32 because of constants, each with the reason.
 
-    `seen` holds the ranges of values on samples, by name of the node; values without samples are absent.
+    `reads` are the reads of the file's constants. `seen` holds the ranges of values on samples, by name of the node; values without samples
+    are absent.
     """
     own = dict[str, str]()
     for read in reads:
@@ -111,7 +112,10 @@ def _lost(graph: OpGraph, read: ConstantRead, result: ValueRange | None, seen: M
 def _harmless(
     graph: OpGraph, node: OpNode, read: ConstantRead, loss: Loss, result: ValueRange | None, seen: Mapping[str, ValueRange], low: Format
 ) -> bool:
-    """True if the error of a constant is negligible in the result of `node`, which reads it."""
+    """True if the error `loss` of a constant is negligible in the result of `node`, which reads the constant.
+
+    `result` is the range of the result of `node` on samples, `seen` holds the ranges of all values.
+    """
     if loss.beyond:
         return False
     if read.summand and bias_drowns(result, low):

@@ -78,7 +78,7 @@ def means_mask(constant: float) -> bool:
 def bound_fits(bound: float, lower: bool, low: Format) -> bool:
     """True if a bound, such as an argument of clamp, may be clamped to the range of `low` without a change of the result.
 
-    A lower bound may be clamped unless it is above the range, an upper bound unless it is below the range.
+    A lower bound (`lower`) may be clamped unless it is above the range, an upper bound unless it is below the range.
     """
     return bound <= low.max if lower else bound >= -low.max
 

@@ -182,7 +182,7 @@ class RegionPlan:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Sentences with the reason, for this graph and for each of its subgraphs that stays fp32 as a whole; () if none does."""
+        """A sentence with the reason for each graph, of this graph and its subgraphs, that stays fp32 as a whole; () if none does."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )

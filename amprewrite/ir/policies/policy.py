@@ -43,7 +43,7 @@ class Override:
 
 
 def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override, ...]:
-    """Parse the option `overrides=`, such as `{"softmax": "deny", "module:encoder.*": "fp32", "node:linear_3": "low"}`.
+    """Return an `Override` for each entry of the option `overrides=`, such as {"softmax": "deny", "module:encoder.*": "fp32"}.
 
     `low` is the low format of the rewrite. Raises PolicyError for unknown ops (with similar names), unknown scopes and values, for low
     formats other than `low`, and for contradictions between entries for one op.

@@ -256,7 +256,7 @@ class Regions:
     def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadCost) -> None:
         """Set `padded`. Dims in `asked` are padded at any cost, dims in `weighed` only if the gain exceeds the cost of pads and slices.
 
-        `gains` holds the seconds that padding saves, by call.
+        `gains` holds the seconds that padding saves, by call. `prices` computes the cost of pads and slices.
         """
         network = Network()
         vertices: dict[Variable, int] = {}
@@ -426,12 +426,15 @@ class Regions:
         return sound
 
     def _covers(self, call: Call, value: str, use: Layout, out: Layout) -> bool:
-        """True if the operand `value` is padded in all dims in which the result is padded."""
+        """True if the operand `value` is padded in all dims in which the result is padded. `use` and `out` are the layouts of the two."""
         shift = len(call.shapes[0]) - len(self.of_use[value, call.name])
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
-        """Return the numbers in the padding that `reader` gets: zeros if the padding is made for the reader, otherwise the value's own."""
+        """Return the numbers in the padding of `value` that `reader` gets: zeros if the padding is made for it, otherwise the value's own.
+
+        `use` is the padded layout in which the reader takes the value, `have` the layout in which the value is made.
+        """
         if not have or (value, reader) in self.barriers:
             return 0.0
         kept = [dim for dim, factors in use if (dim, factors) in have]

@@ -30,7 +30,8 @@ Slot = str | int
 Part = tuple[Slot, int] | int
 """A part of a dim: (slot, dim), or the extent of an axis that is never padded, such as a number of gates."""
 Leg = tuple[Part, ...]
-"""One description of a dim: its parts, outer to inner. For example, (4, (slot, dim)) is a weight dim of an LSTM with four gates."""
+"""One description of a dim: its parts, outer to inner. For example, (4, (slot, dim)) describes a weight dim of an LSTM: four gates, each of
+the size of that dim of that slot."""
 BROADCAST = "broadcast"
 """Stands for the numbers in an operand's padding if the operand is broadcast along a padded dim of the result, so that it has no padding.
 """

@@ -51,12 +51,18 @@ REMEDIES = {
 
 # -- writing ---------------------------------------------------------------------------
 def write_text(path: Any, text: str) -> Path:
-    """Write a UTF-8 text file, new or in place of an old file. Raises EmitError, with reason and remedy, if it cannot be written."""
+    """Write a UTF-8 text file, new or in place of an old file, and return its path.
+
+    Raises EmitError, with reason and remedy, if the file cannot be written.
+    """
     return write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: Any, content: bytes) -> Path:
-    """Write a file, new or in place of an old file. Raises EmitError, with reason and remedy, if it cannot be written."""
+    """Write a file, new or in place of an old file, and return its path.
+
+    Raises EmitError, with reason and remedy, if the file cannot be written.
+    """
     with replacing(path) as file:
         file.write(content)
     return Path(path)

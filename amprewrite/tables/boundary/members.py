@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 
 def named_parameters_in(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter): the registered parameters, then further parameters that an overridden `named_parameters` returns."""
+    """Yield (name, parameter): the registered parameters, then further parameters that an overridden `named_parameters` returns.
+
+    With `remove_duplicate`, a parameter with several names is yielded under the first name only.
+    """
     return _members(model, "named_parameters", remove_duplicate)
 
 
@@ -26,7 +29,10 @@ def parameters_in(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def named_buffers_in(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, buffer): the registered buffers, then further buffers that an overridden `named_buffers` returns."""
+    """Yield (name, buffer): the registered buffers, then further buffers that an overridden `named_buffers` returns.
+
+    With `remove_duplicate`, a buffer with several names is yielded under the first name only.
+    """
     return _members(model, "named_buffers", remove_duplicate)
 
 

@@ -240,7 +240,7 @@ class OpLists:
         internal: Iterable[str] = (),
         rule: Rule = "cost",
     ) -> OpLists:
-        """Make lists from sets of op names or spellings. Raises OpListError if an op is unknown, or on two lists."""
+        """Return lists with the given sets of op names or spellings. Raises OpListError if an op is unknown, or on two lists."""
         kinds: dict[str, OpKind] = {}
         sets = {OpKind.ALLOW: allow, OpKind.INFER: infer, OpKind.CLEAR: clear, OpKind.DENY: deny, OpKind.INTERNAL: internal}
         for kind, ops in sets.items():

@@ -39,7 +39,7 @@ def sums_products(equation: str) -> bool:
 
 
 def pair_flops(left: Shape, right: Shape, result: Shape) -> int:
-    """Return the FLOPs of a product of two operands that have no dims in common except the summed dims."""
+    """Return the FLOPs of a product of two operands that have no dims in common except the summed dims. The arguments are shapes."""
     summed = math.isqrt(math.prod(left) * math.prod(right) // max(math.prod(result), 1))
     return 2 * math.prod(result) * summed
 
