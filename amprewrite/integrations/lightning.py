@@ -76,8 +76,8 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
                 config.scheduler = HeldSchedule(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    # In the next four methods, the Trainer's base class calls callbacks of the module's trainer. Under Fabric there is no trainer, so
-    # Fabric's own base class is called instead.
+    # In the next four methods, the class Precision calls callbacks of the module's trainer. Under Fabric there is no trainer, so the base
+    # class of Precision, which is Fabric's, is called instead.
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 

@@ -55,7 +55,10 @@ class Session(GraphRewriter):
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module (`entry`) on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs."""
+        """Run a module (`entry`) on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs.
+
+        In an autocast region of the model's own, and under torch.func transforms or forward-mode derivatives, the module runs as written.
+        """
         state, nested = self.state, self.state.depth > 0
         recomputes = current_backward() >= 0  # inside a backward: an activation checkpoint repeats a forward
         again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
@@ -418,7 +421,8 @@ class Session(GraphRewriter):
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the module at `path`. Every call of a rewritten model, or directly of one of its submodules, runs through this function.
 
-    An outer torch.compile breaks its graph here, because it must not capture the model into its own graph.
+    An outer torch.compile breaks its graph here, because it must not capture the model into its own graph. A call that only asks for shapes
+    (`asks_shapes`) runs as written.
     """
     if torch.compiler.is_compiling() or dynamo.at_work():
         refuse_whole_graph(type(session.root).__name__)

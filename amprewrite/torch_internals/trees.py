@@ -28,7 +28,7 @@ def _gather(value: Any, found: list[Any]) -> None:
             _gather(each, found)
     elif kind in _LEAVES or isinstance(value, torch.Tensor):
         found.append(value)
-    else:  # a class that may be registered as a tree
+    else:  # leave it to torch, because the class may be registered as a pytree
         found += _pytree.tree_leaves(value)
 
 

@@ -332,7 +332,7 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
     """Return the middles of a layer's items, close to the middles `want` but without overlap. `width` has the width of each item.
 
-    They are the mean of two packings, from the left and from the right.
+    The results are the mean of two packings: from the left, and from the right.
     """
     from_left, right = [], float("-inf")
     for item, x in zip(layer, want, strict=True):

@@ -3,8 +3,8 @@
 1. Code that Dynamo captured for one module runs for all modules of the same class. If these modules may differ in hooks (`may_differ`),
    Dynamo is set to guard on hooks. Such guards take most of a microsecond for each module and call. So a model without hooks has no guards
    on them, and a HookWatch finds out when hooks are added.
-2. PyTorch numbers the hooks of modules and of tensors by one counter. This package sets hooks on tensors, in every training forward. They
-   are counted separately and subtracted: otherwise a HookWatch would search all modules after each of them.
+2. PyTorch numbers the hooks of modules and of tensors by one counter. This package sets hooks on tensors, some in every training forward.
+   They are counted separately and subtracted: otherwise a HookWatch would search all modules after each of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HookWatch:
         self._look()
 
     def changed(self) -> bool:
-        """True if a hook was added or removed since the previous call of this method."""
+        """True if a hook was added or removed since the previous call of this method; at the first call, since this object was made."""
         same = RemovableHandle.next_id - _OwnHookNumbers.taken == self._counter and list(self.root._modules.values()) == self._children
         if same and (not self._places or [len(place) for place in self._places] == self._sizes):
             return False

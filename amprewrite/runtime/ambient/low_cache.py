@@ -191,8 +191,8 @@ class CachesOfModel:
     def of_call(self, low: Format, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LowCaches | None:
         """Return the low caches of one call of `generate()`; None if its caches stay fp32.
 
-        They stay fp32 if the plan reads them in fp32, if code outside of the model may read them, and if `low` is fp16, whose narrow range
-        would turn large values into infinities. `args` and `kwargs` are the arguments of the call.
+        They stay fp32 if the plan reads them in fp32, or if code outside of the model may read them. They also stay fp32 unless `low` is a
+        low format with fp32's range: fp16 would turn large values into infinities. `args` and `kwargs` are the arguments of the call.
         """
         fits = self.low and low is not FP32 and not low.narrow
         return LowCaches(low.dtype) if fits and not self._seen_outside(args, kwargs) else None

@@ -100,7 +100,7 @@ class CallRecord:
     unreadable: list[Skipped] = field(default_factory=list)
     """Modules that Dynamo can never capture, such as TorchScript modules, each with the reason."""
     notes: dict[str, None] = field(default_factory=dict)
-    """Notes for the plan, in order."""
+    """Keys: the notes for the plan, in the order in which they were made."""
     warned: set[str] = field(default_factory=set)
     """Causes of warnings already given."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -123,7 +123,10 @@ class CallRecord:
         self.notes[text] = None
 
     def cannot_read(self, path: str, why: str) -> None:
-        """List the module at `path` in `plan.skipped`, and warn, because no capture can ever read it. `why` is the reason."""
+        """List the module at `path` in `plan.skipped`, because no capture can ever read it, and warn. `why` is the reason.
+
+        Raises CaptureError under `strict`.
+        """
         if Skipped(path, why) not in self.unreadable:
             self.unreadable.append(Skipped(path, why))
         self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)

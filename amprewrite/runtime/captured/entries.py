@@ -39,7 +39,8 @@ from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
 from amprewrite.torch_internals.dynamo import SkipFrame
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
-"""Reason in messages why code that hooks and writes an input runs as written: Dynamo would put the hook on the written value."""
+"""Reason that messages give if code sets a hook on an input and writes to the input. Such code runs as written, because Dynamo would put
+the hook on the written value."""
 FRESH_STARTS = 2
 """At most this many times in a row, the graphs of a module are captured anew because none of them ran in a call."""
 
@@ -171,7 +172,10 @@ class Graphs:
         raise SkipFrame(HOOKED_INPUT)
 
     def note_break(self, module: torch.fx.GraphModule) -> None:
-        """If Dynamo broke the graph before the end of the code, list the place and the reason in `left_out`."""
+        """If Dynamo broke the graph before the end of the code, list the place and the reason in `left_out`.
+
+        If the reason is a function that is disabled for Dynamo, also warn, or raise CaptureError under `strict`.
+        """
         reason = getattr(module, "compile_subgraph_reason", None)
         if reason is None or not reason.graph_break:
             return

@@ -75,7 +75,7 @@ class GraphRewriter(CallRecord):
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self._first = frozenset(map(id, parameters_in(self.root)))
         if self.loss_scale.enabled:
-            self._begin_training()  # before any call: a step with a closure makes the first call, and its optimizer must have hooks by then
+            self._begin_training()  # before the first call: it may be in a step with a closure, whose optimizer must have its hooks already
 
     def __getattr__(self, name: str) -> Any:
         """Make `training` when it is first read. Raises AttributeError for any other name."""
@@ -268,7 +268,7 @@ class GraphRewriter(CallRecord):
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
-        """Return the policy for a model on `device`, such as "cuda". A note is added if the device gains nothing from the low format."""
+        """Return the policy for a model on `device`, such as "cuda". Each restriction gives a note, such as a device without a gain."""
         kept = self.cache.block() is not None
         return policy_on(self._row(device), self.options, self.note, kept, runnable(self.options.products, device, self.note))
 
@@ -282,9 +282,9 @@ class GraphRewriter(CallRecord):
         return state.depth > 1 or graphs.in_parts
 
     def look_at_weights(self) -> bool:
-        """Mark graphs for a new capture if their weights have moved into or out of the low format's range.
+        """Mark graphs for a new capture if their weights have moved into or out of the low format's range, and warn if one no longer fits.
 
-        Returns True if a graph is marked.
+        Returns True if a graph is marked. Does nothing, and returns False, if the user gave a plan.
         """
         if self.options.given is not None:
             return False
@@ -294,7 +294,10 @@ class GraphRewriter(CallRecord):
         return any(each.outdated for each in graphs)
 
     def _overflowed(self) -> str | None:
-        """Return the place of the first overflow in the step that is being skipped; None if it is not found."""
+        """Return the place of the first overflow in the step that is being skipped; None if it is not found.
+
+        Weights are then checked before the next call.
+        """
         self.schedule.due = True
         graphs = [(region.plan, region.module) for region in self.last]
         found = self.training.probe.find(graphs, self.last[0].latest if len(self.last) == 1 else None)

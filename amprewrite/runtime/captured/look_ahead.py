@@ -86,8 +86,9 @@ class LookAhead:
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
         """In the first forwards of the model (`CALLS`), observe an fp32 run of the graph. Then return `run(inputs)`.
 
-        `forward` is the number of this forward. Nothing is observed while a CUDA graph records, while a checkpoint recomputes, and on
-        tensors without values (meta, fake). Once `left` is negative, no further call needs to be observed.
+        Warn if the results are not finite although the fp32 results are. `forward` is the number of this forward. Nothing is observed while
+        a CUDA graph records, while a checkpoint recomputes, and on tensors without values (meta, fake). Once `left` is negative, no further
+        call needs to be observed.
         """
         if forward != self.forward:
             self.forward, self.left = forward, self.left - 1
@@ -249,7 +250,8 @@ def rewrite_for(
 
 
 def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Return the edited graph and its plan. Its code is generated anew, because torch.export reads the arguments of `forward`."""
+    """Return the edited graph and its plan. The graph's Python code is generated now, because torch.export reads the arguments of its
+    `forward`."""
     edited, plan = rewrite_graph(captured)
     force_recompile(edited)
     return edited, plan

@@ -179,7 +179,7 @@ class _FirstUnseen(torch.fx.Interpreter):
 def random_states(devices: Sequence[int]) -> Callable[[], None]:
     """Return a function that sets random generators back to the states that they have at the call of `random_states`.
 
-    They are the generators that a model may use: of Python, of NumPy, and of PyTorch on the CPU and the CUDA `devices`.
+    The generators are all that a model may use: of Python, of NumPy, and of PyTorch on the CPU and the CUDA `devices`.
     """
     python, of_numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = {each: torch.cuda.get_rng_state(each) for each in devices}

@@ -51,7 +51,7 @@ COUNTS_FROM = 4
 Calls are counted, not graphs: an int that differs from layer to layer stays a constant, because one call captures all layers.
 """
 ONE_EXPORT = threading.RLock()
-"""Held while torch.export or torch.onnx.export runs. They keep state that all threads share, so two exports at once would fail."""
+"""Held while torch.export or torch.onnx.export runs. Both keep state that all threads share, so two exports at once would fail."""
 
 
 def compile_afresh(

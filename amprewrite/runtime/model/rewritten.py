@@ -363,7 +363,10 @@ def _refuse_class(model: nn.Module) -> None:
 
 
 def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
-    """Make every call of `amp` and of its submodules run through `session`. `cls` is the class of `amp` before the rewrite."""
+    """Make calls of `amp` and of its submodules run through `session`. `cls` is the class of `amp` before the rewrite.
+
+    If parts of `amp` are captured separately, only calls of `amp`, of the parts and of submodules of parts do.
+    """
     amp.__dict__[SESSION] = session
     parts = part_paths(amp, session.options.granularity)
     _add_entry(session, "", amp, cls, captured=not parts)

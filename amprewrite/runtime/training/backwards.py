@@ -141,8 +141,10 @@ class Noted:
                 self._flags = [any_of(self._flags)]
 
     def began(self, params: Iterable[Tensor]) -> None:
-        """Drop the overflow flags whose gradients, among those of `params`, the training loop has discarded. Call this when a forward or a
-        backward begins."""
+        """Drop the overflow flags of gradients that the training loop has discarded. Call this when a forward or a backward begins.
+
+        `params` are the parameters to which the gradients belong.
+        """
         gradients = [p.grad for p in params if p.grad is not None]
         if not gradients:
             self._unheard()

@@ -229,7 +229,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state_dict()` of a static scale. Raises PolicyError for the state of a dynamic scale and for other values."""
+        """Resume from the `state_dict()` of a static scale. Raises PolicyError for the state of a dynamic scale or an invalid state."""
         check_state(state)
         if state["growth_factor"] != 1.0 or state["backoff_factor"] != 1.0:
             raise PolicyError(
@@ -496,7 +496,10 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, with its settings. Raises PolicyError for other values."""
+        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, with its settings.
+
+        Raises PolicyError for an invalid state.
+        """
         check_state(state)
         own = state.get(OWN_KEY, {})
         settings = {name: own[name] for name in _OWN_SETTINGS if name in own} | {"growth_interval": state["growth_interval"]}

@@ -9,7 +9,7 @@ A gate finds an optimizer
 2. in forward number 1, 2, 4, 8, ... without a known optimizer: these forwards search the objects of the process for optimizers that
    own a parameter of the model;
 3. at the optimizer's first step, by a hook that PyTorch calls before the steps of all optimizers. The gradients of that step were not
-   scaled, so the step does not change the scale. It is skipped if the gradients overflowed.
+   scaled, so the step does not change the scale. The step is skipped if the gradients overflowed.
 
 `forward_scale.py` decides which scale a forward has until an optimizer is found. If the model is trained and none is found, a single
 warning says that gradients are not scaled (optimizers/unscaled.py).
@@ -105,8 +105,7 @@ class StepGate(StepRecord):
         return optimizer in self._guarded and self.loss_scale.enabled
 
     def snapshot(self, device: torch.device | str, evaluates: bool = False, learns: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`.
-
+        """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`, both 1 if the forward is not scaled (`ScaleUse.pair`).
         `evaluates`: all modules are in eval mode. `learns`: a parameter requires gradients; if False, the parameters are searched for one.
         """
         guarded = list(self._guarded)

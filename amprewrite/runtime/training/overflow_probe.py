@@ -45,7 +45,7 @@ _KNOWN = {
     _ACTIVATION: {"inputs": True, "parameters": True, "outputs": False},
     _LOSS: {"inputs": True, "parameters": True, "outputs": True, "loss": False},
     _GRADIENT: {"inputs": True, "parameters": True, "outputs": True, "loss": True},
-    _SEEN: {},  # a parameter's gradient is not finite: that tells nothing about the four values
+    _SEEN: {},  # the gradient of a parameter is not finite: inputs, parameters, outputs and loss may be finite or not
 }
 _COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
 _LEARNS = operator.attrgetter("requires_grad")

@@ -39,10 +39,10 @@ class ReadChecks:
     """Functions that check how the graphs and calls of one model read weights. `gather_low` adds them, because it rounds weights."""
 
     graphs: tuple[Callable[[WeightReads, str], None], ...] = ()
-    """Functions called before a graph runs, with its reads and the name of its code. They raise RoundedRead if it must not run."""
+    """Functions called before a graph runs, with its reads and the name of its code. They raise RoundedRead if the graph must not run."""
     calls: tuple[Callable[[str, str, bool], None], ...] = ()
-    """Functions called after a call of a module, with its path, its name for messages, and True if a single graph ran in the call that is
-    all of the module's forward, otherwise False. They raise RoundedRead if the call may have read rounded weights."""
+    """Functions called after a call of a module. The arguments are its path, its name for messages, and whether a single graph, all of the
+    module's forward, ran in the call. They raise RoundedRead if the call may have read rounded weights."""
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:

@@ -34,7 +34,7 @@ MOVES = frozenset({
     aten.full.default, aten.scalar_tensor.default, aten.lift_fresh_copy.default, aten.repeat.default, aten.diagonal.default,
     prims.convert_element_type.default, prims.iota.default, prims.rev.default,
 })  # fmt: skip
-"""Calls that only move or make values, for operands of every dtype."""
+"""Calls that only move or make values. Inductor may fuse them for operands of every real dtype."""
 ARITHMETIC = frozenset({
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default, aten.abs.default, aten.relu.default, aten.square.default,
     aten.logical_not.default, aten.logical_and.default, aten.logical_or.default, aten.bitwise_not.default, aten.bitwise_and.Tensor,

@@ -12,8 +12,8 @@ Before each step:
    including `self`, so the code of the class runs once, with no parameters and a temporary state. Parameters, state, step counts and
    gradients of the real optimizer stay the same, and its learning-rate scheduler sees that `step` was called.
 5. If the step has a closure, check the gradients that the closure computes (closures.py).
-6. Tell wrappers that control a schedule whether the step was skipped (callers.py). They need the answer now, so in this case the flag of a
-   fused optimizer is read as well.
+6. Tell wrappers that control a schedule whether the step was skipped (callers.py). A wrapper needs the answer now, so in this case the flag
+   of a fused optimizer is read as well.
 
 The optimizer's state_dict includes the loss scales (carried_scale.py).
 """
