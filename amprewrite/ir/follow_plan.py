@@ -64,9 +64,9 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Raise PlanError if the casts that `region` lists differ from `casts`, the casts that follow from its colours.
+    """Raise PlanError if `region` lists a cast that is not in `casts`, or lacks one of them. `casts` follow from the region's colours.
 
-    A region that lists no casts is valid.
+    Casts are compared by value and format. A region that lists no casts is valid.
     """
     planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
     for key in [*planned, *given]:

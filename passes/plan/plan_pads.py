@@ -258,7 +258,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return a PadRegion for each padded axis, and one for each (size, reason) of dims that were wanted padded and are not."""
+    """Return a PadRegion for each padded axis. Dims that should be padded and are not have a PadRegion for each (size, reason)."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

@@ -310,7 +310,8 @@ class Regions:
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
         """Return, by (dim, value, axis): (variable of the op that makes the value, [(reader, variable of the reader)]).
 
-        Only axes that some op wants padded are included. A variable is None if its op never has this dim padded.
+        Only axes that some op wants padded are included. A variable is None if its op never has this dim padded, and for a reader before
+        which padding is cut off (`barriers`).
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
