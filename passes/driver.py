@@ -22,7 +22,7 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_g
 from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps
 from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
 from amprewrite.graphs.fx.flow.repeated_heads import read_repeated_heads
-from amprewrite.graphs.fx.flow.traced_steps import read_small_steps
+from amprewrite.graphs.fx.flow.summands import read_summands
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import MASK, argument, read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
@@ -112,7 +112,7 @@ def read_problem(
     read_counts(captured, inputs)
     captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), **_read_attention(captured))
     captured.factors = factors(captured, inputs)
-    captured.know(small_steps=read_small_steps(graph, nodes, captured.factors))
+    captured.know(summands=read_summands(graph, nodes, captured.factors))
     if policy.measure and policy.low is not FP32 and lists.rule == "cost":
         measured = load_extra("measured prices", "measure=").measure(captured)
         kept = f"; {measured.refused} that cannot be made alone keep the table's prices" if measured.refused else ""
@@ -296,9 +296,11 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     read_counts(part, (), handed)
     known = {**part.problem.magnitudes, **_handed_on(around.magnitudes, pairs)}
     part.factors = {**part.factors, **_handed_on(captured.factors, pairs)}
-    steps = read_small_steps(part.problem.graph, part.nodes, part.factors, repeated=True)
-    exact = _handed_on(held(around), pairs)
-    part.know(magnitudes=known, small_steps=steps, inside_scaled=around.scale_loss or around.inside_scaled, held=exact)
+    part.know(
+        magnitudes=known, held=_handed_on(held(around), pairs), inside_scaled=around.scale_loss or around.inside_scaled,
+        summands=read_summands(part.problem.graph, part.nodes, part.factors),
+        repeated=frozenset(node.name for node in part.problem.graph if node.role == "input"),
+    )  # fmt: skip
     part.match_given, part.given = captured.match_given, dict(pairs)
     if around.kept_high is not None:
         _leave_high(part, *around.kept_high)

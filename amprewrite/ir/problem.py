@@ -12,6 +12,7 @@ from amprewrite.ir.evidence.constants import ConstantRead
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.matrix_products import MatrixProduct
 from amprewrite.ir.evidence.ranges import Calibration
+from amprewrite.ir.evidence.summands import Summands
 from amprewrite.ir.op_calls import Call
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.ir.plans.plan import RegionPlan
@@ -53,8 +54,10 @@ class Problem:
     bare_taps: tuple[str, ...] = ()
     """Convolutions in which some weights are multiplied with padding only. If the convolution runs low, its backward leaves the gradients
     of these weights uninitialised."""
-    small_steps: tuple[str, ...] = ()
-    """Sums that update one value in many small steps, and the ops between these sums that scale or copy the value."""
+    summands: Mapping[str, Summands] = field(default_factory=dict)
+    """For each linear op: the values that it adds up, each with its factor."""
+    repeated: frozenset[str] = frozenset()
+    """Values that a loop passes from one iteration to the next, and inputs of a body graph, which may run many times."""
     trained: frozenset[str] = frozenset()
     """Values for which the backward pass computes gradients."""
     read_by_many: tuple[str, ...] = ()

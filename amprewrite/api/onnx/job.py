@@ -26,7 +26,7 @@ from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.counts import with_counts
 from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offsets
-from amprewrite.graphs.onnx.read.file_steps import read_small_steps
+from amprewrite.graphs.onnx.read.file_summands import read_repeated, read_summands
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
 from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, tell_of_overflow
@@ -400,7 +400,7 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
     problem = Problem(
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=tuple(reading.constants),
         calibration=Calibration("", "", samples.seen, (seen,)),
-        offsets=read_offsets(reading), small_steps=read_small_steps(reading),
+        offsets=read_offsets(reading), summands=read_summands(reading), repeated=read_repeated(reading),
         matrix_products=read_matrix_products(reading) if may_quantise(policy, given) else {},
     )  # fmt: skip
     if given is not None:

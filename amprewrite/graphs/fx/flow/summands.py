@@ -1,8 +1,6 @@
-"""Find sums that change one value in many small steps, as samplers and solvers do: `x = x + 0.1 * f(x)`, again and again.
+"""Read the summands of the linear ops of an fx graph, each with its factor: numbers, *learnt factors*, *schedules* and *noise*.
 
-A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The search expands a sum as a linear form
-through sums, scalings and copies until it finds such an x. The factors a and b consist of numbers, *learnt factors*, *schedules* and
-*noise*. Learnt factors and schedules vary along one dim at most.
+`repaint-small-steps` finds samplers and solvers by them. Learnt factors and schedules vary along one dim at most.
 
 1. A schedule is computed without a product from buffers, inputs and constants of a sampler or solver, such as `sigmas[i + 1] - sigmas[i]`
    or `alphas[t].sqrt()`. It varies along fewer dims than the value. Its numbers are known only when the graph runs. Samplers and solvers
@@ -13,104 +11,61 @@ through sums, scalings and copies until it finds such an x. The factors a and b 
 3. Noise is drawn from a normal distribution, is a floating input, or is computed from such values. A stochastic solver multiplies the
    result of a network by noise. A value computed from integers is no noise, because it may be a mask.
 
-This file has special code for linear ops: `add`, `sub`, `rsub`, `mul`, `div`, `neg`, `addcmul`, `addcdiv`, `lerp`.
+It knows `div` by name: with a rounding mode, it is not linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import comparable, example_value
-from amprewrite.graphs.step_search import Factor, SmallSteps
+from amprewrite.ir.evidence.summands import Factor, Summands, summands
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.operators import HigherOrderOperator
 
-LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops whose result counts as the first operand times one, if both have the same number of elements: copies, views, conversions, bounds."""
-RANDOM = ops_with(Trait.RANDOM)
-SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
+RANDOM, NORMAL, FACTORS = ops_with(Trait.RANDOM), ops_with(Trait.DRAWS_NORMAL), ops_with(Trait.SCALES)
 
 
-def read_small_steps(
-    graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float], repeated: bool = False
-) -> tuple[str, ...]:
-    """Return the names of the sums that change one value in many small steps, and of the ops between these sums that scale or copy it.
-
-    `factors` are the signed root mean squares of parameters that may scale a value. `repeated` is True for a body graph, which the graph
-    around it may run many times.
-    """
-    if not nodes:
-        return ()
-    steps = _Steps(graph, nodes, factors)
-    kept = steps.found(
-        lambda node: node in steps.names and op_name(node.target) in SUMS, lambda node: repeated and node.op == "placeholder"
-    )
-    return tuple(name for node, name in steps.names.items() if node in kept)
+def read_summands(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Mapping[str, float]) -> dict[str, Summands]:
+    """Return the summands of each linear op. `sizes` are the signed root mean squares of parameters that may scale a value."""
+    factors = _Factors(graph, nodes, sizes) if nodes else None
+    return {name: found for name, node in nodes.items() if factors is not None and (found := factors.summands(node))}
 
 
-class _Steps(SmallSteps[torch.fx.Node]):
-    """Finds the sums of one fx graph that change a value in many small steps, like the steps of a diffusion sampler."""
+class _Factors:
+    """Finds the values of one fx graph that may be factors of a summand."""
 
-    def __init__(self, graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float]) -> None:
+    def __init__(self, graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Mapping[str, float]) -> None:
         self.names = {node: name for name, node in nodes.items()}
-        self.factors = factors
-        self.order = {node: place for place, node in enumerate(next(iter(self.names)).graph.nodes)}
+        self.sizes = sizes
         self.heavy = {node for name, node in nodes.items() if graph[name].flops}
         self.exact, self.learnt, self.noise = set[torch.fx.Node](), set[torch.fx.Node](), set[torch.fx.Node]()
-        for node in self.order:
-            role = graph[self.names[node]].role if node in self.names else ""
-            if role and self._is_noise(node, role):
+        for node in nodes.values():
+            role = graph[self.names[node]].role
+            if self._is_noise(node, role):
                 self.noise.add(node)
-            if role and self._is_exact(node, role):
+            if self._is_exact(node, role):
                 self.exact.add(node)
-            elif role == "parameter" or (role and self._is_made_of(node, self.exact | self.learnt)):
+            elif role == "parameter" or self._is_made_of(node, self.exact | self.learnt):
                 self.learnt.add(node)
 
-    def inputs(self, node: torch.fx.Node) -> Iterable[torch.fx.Node]:
-        return node.all_input_nodes
-
-    def shape(self, node: torch.fx.Node) -> tuple[Any, ...] | None:
-        return _shape_of(node)
-
-    def terms(self, node: torch.fx.Node) -> dict[torch.fx.Node, Factor]:
+    def summands(self, node: torch.fx.Node) -> Summands:
         op = op_name(node.target) if node.op.startswith("call") else ""
-        first, second, third = (*node.args[:3], None, None, None)[:3]
-        one, parts = Factor(), list[tuple[Any, Factor | None]]()
-        if (op == "rsub" or op in ("add", "sub")) and second is not None:
-            other = self._factor(node.kwargs.get("alpha", 1.0), node)
-            minus = Factor(-1.0)
-            parts = [(first, minus if op == "rsub" else one), (second, other * minus if op == "sub" and other else other)]
-        elif op == "neg":
-            parts = [(first, Factor(-1.0))]
-        elif op == "mul":
-            factor = self._factor(second, node)
-            parts = [(first, factor)] if factor is not None else [(second, self._factor(first, node))]
-        elif op == "div" and "rounding_mode" not in node.kwargs:
-            parts = [(first, self._factor(second, node, "divided by"))]
-        elif op == "lerp":
-            weight = node.kwargs.get("weight", third)
-            parts = [(first, self._factor(weight, node, "rest")), (second, self._factor(weight, node))]
-        elif op in ("addcmul", "addcdiv"):
-            value = self._factor(node.kwargs.get("value", 1.0), node)
-            factor = self._factor(third, node, "divided by" if op == "addcdiv" else "")
-            if factor is None and op == "addcmul":
-                second, factor = third, self._factor(second, node)
-            parts = [(first, one), (second, value * factor if value and factor else None)]
-        elif op in LINEAR and isinstance(first, torch.fx.Node) and _elements(first) == _elements(node):
-            parts = [(first, one)] if self.only(node) is first else []
-        found: dict[torch.fx.Node, Factor] = {}
-        for part, times in parts:
-            if isinstance(part, torch.fx.Node) and isinstance(example_value(part), torch.Tensor):
-                if times is None:
-                    return {}
-                found[part] = found[part] + times if part in found else times
-        return found
+        if op == "div" and "rounding_mode" in node.kwargs:
+            return {}
+        given = [*node.args, *([node.kwargs["weight"]] if "weight" in node.kwargs else [])]
+        scale = node.kwargs.get("alpha", node.kwargs.get("value", 1.0))
+        return summands(op, given, lambda each, how: self._factor(each, node, how), self._name, scale)
+
+    def _name(self, given: Any) -> str:
+        tensor = isinstance(given, torch.fx.Node) and isinstance(example_value(given), torch.Tensor)
+        return self.names.get(given, "") if tensor else ""
 
     def _factor(self, given: Any, node: torch.fx.Node, how: str = "") -> Factor | None:
         """Return the argument `given` of `node` as a factor, if it is one of the kinds that this file lists; otherwise None.
@@ -132,8 +87,8 @@ class _Steps(SmallSteps[torch.fx.Node]):
 
     def _size(self, node: torch.fx.Node) -> float | None:
         """Return the signed root mean square of a learnt factor, or of element-wise ops on a learnt factor; None if it is unknown."""
-        if node in self.names and self.names[node] in self.factors:
-            return self.factors[self.names[node]]
+        if node in self.names and self.names[node] in self.sizes:
+            return self.sizes[self.names[node]]
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
         row = find_op(op_name(node.target)) if node.op.startswith("call") else None
         size = self._size(given[0]) if len(given) == 1 and given[0] in self.learnt else None
@@ -175,19 +130,8 @@ class _Steps(SmallSteps[torch.fx.Node]):
 
         It must also be computed without parameters (be in `exact`), or be a learnt factor (in `learnt`) if `beside` is a `mul` or `div`.
         """
-        scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
+        scales = node in self.exact or (node in self.learnt and op_name(beside.target) in FACTORS)
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)
-
-    def only(self, node: torch.fx.Node) -> torch.fx.Node | None:
-        given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
-        if len(given) > 1:
-            given = [each for each in given if not self._is_schedule(each, node)] if node not in self.heavy else []
-        return given[0] if len(given) == 1 else None
-
-
-def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
-    value = example_value(node)
-    return tuple(map(comparable, value.shape)) if isinstance(value, torch.Tensor) else None
 
 
 def _applied(node: torch.fx.Node, size: float) -> float | None:
@@ -209,4 +153,5 @@ def _elements(node: torch.fx.Node) -> Any:
 
 def _dims(node: torch.fx.Node) -> int:
     """Return the number of dims of `node` whose size is symbolic or above 1."""
-    return sum(not isinstance(size, int) or size > 1 for size in _shape_of(node) or ())
+    value = example_value(node)
+    return sum(not isinstance(size, int) or size > 1 for size in value.shape) if isinstance(value, torch.Tensor) else 0
