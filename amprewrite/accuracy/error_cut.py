@@ -191,8 +191,8 @@ class Chain:
     def _prices(self, typical: int) -> list[float]:
         """Return the prices of a unit of squared error to try, ascending; empty if there is no error or `typical` is 0.
 
-        `typical` is the cost against which cuts weigh errors. At the first price, the sum of all errors costs about 1e-4 of `typical`. At
-        the last price, a billionth of this sum costs about 10 times `typical`.
+        A cut weighs errors against a modelled time or FLOPs; `typical` is a typical value of that cost. At the first price, the sum of all
+        errors costs about 1e-4 of `typical`. At the last price, a billionth of this sum costs about 10 times `typical`.
         """
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:

@@ -52,7 +52,7 @@ class TriedPlan:
     name: str
     """The plan in a few words, such as "the planner's own choice"."""
     error: float
-    """Error of the outputs over all batches under the strict interpreter, in the unit of the metric."""
+    """Error of the outputs over all batches, in the unit of the metric. It is measured in fp32 with each rounding of the plan emulated."""
     seconds: float
     """Modelled time of one pass in seconds: priced ops and casts. Use it to compare plans; it does not predict a measured run time."""
     activation_casts: int
@@ -126,7 +126,7 @@ def search(
     accuracy: str | None = None,
     metric: Any = None,
 ) -> Frontier:
-    """Find the cheapest plan of `module` with an error within the target, measured on `batches` under the strict interpreter.
+    """Find the cheapest plan of `module` whose error on `batches`, with every rounding of the plan emulated in fp32, is within the target.
 
     Exactly one of two options sets the target. `tolerance` is the largest error. `accuracy="autocast"` allows the error that
     torch.autocast's rules cause. `metric` defines the error: None or "l2" (relative L2 of all outputs), "logprob", or a function.

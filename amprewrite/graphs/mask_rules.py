@@ -39,9 +39,10 @@ class MaskRules(ABC, Generic[Value]):
         """Return (op that makes a value, its floating operands except constants); None if no op of the graph makes the value."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
-        """True if each reader uses the numbers of `value` beyond the range, on the `sides` of zero (ABOVE, BELOW), only to block positions.
+        """True if numbers beyond the low format's range in `value` are used only to block positions, as a mask does.
 
-        True for any value if the low format has fp32's range, because there ±max differs from such numbers by a rounding at most.
+        `sides` selects such numbers above zero (ABOVE), below zero (BELOW), or both. The result is True for any value if the low format has
+        fp32's range, because there ±max differs from such numbers by a rounding at most.
         """
         return not self.low.narrow or only_blocks(value, sides, self.reads, self.low, self._blocking)
 

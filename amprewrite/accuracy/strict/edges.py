@@ -54,7 +54,7 @@ class EdgeProbe:
         return leaf
 
     def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """Return a view of `tensor` for one reader. Backward adds to `edges[edge]` the squared output error that rounding the view causes.
+        """Return a view of `tensor` for one reader. In backward, the squared output error of rounding the view is added to `edges[edge]`.
 
         Return `tensor` itself if it is no dense fp32 tensor that requires a gradient.
         """

@@ -21,7 +21,7 @@ _NOTHING = Row("", "", Colour.HIGH, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Unmeasured(StrictInterpreter):
-    """The strict interpreter without measurements of single results, which saves time."""
+    """A strict interpreter that rounds as its base class does, but does not measure the error of each result, to save time."""
 
     def _row(self, *args: Any) -> Row:
         return _NOTHING

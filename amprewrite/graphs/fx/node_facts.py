@@ -325,7 +325,7 @@ def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
 
 
 def _unsaid_in_bodies(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
-    """Return `written_unsaid` of `node`, or of the nodes in its body graphs: a batch norm in a checkpoint writes its statistics."""
+    """Return the operands that `node`, or a node in its body graphs, writes although its name does not show it (`written_unsaid`)."""
     return _written_by_bodies(node, _unsaid_in_bodies) if isinstance(node.target, HigherOrderOperator) else written_unsaid(node)
 
 

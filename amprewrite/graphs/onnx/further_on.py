@@ -24,7 +24,7 @@ BOUNDS, DIVIDES, SCALES = ops_with(Trait.BOUNDS), ops_with(Trait.DIVIDES), ops_w
 LOOKED_INTO = BOUNDS | ops_with(Trait.MAKES_SCORES, Trait.COMPARES)
 """Ops whose constant operands decide whether a number beyond the low format's range may become ±max."""
 MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
-"""Position of the mask among the operands of attention: in onnx's own op, and in the two ops of ONNX Runtime."""
+"""Position of the mask among the operands of attention: in onnx's own op `Attention`, and in the ops of ONNX Runtime's own domain."""
 
 
 def has_pole(op: str, index: int) -> bool:
@@ -78,12 +78,15 @@ class Readers(MaskRules[ir.Value]):
         return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
     def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
-        """True if all readers of a node's results use numbers beyond the range, on `sides` of zero, only to block positions."""
+        """True if numbers beyond the low format's range in the results of `node` are used only to block positions, as a mask does.
+
+        `sides` selects such numbers above zero, below zero, or both.
+        """
         made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
     def masks_scores(self, value: ir.Value) -> bool:
-        """True if a value has readers, each computes scores for a softmax from it, and none uses it as a bound."""
+        """True if each reader of `value` computes scores for a softmax from it, and none uses it as a bound. False without a reader."""
         uses = value.uses()
         return bool(uses) and all(op_of(use.node) not in BOUNDS and self.reaches_softmax(use.node.outputs[0]) for use in uses)
 

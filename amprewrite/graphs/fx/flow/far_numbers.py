@@ -42,7 +42,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
         """By value: the sides of zero (ABOVE, BELOW) on which the value holds constants beyond the range."""
         self.sizes: dict[torch.fx.Node, float] = {}
-        """By value: an upper bound of the magnitude of its constants beyond the range."""
+        """By value: an upper bound of the magnitudes of the constants beyond the range that it holds."""
         self.computed_with: set[torch.fx.Node] = set()
         """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
 

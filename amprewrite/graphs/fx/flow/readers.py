@@ -38,7 +38,7 @@ def trained_values(nodes: Mapping[str, torch.fx.Node]) -> frozenset[str]:
 
 
 def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> tuple[str, ...]:
-    """Return the names in `trained` of values with more than MOST_READERS readers that send gradients back.
+    """Return the names of fp32 values that get gradients from more than MOST_READERS readers. `trained` names all values with gradients.
 
     An example is the result of an encoder, which every layer of a decoder reads. torch.autocast casts such a value for every reader and
     adds up the gradients of the copies in fp32. It keeps one copy of each weight, so parameters are left out.

@@ -110,7 +110,10 @@ class _Factors:
         return self._is_made_of(node, self.exact)
 
     def _is_noise(self, node: torch.fx.Node, role: str) -> bool:
-        """True if a value is a normal draw, a floating input without gradient, or computed from such values alone, without a product."""
+        """True if a value counts as noise: a normal draw, a floating input that requires no gradient, or computed from these alone.
+
+        A value that a product computes is no noise. `role` is the role of `node` in the op graph.
+        """
         value = example_value(node)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or role == "output":
             return False

@@ -181,7 +181,10 @@ class Masks:
 
 
 def find_mask(masks: Masks, sizes: tuple[Any, ...], query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """Return `masks.find` for the lengths and the device of `query` and `key`. Rewritten graphs call this function."""
+    """Return (mask to pass to attention, value of `is_causal`) for `query`, `key` and a mask that `masks` computes from `sizes`.
+
+    The mask is None if attention needs none. Rewritten graphs call this function.
+    """
     return masks.find((query.shape[-2], key.shape[-2]), tuple(sizes), query.device)
 
 

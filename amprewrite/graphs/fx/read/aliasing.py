@@ -193,7 +193,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
             if isinstance(node.target, str):
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
             return in_one_step(node.target)(*args, **kwargs)
-    except Exception:  # some kernels do not accept symbolic sizes
+    except Exception:  # for example, some kernels do not accept symbolic sizes: return capture's example value
         return said
 
 
@@ -255,7 +255,7 @@ def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
 
 
 def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
-    """Return, by storage, the positions of in-place writes that may write to a cast copy, because nothing reads the old tensor later.
+    """Return {storage: positions of the writes to it that may write to a cast copy instead, because no op reads the old tensor later}.
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the sum writes to the cast between them. Writes to
     inputs and weights of the model are left out, because they must change these tensors. Also left out are writes in another grad mode

@@ -15,7 +15,7 @@ _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 
 
 class Constants:
-    """Computes the values of `results`, nodes of a graph that depend on no input, at the first call, and keeps these values.
+    """Computes the values of the nodes `results` at the first call, and keeps them. These nodes of a graph depend on no input.
 
     `nodes` are all nodes that compute these values, in order. While a call is traced or a CUDA graph is recorded, kept values would be
     wrong, so the values are computed again.

@@ -44,7 +44,7 @@ class _NotAlike(Exception):
 
 @dataclass(frozen=True)
 class _Given:
-    """The result of a call, for calls that are alike, and the positions of the operands that share the result's memory."""
+    """The result of a call, kept for later calls that are alike. `aliases` are the positions of the operands that share its memory."""
 
     value: Any
     aliases: tuple[int, ...]

@@ -84,7 +84,10 @@ class ConstantFacts:
 
     # -- masks and bounds -----------------------------------------------------------------------
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
-        """True if the result may hold clamped numbers of a mask, or scores plus a mask. `beside` is True if an operand may hold these."""
+        """True if the result of `node` may hold numbers of a mask that are clamped to ±max, alone or added to scores.
+
+        `beside` is True if an operand may hold such numbers.
+        """
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
 
@@ -107,7 +110,10 @@ class ConstantFacts:
         return blocks and self._only_blocks(found, node, op)
 
     def _only_blocks(self, found: Facts, node: ir.Node, op: str) -> bool:
-        """True if the numbers beyond the range in a constant of `node` only block positions, in all readers of the node's results."""
+        """True if the readers of the results of `node` use the numbers beyond the range in its constant only to block positions.
+
+        `found` holds the facts about the constant.
+        """
         sides = {side for side, far in ((BELOW, found.least < -self.low.max), (ABOVE, found.most > self.low.max)) if far}
         moved = op in FILLS or op in BORDERS or op == "add"
         return self.readers.results_only_block(node, sides if moved else {BELOW, ABOVE})

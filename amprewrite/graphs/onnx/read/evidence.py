@@ -22,7 +22,7 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
-    """Return the names of fp32 constants with an offset that are added to a value, and of tables whose rows have a common offset."""
+    """Return the names of the fp32 constants that have an offset and are added to a value, and of the tables whose rows share an offset."""
     added, looked_up = summands(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)

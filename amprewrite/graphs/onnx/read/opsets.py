@@ -99,6 +99,7 @@ def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
     """Give slopes of PRelu the shape that OLDEST needs, because the converter leaves their shape unchanged.
 
     Older opsets give each channel a slope. OLDEST broadcasts the slopes from the right, so they need dims of size one after the channels.
+    Raises CaptureError if the rank of a PRelu's input is unknown. Its message begins with `said`.
     """
     for graph in model.graphs():
         for node in list(graph):

@@ -29,7 +29,7 @@ SAME = 1e-3
 
 
 def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit: TimeLimit = "auto") -> None:
-    """Raise CaptureError unless the raised model computes the same as the original.
+    """Raise CaptureError unless the raised model is shown to compute the same as the original.
 
     `stages` are the original model, the model after each change of its opset but the last, and the raised model, which made `samples`.
     """

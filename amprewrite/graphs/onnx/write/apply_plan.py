@@ -68,7 +68,7 @@ class _FreshNames:
 
 # -- 1. types -------------------------------------------------------------------------
 def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
-    """Give the values of ops that run low the low type, and let the model's casts and fills make this type."""
+    """Give the values of ops that run low the low type. Casts and ConstantOfShape nodes get attributes that make this type."""
     for name, value in reading.values.items():
         if colours[name] is Colour.LOW:
             value.type = ir.TensorType(DTYPES[low.name])

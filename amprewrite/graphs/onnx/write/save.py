@@ -127,7 +127,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
 
 
 def _put_back(before: Path, target: Path) -> None:
-    """Move a file back over its target, which may be in another folder or on another disk."""
+    """Move the file `before` over `target`, which may be in another folder or on another disk."""
     try:
         before.replace(target)
     except OSError as error:
@@ -148,7 +148,10 @@ def _link(source: Path, target: Path) -> None:
 
 # -- data files that are no longer read --------------------------------------------------
 def _old_data(model: Path) -> list[Path]:
-    """Return the data files that we wrote next to a model: files named by content, and `NAME.data` if the model reads it."""
+    """Return the data files that we wrote next to the file `model`.
+
+    For a model `m.onnx` these are the files `m.onnx.<hash>.data`, and `m.onnx.data` if the model reads it.
+    """
     ours = re.compile(rf"{re.escape(model.name)}\.[0-9a-f]{{{HASH}}}\.data")
     found = [path for path in model.parent.iterdir() if ours.fullmatch(path.name) and path.is_file()]
     plain = model.with_name(f"{model.name}.data")
