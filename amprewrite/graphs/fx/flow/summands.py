@@ -33,7 +33,10 @@ RANDOM, NORMAL, FACTORS = ops_with(Trait.RANDOM), ops_with(Trait.DRAWS_NORMAL), 
 
 
 def read_summands(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Mapping[str, float]) -> dict[str, Summands]:
-    """Return the summands of each linear op. `sizes` are the signed root mean squares of parameters that may scale a value."""
+    """Return {name of a linear op: the values that it adds up, each with its factor}.
+
+    `sizes` maps the names of parameters that may scale a value to their signed root mean squares.
+    """
     factors = _Factors(graph, nodes, sizes) if nodes else None
     return {name: found for name, node in nodes.items() if factors is not None and (found := factors.summands(node))}
 

@@ -26,12 +26,12 @@ BODIES = ("loop", "scan")
 
 
 def read_repeated(reading: OnnxReading) -> frozenset[str]:
-    """Return the values that loops pass from one iteration to the next."""
+    """Return the names of the values that a loop or scan passes from one iteration to the next."""
     return frozenset(node.name for node in reading.graph if node.op in BODIES and node.precision_group)
 
 
 def read_summands(reading: OnnxReading) -> dict[str, Summands]:
-    """Return the summands of each linear op."""
+    """Return {name of a linear op: the values that it adds up, each with its factor}."""
     names = {value: name for name, value in reading.values.items()}
     exact, found = set[str](), dict[str, Summands]()
 
@@ -59,10 +59,10 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
 
 
 def _is_exact(node: OpNode, exact: set[str]) -> bool:
-    """True if a value is computed without products, random ops and loops. `exact` are the values upstream that are."""
+    """True if a value is computed without products, random ops and loops. `exact` names the values upstream for which this is true."""
     if node.role != "op":
         return node.role != "output"
-    if node.flops or node.kind is OpKind.ALLOW or node.op in RANDOM or node.op in BODIES:  # FLOPs are 0 for unknown shapes
+    if node.flops or node.kind is OpKind.ALLOW or node.op in RANDOM or node.op in BODIES:  # FLOPs of unknown shapes are 0: ask the kind
         return False
     return all(operand.value in exact for operand in node.operands)
 
