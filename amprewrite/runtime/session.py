@@ -243,9 +243,9 @@ class Session(GraphRewriter):
         return result
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Store the rewritten graphs `ran` as the latest call.
+        """Store the rewritten graphs `ran` as the latest call. Do nothing if there are none.
 
-        After the first call of the whole model on these graphs, first check that its overrides and `products=` match nodes of the graphs.
+        At the first call of the whole model on these graphs, check before that the user's overrides and `products=` match nodes of graphs.
         """
         if not ran:
             return
@@ -352,6 +352,7 @@ class Session(GraphRewriter):
 
     def _left_out(self, entry: Entry, message: str, cause: str = "", place: str = "") -> None:
         """Add an entry to `plan.skipped` for code that ran in fp32 outside of rewritten graphs, and warn once for each cause.
+
         `cause` identifies the warning; "" stands for `message` itself. `place` names the code; "" stands for the entry.
         """
         entry.graphs.left_out[message] = Skipped(place or entry.path or "the model", message)

@@ -42,9 +42,10 @@ class Agreement:
         return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
 
     def follow_weights(self, every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
-        """Mark graphs for a new capture if one of their weights moved into or out of the low format's range, and note each such weight.
+        """Mark graphs for a new capture if one of their weights moved into or out of the low format's range.
 
-        If graphs share colours, all graphs in `every` are marked. Returns a warning if a weight no longer fits, otherwise "".
+        `note` is called for each such weight. If graphs share colours, all graphs in `every` are marked. Returns a warning if a weight no
+        longer fits, otherwise "".
         """
         if not any(graphs.weights for graphs in every):
             return ""

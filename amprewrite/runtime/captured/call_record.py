@@ -61,6 +61,7 @@ class State(threading.local):
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
         """Context manager for a call inside a running forward. A forward that itself takes gradients may recompute a checkpoint in it.
+
         `asked`: the `asking_number()` of the recomputation; None in any other call. `around`: the number of torch.autocast regions around
         the call. In a recomputation all of them count as regions around the model, not as the model's own, because the checkpoint enters
         regions to restore the autocast state of its forward.

@@ -111,7 +111,7 @@ class LookAhead:
             )
 
     def look(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], always: bool = False) -> bool:
-        """Observe an fp32 run, and plan the graph anew if a value would overflow, or if `always`.
+        """Observe an fp32 run, and plan the graph anew if a value would overflow. With `always`, plan it anew in any case.
 
         `run` calls the rewritten graph. Returns True if the fp32 results and all written inputs are finite; False if not, or if the fp32
         run raised.

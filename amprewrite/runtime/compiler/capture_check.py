@@ -245,7 +245,7 @@ class CaptureCheck:
         ends the check."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         if written_memory(module.graph):
-            note_memory(module.graph)  # eager `dropout(x, 0.0)` returns `x`: a write to its result writes an input, so do not run it again
+            note_memory(module.graph)  # so that `written_inputs` sees a write to the result of `dropout(x, 0.0)`: in eager code it is `x`
         # read from `module`, because the copy of the graph made below lacks its subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module

@@ -60,6 +60,7 @@ def compile_afresh(
     no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around, eager: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a clone of `function`, a forward in the model `root`. Dynamo compiles it with an empty cache, even if it skipped `function`.
+
     Errors of `backend` reach the caller unchanged. Settings that torch.compile has no argument for hold only while Dynamo converts a frame,
     so that a call of a captured graph does not pay for them:
 

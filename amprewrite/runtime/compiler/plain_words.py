@@ -105,6 +105,7 @@ def one_graph(name: str) -> str:
 
 def captured_otherwise(place: str, far: float, op: str) -> str:
     """Return the message for a model or module, called `place`, that computes other fp32 values when it is captured.
+
     `far`: the relative distance of the results. `op`: the first op whose result differs.
     """
     return (

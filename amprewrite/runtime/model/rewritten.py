@@ -101,7 +101,7 @@ class RewrittenBase(nn.Module):
 
     @staticmethod
     def members_for(cls: type[nn.Module]) -> dict[str, Any]:
-        """Return the members that the rewritten subclass adds to `cls`: `forward` and, if `cls` has it, `generate`. Signatures stay."""
+        """Return the members that the rewritten subclass adds to `cls`: `forward` and, if `cls` has it, `generate`. Signatures are kept."""
 
         recurrent = issubclass(cls, nn.RNNBase)
 

@@ -57,7 +57,7 @@ class LossScaleError(AmpRewriteError):
 
 
 class LossScale:
-    """Base class of loss scales: holds the scale, counters of steps, and the overflow flags of steps that do not count in the scale yet."""
+    """Base class of loss scales: holds the scale, counters of steps, and the overflow flags of steps by which it was not updated yet."""
 
     kind: ClassVar[str] = "static"
     enabled: ClassVar[bool] = True

@@ -36,7 +36,7 @@ class LossScaleReport:
     steps: int
     """Number of sets of optimizer steps, including skipped sets."""
     skipped: int
-    """Number of sets of steps that were skipped."""
+    """Number of sets of optimizer steps that were skipped."""
     consecutive_skips: int
     """How many of the latest sets of steps in a row were skipped."""
     last_overflow_step: int | None

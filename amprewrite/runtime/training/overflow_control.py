@@ -106,6 +106,7 @@ class StepGate(StepRecord):
 
     def snapshot(self, device: torch.device | str, evaluates: bool = False, learns: bool = False) -> tuple[Tensor, Tensor]:
         """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`, both 1 if the forward is not scaled (`ScaleUse.pair`).
+
         `evaluates`: all modules are in eval mode. `learns`: a parameter requires gradients; if False, the parameters are searched for one.
         """
         guarded = list(self._guarded)

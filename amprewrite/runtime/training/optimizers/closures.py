@@ -133,6 +133,7 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
 # -- the kind of an optimizer, by the source of its step --------------------------------------------
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
     """Return the closure that the step gets in place of `closure`. It checks gradients by `look`.
+
     It is an `Evaluated` if the step calls its closure before anything else (kind 1 at the top of this file), otherwise a `Checked`.
     """
     first = calls_closure_first(inspect.unwrap(type(optimizer).step))

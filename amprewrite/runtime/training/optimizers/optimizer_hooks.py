@@ -130,7 +130,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: StepRecord) -> list[Tensor]:
-        """Return the parameters of this optimizer, without the parameters that belong to other models but not to the model of `gate`."""
+        """Return the parameters of this optimizer, except parameters of other models that do not also belong to the model of `gate`."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else params_of(optimizer)
         if len(self._refs) == 1:  # only `gate`: no other model shares the optimizer
