@@ -286,10 +286,10 @@ def checked_options(
 def check_patterns(options: Options, module: nn.Module) -> None:
     """Raise PolicyError if a module pattern in `overrides`, `pad` or `products` matches no module of the model."""
     paths = [path for path, _ in module.named_modules()]
-    Policy(options.low or LOW_FORMATS[1], overrides=options.overrides).check_modules(paths)
+    Policy(options.low or LOW_FORMATS[1], overrides=options.overrides).check("module", paths)
     options.pad.check_modules(paths)
     if options.products is not None:
-        options.products.check_modules(paths)
+        options.products.check("module", paths)
 
 
 def _check_backend(backend: Any) -> None:

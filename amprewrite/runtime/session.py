@@ -271,7 +271,7 @@ class Session(GraphRewriter):
         if asked is None or self.policy.products is None:
             return
         plans = [part for region in self.regions for part in region.plan.flat("")]
-        asked.check_nodes(node.name for plan in plans for node in plan.nodes)
+        asked.check("node", (node.name for plan in plans for node in plan.nodes))
         weighed = [gemm for plan in plans for product in plan.quantised.products for gemm in product.gemms]
         if any(gemm.fp8 for gemm in weighed) or not (self._row(self._device()).fp8 or not asked.preset.priced):
             return
@@ -314,7 +314,7 @@ class Session(GraphRewriter):
 
     def _check_node_overrides(self) -> None:
         if any(override.scope == "node" for override in self.options.overrides):
-            self.policy.check_nodes(node.name for region in self.regions for node in region.plan.nodes)
+            self.policy.check("node", (node.name for region in self.regions for node in region.plan.nodes))
 
     def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
         """List the code that Dynamo failed on in this call (`failures`) in `plan.skipped`, and warn once for each cause.

@@ -16,7 +16,7 @@ A product for which an override, or a given plan, says "wide" has the colour hig
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -130,50 +130,42 @@ class _Choice:
         found = {
             (name, gemm): self._settled(name, gemm) for name, product in self.products.items() for gemm in gemms_of(product, self.alike)
         }
-        chosen = self._cheapest(
-            {key for key, plan in found.items() if plan is None}, {key for key, plan in found.items() if plan and plan.fp8}
-        )
+        chosen = self._cheapest({key: plan is not None for key, plan in found.items() if plan is None or plan.fp8})
         shown = {name: gemms_of(product, self.problem.training) for name, product in self.products.items()}
         return tuple(
             ProductPlan(name, tuple(found[name, gemm] or self._priced(name, gemm, (name, gemm) in chosen) for gemm in gemms))
             for name, gemms in shown.items()
         )
 
+    def _priced(self, name: str, gemm: str, pays: bool) -> GemmPlan:
+        return self._gemm(gemm, pays, ProductReason.PAYS if pays else ProductReason.COSTS, self._shown(name, gemm))
+
     def _settled(self, name: str, gemm: str) -> GemmPlan | None:
         """Return the decision on one GEMM if a rule makes it; None if prices decide."""
         product, node = self.products[name], self.problem.graph[name]
         rule = self.policy.asked(name, node.module, gemm)
         if rule is not None and not rule.fp8:
-            return self._bf16(gemm, ProductReason.ASKED, rule.key)
+            return self._gemm(gemm, False, ProductReason.ASKED, rule.key)
         if gemm not in self.recipe.gemms:
-            return self._bf16(gemm, ProductReason.RECIPE, self.recipe.name)
+            return self._gemm(gemm, False, ProductReason.RECIPE, self.recipe.name)
         if product.inner % ALIGNMENT or product.columns % ALIGNMENT:
-            return self._bf16(gemm, ProductReason.UNALIGNED, f"{product.inner} x {product.columns}")
+            return self._gemm(gemm, False, ProductReason.UNALIGNED, f"{product.inner} x {product.columns}")
         if rule is not None:
-            return GemmPlan(gemm, self.recipe.pair(gemm), ProductReason.ASKED, rule.key)
+            return self._gemm(gemm, True, ProductReason.ASKED, rule.key)
         if gemm == OUT and name in self.agreed:
-            fp8 = self.agreed[name] is Colour.LOW
-            return GemmPlan(gemm, self.recipe.pair(gemm) if fp8 else self.problem.policy.low.name, ProductReason.AGREED)
+            return self._gemm(gemm, self.agreed[name] is Colour.LOW, ProductReason.AGREED)
         if not self.policy.preset.priced:
-            return GemmPlan(gemm, self.recipe.pair(gemm), ProductReason.ANY_PRICE, self.policy.name)
+            return self._gemm(gemm, True, ProductReason.ANY_PRICE, self.policy.name)
         if not self.prices.device.fp8:
-            return self._bf16(gemm, ProductReason.NO_UNITS, self.prices.device.name)
+            return self._gemm(gemm, False, ProductReason.NO_UNITS, self.prices.device.name)
         chooser, scores = _ends(self.problem, node)
-        if chooser:
-            return self._bf16(gemm, ProductReason.CHOOSES, chooser)
-        if scores:
-            return self._bf16(gemm, ProductReason.SCORES)
-        sizes = self._sizes(name, gemm)
-        return self._bf16(gemm, ProductReason.WAITS, " x ".join(map(str, sizes))) if self.prices.waits_for_host(*sizes) else None
+        if chooser or scores:
+            return self._gemm(gemm, False, ProductReason.CHOOSES if chooser else ProductReason.SCORES, chooser)
+        waits = self.prices.waits_for_host(*self._sizes(name, gemm))
+        return self._gemm(gemm, False, ProductReason.WAITS, self._shown(name, gemm)) if waits else None
 
-    def _bf16(self, gemm: str, reason: ProductReason, detail: str = "") -> GemmPlan:
-        return GemmPlan(gemm, self.problem.policy.low.name, reason, detail)
-
-    def _priced(self, name: str, gemm: str, taken: bool) -> GemmPlan:
-        detail = " x ".join(map(str, self._sizes(name, gemm)))
-        if taken:
-            return GemmPlan(gemm, self.recipe.pair(gemm), ProductReason.PAYS, detail)
-        return self._bf16(gemm, ProductReason.COSTS, detail)
+    def _gemm(self, gemm: str, fp8: bool, reason: ProductReason, detail: str = "") -> GemmPlan:
+        return GemmPlan(gemm, self.recipe.pair(gemm) if fp8 else self.problem.policy.low.name, reason, detail)
 
     def _sizes(self, name: str, gemm: str) -> tuple[int, int, int]:
         """Return (rows, summed dim, columns) of a GEMM."""
@@ -181,39 +173,37 @@ class _Choice:
         m, k, n = product.rows, product.inner, product.columns
         return {OUT: (m, k, n), GRAD_IN: (m, n, k), GRAD_WEIGHT: (n, m, k)}[gemm]
 
-    def _cheapest(self, free: set[Key], taken: set[Key]) -> frozenset[object]:
+    def _shown(self, name: str, gemm: str) -> str:
+        return " x ".join(map(str, self._sizes(name, gemm)))
+
+    def _cheapest(self, asked: Mapping[Key, bool]) -> frozenset[object]:
         """Return the GEMMs to run in fp8, and the kernels that make their copies.
 
-        GEMMs in `free` are chosen if they save more time than their copies cost. GEMMs in `taken` run in fp8 at any price, and GEMMs in
-        `free` may share their copies.
+        `asked` holds {GEMM: True if it runs in fp8 at any price}. The other GEMMs are chosen if they save more time than their copies cost.
+        They may share the copies of GEMMs that run in fp8 at any price.
         """
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)
         needs: dict[tuple[object, object], None] = {}
-        for name, gemm in [key for key in self._keys() if key in free or key in taken]:
+        for (name, gemm), always in asked.items():
             share = 1.0 if gemm == OUT else self.share
-            gains[name, gemm] = round(share * self.prices.saved(*self._sizes(name, gemm))) if (name, gemm) in free else 0
+            gains[name, gemm] = 0 if always else round(share * self.prices.saved(*self._sizes(name, gemm)))
             for role, way in READS[gemm]:
-                value, numel = self._value(name, role)
+                *value, numel = value_of(name, self.products[name], role)
                 part = 1.0 if role != G and way == STRAIGHT else self.share
                 part = 0.0 if role == W and self.kept else part
                 for kernel, ticks in self.prices.copy(self.recipe, role, way, numel):
-                    costs[value, kernel] = max(costs[value, kernel], round(part * ticks))
-                    needs[(name, gemm), (value, kernel)] = None
-        gains |= {key: 1 + sum(costs.values()) for key in taken}
+                    made = (role, *value, kernel)
+                    costs[made] = max(costs[made], round(part * ticks))
+                    needs[(name, gemm), made] = None
+        gains |= {key: 1 + sum(costs.values()) for key, always in asked.items() if always}
         return heaviest_closure({**gains, **{kernel: -cost for kernel, cost in costs.items()}}, needs)
 
-    def _keys(self) -> Iterator[Key]:
-        return ((name, gemm) for name in self.products for gemm in GEMMS)
 
-    def _value(self, name: str, role: str) -> tuple[tuple[str, str, int], int]:
-        """Return (key, number of elements) of the operand `role` ("x", "w", "g") of a product. Operands with the same key share copies."""
-        product = self.products[name]
-        if role == G:
-            return (G, name, 0), product.rows * product.columns
-        if role == X:
-            return (X, product.x, product.x_version), product.rows * product.inner
-        return (W, product.w, product.w_version), product.inner * product.columns
+def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, int]:
+    """Return (name, version, number of elements) of the operand `role` of the product called `name`. "g" is the gradient of its result."""
+    m, k, n = product.rows, product.inner, product.columns
+    return {X: (product.x, product.x_version, m * k), W: (product.w, product.w_version, k * n), G: (name, 0, m * n)}[role]
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
@@ -258,7 +248,7 @@ def copies_of(
                 scales = TENSOR
                 if recipe.scaling(role, way) == ROWS:
                     scales = ROWS if (way == STRAIGHT) != (role == W and product.transposed) else "columns"
-                value, version = {X: (product.x, product.x_version), W: (product.w, product.w_version), G: (plan.node, 0)}[role]
+                value, version, _ = value_of(plan.node, product, role)
                 key = (role, value, version, recipe.format(role).name, scales, role == W and product.transposed)
                 found.setdefault(key, []).append((plan.node, gemm))
     return tuple(
@@ -269,6 +259,3 @@ def copies_of(
         )
         for (role, value, version, to, scales, _), readers in found.items()
     )  # fmt: skip
-
-
-__all__ = ["PlanProducts"]

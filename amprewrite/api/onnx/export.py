@@ -74,7 +74,7 @@ def exported(
     if products is not None:
         checked = fp8_products(products, policy, calibrated)
         if checked is not None:
-            checked.check_modules([path for path, _ in plain.named_modules()])
+            checked.check("module", [path for path, _ in plain.named_modules()])
         policy = replace(policy, products=checked)
     if policy.products is not None and not calibrated:
         notes += (f"an ONNX file has fp8 products if calibration= gives their scales; without it they read {policy.low.name}",)

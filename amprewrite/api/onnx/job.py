@@ -193,8 +193,8 @@ class Job:
             nodes = [node for graph in self.model.graphs() for node in graph]
             modules, names = {module for node in nodes if (module := provenance(node)[0])}, [node.name or op_of(node) for node in nodes]
             for rules in (self.policy, self.policy.products) if self.policy.products is not None else (self.policy,):
-                rules.check_modules(modules)
-                rules.check_nodes(names)
+                rules.check("module", modules)
+                rules.check("node", names)
 
     # -- 1 and 2. decide ------------------------------------------------------------------------
     def run(self, feeds: Iterable[Feed] | None, order: Order) -> OnnxResult:

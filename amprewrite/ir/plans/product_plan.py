@@ -56,11 +56,6 @@ class GemmPlan:
         return f"{self.reason.value} ({self.detail})" if self.detail else self.reason.value
 
 
-def _joined(gemms: list[GemmPlan], reason: ProductReason) -> str:
-    """Return in words the `reason` that all `gemms` share, followed by its detail if they also share the detail."""
-    return gemms[0].why() if len({each.detail for each in gemms}) == 1 else reason.value
-
-
 @dataclass(frozen=True)
 class ProductPlan:
     """A low product whose GEMMs may run in fp8."""
@@ -81,8 +76,11 @@ class ProductPlan:
 
     def __str__(self) -> str:
         together = groupby(self.gemms, key=lambda each: (each.reason, each.detail if each.reason is ProductReason.ASKED else ""))
-        parts = ((list(each), reason) for (reason, _), each in together)
-        return f"{self.node}: " + "; ".join(f"{', '.join(map(str, each))} because {_joined(each, reason)}" for each, reason in parts)
+        parts = []
+        for (reason, _), gemms in ((key, list(group)) for key, group in together):
+            why = gemms[0].why() if len({each.detail for each in gemms}) == 1 else reason.value
+            parts.append(f"{', '.join(map(str, gemms))} because {why}")
+        return f"{self.node}: " + "; ".join(parts)
 
 
 @dataclass(frozen=True)

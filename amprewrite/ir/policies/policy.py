@@ -146,10 +146,6 @@ class Policy:
             return first
         return None
 
-    def check_modules(self, paths: Iterable[str]) -> None:
-        """Raise PolicyError, with similar names, if a module pattern matches no module of the model."""
-        refuse_unmatched("overrides", "module", {each.key: each.pattern for each in self.overrides if each.scope == "module"}, paths)
-
-    def check_nodes(self, names: Iterable[str]) -> None:
-        """Raise PolicyError, with similar names, if a node pattern matches no node of the captured graphs."""
-        refuse_unmatched("overrides", "node", {each.key: each.pattern for each in self.overrides if each.scope == "node"}, names)
+    def check(self, scope: str, names: Iterable[str]) -> None:
+        """Raise PolicyError, with similar names, if a pattern matches none of `names`. `scope` is "module" (paths) or "node"."""
+        refuse_unmatched("overrides", scope, {each.key: each.pattern for each in self.overrides if each.scope == scope}, names)

@@ -61,13 +61,9 @@ class ProductPolicy:
         hits = [rule for rule in self.rules if rule.matches(name, module, gemm)]
         return max(hits, key=lambda rule: (rule.scope == "node", bool(rule.gemm), len(rule.pattern)), default=None)
 
-    def check_modules(self, paths: Iterable[str]) -> None:
-        """Raise PolicyError, with similar names, if a module pattern matches no module of the model."""
-        refuse_unmatched("products", "module", {each.key: each.pattern for each in self.rules if each.scope == "module"}, paths)
-
-    def check_nodes(self, names: Iterable[str]) -> None:
-        """Raise PolicyError, with similar names, if a node pattern matches no node of the captured graphs."""
-        refuse_unmatched("products", "node", {each.key: each.pattern for each in self.rules if each.scope == "node"}, names)
+    def check(self, scope: str, names: Iterable[str]) -> None:
+        """Raise PolicyError, with similar names, if a pattern matches none of `names`. `scope` is "module" (paths) or "node"."""
+        refuse_unmatched("products", scope, {each.key: each.pattern for each in self.rules if each.scope == scope}, names)
 
 
 def parse_products(products: Any, fused: bool = False, low: Format = BASE) -> ProductPolicy | None:

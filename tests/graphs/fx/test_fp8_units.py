@@ -59,7 +59,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., T
     monkeypatch.setattr(fp8_units, "_failed", {("casts", torch.device("cpu"))})
     install(checked)
     calls.clear()
-    trials = (fp8_units._trial, fp8_units._copies_ones)
+    trials = (fp8_units.fails_on, fp8_units.makes_copies)
     yield install
     for trial in trials:
         trial.cache_clear()
@@ -245,11 +245,11 @@ def test_a_compiled_graph_catches_what_fails_as_it_runs(backend: str, units: Any
 
     for kernel in (checked, fails):
         units(kernel)
-        fp8_units._trial.cache_clear()
+        fp8_units.fails_on.cache_clear()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(fp8_units, "_trial", lambda device, recipe: "")
+                patch.setattr(fp8_units, "fails_on", lambda device, recipe: "")
                 amp = amprewrite.rewrite(net, dtype="bf16", products="fp8-all", backend=backend)
                 y = amp(x)
                 found.append([y.detach(), *torch.autograd.grad(y.square().mean(), list(amp.parameters()))])
@@ -264,7 +264,7 @@ def test_a_gpu_whose_first_product_fails_runs_in_bf16_and_the_plan_says_so(prese
     net, x = torch.nn.Sequential(torch.nn.Linear(32, 48)), torch.randn(33, 32)
     for kernel, why in ((unsupported, "RuntimeError: CUBLAS"), (twice, "a sum of 64 ones is 128.0")):
         units(kernel)
-        fp8_units._trial.cache_clear()
+        fp8_units.fails_on.cache_clear()
         amp = amprewrite.rewrite(net, dtype="bf16", products={"preset": preset, "module:*": "fp8"}, example_inputs=(x,))
         assert f"a first product failed (out: {why}" in str(amp.plan)
         assert torch.equal(amp(x), amprewrite.rewrite(net, dtype="bf16")(x))
@@ -305,7 +305,7 @@ def test_the_kernels_are_tried_while_a_graph_is_compiled(works: bool, units: Any
 def test_copies_that_no_kernel_makes_are_priced_as_torch_makes_them(works: bool, units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     if works:
-        monkeypatch.setattr(fp8_units, "_copies_ones", lambda device: True)
+        monkeypatch.setattr(fp8_units, "makes_copies", lambda device: True)
     net, x = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(2))), torch.zeros(16384, 4096, requires_grad=True)
     with contextlib.nullcontext() if works else pytest.raises(PolicyError, match="its copies would cost more"):
         plan = amprewrite.plan(net, (x,), dtype="bf16", products="fp8", device="h100")

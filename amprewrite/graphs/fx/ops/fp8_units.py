@@ -55,26 +55,21 @@ def by_kernel(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
 
 
 def _launched(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
-    kernels = _imported() if ("casts", matrix.device) not in _failed else None
-    if kernels is None:
+    if ("casts", matrix.device) in _failed:
         return None
     try:
         with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # because Triton launches on the current device
-            return use(kernels)
+            return use(_imported())
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton compiles at the first launch and may raise anything
+    except Exception as error:  # Triton may be absent; it compiles at the first launch and may raise anything
         _fails(("casts", matrix.device), f"the kernel that makes fp8 copies cannot run here ({_brief(error)}); torch makes them")
         return None
 
 
-@cache
-def _imported() -> ModuleType | None:
-    try:
-        from amprewrite.graphs.fx.ops import triton_fp8
-    except ImportError as error:
-        _fails(("import",), f"Triton cannot be imported ({error}); torch makes fp8 copies")
-        return None
+def _imported() -> ModuleType:
+    from amprewrite.graphs.fx.ops import triton_fp8
+
     return triton_fp8
 
 
@@ -86,12 +81,9 @@ def multiply_units(
     `left` (m, k) and `right` (n, k) are fp8. `ours` and `theirs` are fp32 factors: 0-dim, or columns with a factor for each row. With
     `fast`, the kernel may accumulate with fewer bits.
     """
-    if torch.compiler.is_exporting():
-        return _launch(left, right, ours, theirs, bias, dtype, fast)
-    if torch.compiler.is_compiling() or not is_plain(left):
-        made: Tensor = _in_graphs(left, right, ours, theirs, bias, dtype, fast)
-        return made
-    return _multiply(left, right, ours, theirs, bias, dtype, fast)
+    in_graph = torch.compiler.is_compiling() or not is_plain(left)
+    use: Callable[..., Tensor] = _launch if torch.compiler.is_exporting() else _in_graphs if in_graph else _multiply
+    return use(left, right, ours, theirs, bias, dtype, fast)
 
 
 def _multiply(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -110,9 +102,7 @@ def _multiply(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: T
     return product.to(dtype) if bias is None else product.to(dtype) + bias
 
 
-@torch.library.custom_op("amprewrite::multiply_fp8", mutates_args=())
-def _in_graphs(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    return _multiply(left, right, ours, theirs, bias, dtype, fast)
+_in_graphs = torch.library.custom_op("amprewrite::multiply_fp8", _multiply, mutates_args=())
 
 
 @_in_graphs.register_fake
@@ -136,18 +126,9 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def fails_on(device: torch.device, recipe: Recipe) -> str:
-    """Return the error of the first GEMM of `recipe` that fails in a trial on `device`; "" if none fails or the device has no fp8 units.
-
-    Each GEMM is tried once in a process. The result is also "" while a CUDA graph is recorded.
-    """
-    if not multiplies_fp8(device) or recording(device):  # while a CUDA graph is recorded, the result of a trial cannot be read
-        return ""
-    return _trial(device, recipe)
-
-
 @cache
-def _trial(device: torch.device, recipe: Recipe) -> str:
+def fails_on(device: torch.device, recipe: Recipe) -> str:
+    """Return the error of the first GEMM of `recipe` that fails in a trial on `device`; "" if none fails."""
     for gemm in recipe.gemms:
         try:
             with disable_dispatch_modes(), torch.no_grad():
@@ -161,26 +142,19 @@ def _trial(device: torch.device, recipe: Recipe) -> str:
     return ""
 
 
-def makes_copies(device: torch.device) -> bool:
-    """False if `device` has fp8 units and our Triton kernels fail there or make wrong copies; otherwise True.
-
-    While a CUDA graph is recorded the result is True, because the copies cannot be read.
-    """
-    return not multiplies_fp8(device) or recording(device) or _copies_ones(device)
-
-
 @cache
-def _copies_ones(device: torch.device) -> bool:
+def makes_copies(device: torch.device) -> bool:
+    """True if our Triton kernels make right fp8 copies on `device`."""
     with disable_dispatch_modes(), torch.no_grad():
-        ones = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device)
-        # not `by_kernel`: it runs no kernel while Dynamo compiles a graph, which is when plans are made
-        scale = _launched(ones, lambda kernels: kernels.scale_of(ones, E4M3.dtype, 1.0, True))
-        made = _launched(ones, lambda kernels: kernels.cast_both(ones, ones.new_ones((), dtype=torch.float32), E4M3.dtype, True, True))
-        by_rows = _launched(ones, lambda kernels: kernels.cast_rows(ones, E4M3.dtype, 1.0, True))
-        if scale is None or made is None or by_rows is None:
-            return False
-        right = bool(scale == 256) and all(bool((each.float() == 1).all()) for each in (*made, by_rows[0].float() / by_rows[1]))
-    if not right:
+        ones, one = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device), torch.ones((), dtype=torch.float32, device=device)
+
+        def copies(kernels: ModuleType) -> tuple[Tensor, ...]:
+            scale, (data, scales) = (make(ones, E4M3.dtype, 1.0, True) for make in (kernels.scale_of, kernels.cast_rows))
+            return scale / 256, data.float() / scales, *kernels.cast_both(ones, one, E4M3.dtype, True, True)
+
+        made = _launched(ones, copies)  # not `by_kernel`: it runs no kernel while Dynamo compiles a graph, which is when plans are made
+        right = made is not None and all(bool((each.float() == 1).all()) for each in made)
+    if made is not None and not right:
         _fails(("casts", ones.device), "the kernel that makes fp8 copies gives wrong ones here; torch makes them")
     return right
 
@@ -198,17 +172,15 @@ def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], No
     """Return the part of `products` that works on a device of this `kind`, such as "cuda"; None if no fp8 product works there.
 
     If our kernel that makes fp8 copies does not run there, the returned policy assumes the slower copies that torch makes. `note` is
-    called with the reason for each restriction.
+    called with the reason for each restriction. Nothing is tried while a CUDA graph is recorded, because results cannot be read then.
     """
-    if products is None:
-        return None
-    if why := fails_on(torch.device(kind), products.preset.recipe):
+    device = torch.device(kind)
+    if products is None or not multiplies_fp8(device) or recording(device):
+        return products
+    if why := fails_on(device, products.preset.recipe):
         note(f"products: this GPU should multiply fp8, but a first product failed ({why}), so products run in bf16")
         return None
-    if not products.fused and not makes_copies(torch.device(kind)):
+    if not products.fused and not makes_copies(device):
         note("products: the kernel that makes fp8 copies cannot run here, so copies are priced as torch makes them, in many passes")
         return replace(products, kernel=False)
     return products
-
-
-__all__ = ["by_kernel", "makes_copies", "multiplies_fp8", "multiply_units", "runnable"]

@@ -54,7 +54,8 @@ def quantise(
     constant for magnitudes up to this number, and larger magnitudes saturate.
     """
     matrix = value.detach()  # copies and scales pass no gradient on; `link` passes the gradient to `value`
-    link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
+    link = _linked(value)
+    link = _Straight.apply(value, link) if torch.is_grad_enabled() else link
     if transposed:
         return Quantised(link, *reversed(copies(matrix, role, RECIPES[recipe], gemms, {STRAIGHT: TURNED, TURNED: STRAIGHT})))
     return Quantised(link, *copies(matrix.reshape(-1, matrix.shape[-1]), role, RECIPES[recipe], gemms, largest=largest))
@@ -95,19 +96,6 @@ def from_kept(value: Tensor, data: Tensor, scale: Tensor) -> Quantised:
 
 def _linked(value: Tensor) -> Tensor:
     return value.new_empty(()).expand(value.shape)
-
-
-class _HistoryLink(torch.autograd.Function):
-    """Autograd node that returns a tensor of the shape of `value` without memory, and passes the gradient of this tensor to `value`."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return _linked(value)
-
-    @staticmethod
-    @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
 
 
 class _Straight(torch.autograd.Function):
@@ -156,10 +144,8 @@ class _Product(torch.autograd.Function):
         gemms: tuple[str, ...], transposed: bool,
     ) -> Tensor:  # fmt: skip
         ctx.recipe, ctx.gemms, ctx.transposed = recipe, gemms, transposed
-        nothing = (None, None)
-        x_turned = x8.turned if GRAD_WEIGHT in gemms and x8 is not None else nothing
-        w_turned = w8.turned if GRAD_IN in gemms and w8 is not None else nothing
-        ctx.save_for_backward(x, w, *(x_turned or nothing), *(w_turned or nothing))
+        turned = [made.turned if made is not None and gemm in gemms else None for made, gemm in ((x8, GRAD_WEIGHT), (w8, GRAD_IN))]
+        ctx.save_for_backward(x, w, *(part for each in turned for part in each or (None, None)))
         return _out(x, w, bias, x8, w8, recipe, gemms, transposed)
 
     @staticmethod
@@ -217,6 +203,3 @@ def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tens
         exact = rows.t() @ x.reshape(-1, x.shape[-1])
         weight = _Straight.apply(exact.t() if ctx.transposed else exact, weight)
     return in_, weight
-
-
-__all__ = ["Quantised", "from_kept", "quantise", "quantised_product"]

@@ -26,26 +26,22 @@ def read_matrix_products(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], tra
     """Return {name: product} for the matrix products that fp8 kernels could run. `trained` names the values that get gradients."""
     names = {node: name for name, node in nodes.items()}
     apart = transformed_nodes(next(iter(names)).graph) if names else set()
-    found = {name: _product(graph, name, node, names, trained) for name, node in nodes.items() if node not in apart}
-    return {name: product for name, product in found.items() if product is not None}
-
-
-def _product(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.fx.Node, str], trained: Set[str]) -> MatrixProduct | None:
-    if node.op not in ("call_function", "call_method") or op_name(node.target) not in PRODUCTS or not graph[name].carries_fp32:
-        return None
-    read = operands(node)
-    if read is None or any(each not in names for each in read):
-        return None
-    (x, w), made = (names[each] for each in read), example_value(node)
-    versions = {operand.value: operand.write_version for operand in graph[name].operands if not operand.twice}
-    matrix, rows = example_value(read[1]), example_value(read[0])
-    if x == w or not {x, w} <= versions.keys() or not all(map(_is_plain, (matrix, rows, made))):
-        return None
-    transposed = transposes(node)
-    inner, columns = (hint(matrix.shape[dim]) for dim in ((0, 1) if transposed else (1, 0)))
-    return MatrixProduct(
-        x, w, versions[x], versions[w], graph[x].numel // max(inner, 1), inner, columns, x in trained, w in trained, transposed
-    )
+    found = dict[str, MatrixProduct]()
+    for name, node in nodes.items():
+        call = node.op in ("call_function", "call_method") and op_name(node.target) in PRODUCTS and node not in apart
+        read = operands(node) if call and graph[name].carries_fp32 else None
+        if read is None or any(each not in names for each in read):
+            continue
+        (x, w), made = (names[each] for each in read), example_value(node)
+        versions = {operand.value: operand.write_version for operand in graph[name].operands if not operand.twice}
+        matrix, rows = example_value(read[1]), example_value(read[0])
+        if x == w or not {x, w} <= versions.keys() or not all(map(_is_plain, (matrix, rows, made))):
+            continue
+        transposed = transposes(node)
+        inner, columns = (hint(matrix.shape[dim]) for dim in ((0, 1) if transposed else (1, 0)))
+        many = graph[x].numel // max(inner, 1)
+        found[name] = MatrixProduct(x, w, versions[x], versions[w], many, inner, columns, x in trained, w in trained, transposed)
+    return found
 
 
 def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
