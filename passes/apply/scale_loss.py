@@ -39,6 +39,7 @@ from amprewrite.graphs.fx.node_facts import (
     tensors,
     transformed_nodes,
     written,
+    written_memory,
 )
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
@@ -91,7 +92,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> No
     crossed = [node for node in graph.nodes if node in outside - {scale, inverse} and differentiable(example_value(node))]
     _leave_by_casts(graph, crossed, inverse)
     readers = {node: [user for user in node.users if user not in outside and _crosses(user)] for node in crossed}
-    memory = _written_memory(graph)
+    memory = written_memory(graph)
     still = [node for node in sources if not memory_of(node) & memory]
     _leave_elsewhere(graph, {node: readers[node] for node in still}, weights, inverse)
     _leave_at_readers(graph, {node: readers[node] for node in crossed if node not in set(still)}, outside, inverse)
@@ -255,10 +256,6 @@ def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], wei
             unscaled = graph.call_function(unscale_gradient, (source, inverse))
             _read_through(readers[source], source, unscaled)
             unscaled.meta["weight"] = source in weights
-
-
-def _written_memory(graph: torch.fx.Graph) -> set[int]:
-    return {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import CONVERSIONS, comparable, example_value, memory_of, transformed_nodes, written
+from amprewrite.graphs.fx.node_facts import CONVERSIONS, comparable, example_value, memory_of, transformed_nodes, written_memory
 from amprewrite.graphs.fx.ops.attention_masks import ATTENTION, argument
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
 from amprewrite.tables.ops.op_lists import op_name
@@ -56,7 +56,7 @@ class Way:
 def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way, Way]]:
     """Return {attention call: (ops that repeat its keys, ops that repeat its values)} for calls that can read the original heads."""
     apart = transformed_nodes(graph)
-    written_memory = {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
+    changing = written_memory(graph)
     found: dict[torch.fx.Node, tuple[Way, Way]] = {}
     for call in graph.nodes:
         if op_name(call.target) != ATTENTION or call in apart or GROUPED in call.kwargs:
@@ -66,7 +66,7 @@ def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way,
             continue
         query = _sizes(argument(call, (0, "query")))
         alike = _sizes(keys.heads) == _sizes(values.heads) and _sizes(keys.whole)[:2] == query[:2]
-        still = all(written_memory.isdisjoint(memory_of(node)) for node in (*keys.ops, *values.ops))
+        still = all(changing.isdisjoint(memory_of(node)) for node in (*keys.ops, *values.ops))
         if alike and still and type(query[-1]) is int and query[-1] <= WIDEST:
             found[call] = keys, values
     return found
