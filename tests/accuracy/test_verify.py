@@ -123,6 +123,23 @@ class Hot(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_result_whose_shape_rounding_changes_is_told(dtype):
+    class Selects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1024, 64)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y[y[:, 0] > 0]
+
+    torch.manual_seed(0)
+    report = verify(amprewrite.rewrite(Selects().eval(), dtype=dtype), (torch.randn(20_000, 1024),))
+    assert math.isinf(report.output_error)
+    assert "rounding changes the shapes of results, which depend on values, so their error is infinite: (" in str(report)
+
+
 @torch.no_grad()
 def test_an_fp16_overflow_is_found_and_named():
     x = torch.full((2, 64), 50.0)

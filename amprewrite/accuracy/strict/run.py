@@ -115,6 +115,9 @@ class StrictRun:
         self.rounding, self.kept, self.diverged, self.runs = True, kept, False, []
         outputs, gradients = self._run()
         notes = ("rounding sent the model's control flow another way: later results have no fp32 counterpart",) * self.diverged
+        had, got = ([tuple(each.shape) for each in results] for results in (self.exact, outputs))
+        if sizes := [f"{a} in fp32 and {b} here" for a, b in zip(had, got, strict=False) if a != b]:
+            notes += (f"rounding changes the shapes of results, which depend on values, so their error is infinite: {', '.join(sizes)}",)
         error = relative_error(outputs, self.exact)
         several = len(self.regions) > 1
         rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]

@@ -11,7 +11,7 @@ By name it knows `Constant`: such a node may hold a weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offs
 from amprewrite.graphs.onnx.read.file_summands import read_repeated, read_summands
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
-from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, tell_of_overflow
+from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, resized, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
 from amprewrite.graphs.onnx.run.raised import check_raised
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
@@ -183,6 +183,8 @@ class Job:
         """The file or object from which the model was read; None for a model from torch's exporter."""
         self.example_inputs = False
         """Whether the samples are the example inputs of the export, not calibration data."""
+        self.resized = ""
+        """Names of the results whose shape rounding changed on the samples; "" if there are none."""
 
     def prepare(self) -> None:
         """Prepare the model for the passes. Raises PolicyError if an override matches nothing in the model."""
@@ -286,7 +288,7 @@ class Job:
             loaded = self._run_here(file or proto, samples, order.time_limit)
             if is_measurable(samples.outputs):
                 folder = made.path.parent if made is not None and outside else None
-                strict = relative_error(samples.outputs, strict_outputs(self.model, samples.feeds, proto, folder, order.time_limit))
+                strict = self._error(samples, strict_outputs(self.model, samples.feeds, proto, folder, order.time_limit))
         except TooSlow as error:
             raise EmitError(f"the rewritten model is too slow to check: {error}, and smaller samples as calibration= take less") from error
         if strict is not None and not math.isfinite(strict):
@@ -298,6 +300,11 @@ class Job:
         if order.max_rel_err is None:
             return
         error = report.strict_error
+        if self.resized:
+            raise EmitError(
+                f"max_rel_err= cannot be kept: rounding changes the shapes of results ({self.resized}), which depend on values; keep what "
+                "decides them fp32 by overrides=, or leave max_rel_err= out"
+            )
         if error is None:
             raise EmitError(
                 "max_rel_err= cannot be kept: the model did not run on samples, or gave no finite floating number on them; pass "
@@ -329,11 +336,26 @@ class Job:
         seconds = seconds_for(weight_bytes(self.model), limit)
         try:
             found = [run_within(runner, None, feed, seconds) for feed in feeds]
-            return relative_error(samples.outputs, found) if is_measurable(samples.outputs) else None
+            return self._error(samples, found)
         except TooSlow:
             raise
         except Exception as error:
             raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}") from error
+
+    def _error(self, samples: Samples, found: Sequence[Sequence[Any]]) -> float | None:
+        """Return the relative error of the results `found` on the samples; None without a finite floating number to compare.
+
+        Results whose shape rounding changed are left out, and named in `resized` and a note.
+        """
+        other = resized(samples.outputs, found)
+        if other:
+            self.resized = ", ".join(str(output.name) for place, output in enumerate(self.model.graph.outputs) if place in other)
+            note = f"on the samples, rounding changes the shapes of results ({self.resized}), which depend on values; "
+            if not any(each.startswith(note) for each in self.notes):
+                self.notes.append(f"{note}their error is not measured")
+        runs = samples.outputs, found
+        wanted, got = ([[each for place, each in enumerate(run) if place not in other] for run in each] for each in runs)
+        return relative_error(wanted, got) if is_measurable(wanted) else None
 
     def _refused_itself(self) -> str:
         """Return the error that ONNX Runtime raises if it loads the source with default options; "" if the source loads or is not known."""

@@ -208,3 +208,22 @@ def test_nan_and_infinity_of_the_fp32_model_are_no_range():
     given = net(nodes, [value("x", 4, 16)], [value("out", 4, 16)], [weight("w", 16, 16), const("m", False, bool)], {"x": noise(4, 16)})
     low = colours(rewrite_onnx(given.model, calibration=given.feed).model)
     assert low["a"] == low["b"] == "low"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_result_whose_shape_rounding_changes_is_told_and_not_measured(dtype):
+    """Rows are selected by a threshold, as in a detector: numbers just above 1 are rounded to 1, which is not above."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"], name="a"), node("Gather", ["h", "zero"], ["s"], axis=1),
+        node("Greater", ["s", "border"], ["keep"]), node("Compress", ["h", "keep"], ["rows"], axis=0),
+        node("MatMul", ["h", "v"], ["out"], name="b"),
+    ]  # fmt: skip
+    held = [weight("w", 1024, 64), weight("v", 64, 64), const("zero", 0, np.int64), const("border", 1.0)]
+    feed = {"x": noise(40_000, 1024)}
+    given = net(nodes, [value("x", "n", 1024)], [value("rows", "k", 64), value("out", "n", 64)], held, feed)
+    result = rewrite_onnx(given.model, dtype=dtype, calibration=feed)
+    assert any("rounding changes the shapes of results (rows)" in note for note in result.report.notes)
+    assert not any("gives finite numbers" in note for note in result.report.notes)
+    assert 0 < result.report.strict_error < 0.01
+    with pytest.raises(EmitError, match=r"max_rel_err= cannot be kept: rounding changes the shapes of results \(rows\)"):
+        rewrite_onnx(given.model, dtype=dtype, calibration=feed, max_rel_err=0.1)

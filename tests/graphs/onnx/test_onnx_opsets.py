@@ -71,6 +71,22 @@ def test_a_converter_that_changes_numbers_is_found_out(monkeypatch: pytest.Monke
         rewrite_onnx(old(node("Relu", ["x"], ["out"])))
 
 
+@pytest.mark.parametrize(("axis", "shape"), [(0, (2, 3)), (1, (2, 3)), (0, (1, 3))])
+def test_a_converter_that_changes_shapes_is_found_out(monkeypatch: pytest.MonkeyPatch, axis: int, shape: tuple[int, ...]) -> None:
+    convert = onnx.version_converter.convert_version
+
+    def wrong(model: onnx.ModelProto, target: int) -> onnx.ModelProto:
+        made = convert(model, target)
+        made.graph.node[0].CopyFrom(node("Concat", ["x", "x"], ["out"], axis=axis))
+        del made.graph.output[0].type.tensor_type.shape.dim[:]
+        made.graph.output[0].type.tensor_type.ClearField("shape")
+        return made
+
+    monkeypatch.setattr(opsets.onnx.version_converter, "convert_version", wrong)
+    with pytest.raises(CaptureError, match=r"converter changes what the model gives \(by inf\)"):
+        rewrite_onnx(old(node("Relu", ["x"], ["out"]), shape=shape))
+
+
 def test_what_the_converter_cannot_raise_says_why() -> None:
     model = old(node("Cast", ["x"], ["out"], to="FLOAT"), opset=1)
     with pytest.raises(CaptureError, match="the model is of opset 1, older than 7, and "):

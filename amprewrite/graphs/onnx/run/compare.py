@@ -16,20 +16,35 @@ from amprewrite.tables.formats import Format
 def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
     """Return the relative L2 error of all floating outputs of `got` together; infinity if `got` is not finite where `wanted` is.
 
-    `wanted` and `got` hold one list of outputs for each run. If all wanted numbers are zero, the error is absolute.
+    `wanted` and `got` hold one list of outputs for each run. If all wanted numbers are zero, the error is absolute. Infinity is also the
+    result if the outputs differ in number or shape.
     """
+    if _shapes(wanted) != _shapes(got):
+        return float("inf")
     error = size = 0.0
-    for wants, gots in zip(wanted, got, strict=True):
-        for want, have in zip(_arrays(wants), _arrays(gots), strict=True):
-            if want.dtype.kind != "f":
-                continue
-            left, right = want.astype(np.float64), have.astype(np.float64)
-            same = np.isfinite(left)
-            if not np.isfinite(right[same]).all():
-                return float("inf")
-            error += float(((left - right)[same] ** 2).sum())
-            size += float((left[same] ** 2).sum())
+    for want, have in zip(_arrays(wanted), _arrays(got), strict=True):
+        if want.dtype.kind != "f":
+            continue
+        left, right = want.astype(np.float64), have.astype(np.float64)
+        same = np.isfinite(left)
+        if not np.isfinite(right[same]).all():
+            return float("inf")
+        error += float(((left - right)[same] ** 2).sum())
+        size += float((left[same] ** 2).sum())
     return (error / size) ** 0.5 if size else error**0.5
+
+
+def resized(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> set[int]:
+    """Return the positions of the outputs that differ in shape in any run, as a selection by a condition may after rounding.
+
+    `wanted` and `got` hold one list of outputs for each run, of the same number.
+    """
+    pairs = zip(wanted, got, strict=True)
+    return {place for wants, gots in pairs for place, (a, b) in enumerate(zip(wants, gots, strict=True)) if _shapes(a) != _shapes(b)}
+
+
+def _shapes(results: Any) -> list[tuple[int, ...]]:
+    return [array.shape for array in _arrays(results)]
 
 
 def is_measurable(outputs: Sequence[Sequence[Any]]) -> bool:

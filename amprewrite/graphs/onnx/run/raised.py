@@ -38,13 +38,13 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
         changed = changed_ops(before, raised)
         found = _runs(before, samples, limit)
         if found is not None:
-            error = _error(found, samples)
+            error = relative_error(found, samples.outputs)
             if not error <= SAME:
                 said = f"onnx's version converter changes what {name} gives (by {error:.3g})"
                 raise CaptureError(f"{said} when it raises its opset to {stages[-1].opset_imports['']}; export it again at a newer opset")
             return
         evaluated = _evaluations(before, samples) if changed else None
-        if changed and (evaluated is None or not _error(evaluated, samples) <= SAME):
+        if changed and (evaluated is None or not relative_error(evaluated, samples.outputs) <= SAME):
             raise CaptureError(
                 f"{name} is of opset {opset}, and must be raised to {raised}, up to which {', '.join(changed)} changed; whether it gives "
                 f"the same cannot be seen without a sample on which both run: pass calibration= on which they do, or export it at {raised}"
@@ -81,11 +81,3 @@ def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
         return once if relative_error(once, again) == 0 else None
     except Exception:  # the evaluator does not know the old forms of some ops
         return None
-
-
-def _error(found: list[list[Any]], samples: Samples) -> float:
-    """Return the relative error of results against the samples; infinity if shapes or numbers of results differ."""
-    try:
-        return relative_error(found, samples.outputs)
-    except ValueError:  # the results differ in shape or number
-        return float("inf")
