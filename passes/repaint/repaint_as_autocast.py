@@ -10,8 +10,8 @@ no harm either if three conditions hold:
 1. The value has no offset of unknown size (`ir/held_wide.py`), because a product or a norm made it, or because it is learnt.
 2. No reader magnifies the rounding. Differences and batch norms magnify it, and so do ops that pass the value on to such a reader. If
    products have not yet rounded the value as far as the low format does, other readers magnify it as well: logarithms, softmax, ops whose
-   result jumps (`floor`) or selects positions (`topk`), ops with kinks in training (`relu`), denied and unlisted ops, and results of the
-   graph. Other norms, averages, products and casts to a low format do not magnify it.
+   result jumps (`floor`) or selects positions (`topk`), in training ops whose slope jumps (`relu`) or fades (`tanh`), denied and unlisted
+   ops, and results of the graph. Other norms, averages, products and casts to a low format do not magnify it.
 3. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
    a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
    If the value stays fp32, `plan-casts` plans a low copy for every two readers.
@@ -35,7 +35,7 @@ from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Held, OpKind, Reason
 
-STEPS, KINKS, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.HAS_KINKS), ops_with(Trait.TAKES_BATCH_MEAN)
+STEPS, SLOPES, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.SLOPE_VARIES), ops_with(Trait.TAKES_BATCH_MEAN)
 LEVEL = AVERAGES | NORMS
 """Averages and norms. Batch norms magnify every rounding, the others only the rounding of a value with an offset (`Held.EXACT`)."""
 WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
@@ -91,10 +91,11 @@ class Roundings:
         return alone and (node.kind is OpKind.CLEAR or node.op in FACTORS) and not self._turns(node)
 
     def _turns(self, node: OpNode) -> bool:
-        """True if rounding an operand a little may change the result or a gradient a lot, as for `floor`, `topk`, or `relu` in training."""
+        """True if rounding an operand a little may change the result or a gradient a lot, as for `floor`, `topk`, or `relu` and `tanh` in
+        training."""
         jumps = node.op in STEPS or (node.op in CONVERTS and node.dtype.startswith(("int", "uint", "bool")))
         places = any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
-        return jumps or places or (node.op in KINKS and node.name in self.trained)
+        return jumps or places or (node.op in SLOPES and node.name in self.trained)
 
     def _harms(self, node: OpNode, value: str) -> bool:
         """True if an op would itself magnify the rounding error of its operand `value`, as a difference does."""

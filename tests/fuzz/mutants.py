@@ -253,7 +253,7 @@ MUTANTS = (
     ),
     Mutant(
         "kinks-rounded", "rounded learnt values choose where gradients go", ("programs",), ("kink",),
-        (("passes/repaint/repaint_as_autocast.py", "ops_with(Trait.HAS_STEPS), ops_with(Trait.HAS_KINKS)", "ops_with(Trait.HAS_STEPS), frozenset[str]()"),),
+        (("passes/repaint/repaint_as_autocast.py", "ops_with(Trait.HAS_STEPS), ops_with(Trait.SLOPE_VARIES)", "ops_with(Trait.HAS_STEPS), frozenset[str]()"),),
     ),
     Mutant(
         "hook-beside-input", "a hook on what an op gives back of an input misses its other readers where gradients are scaled", ("programs",), ("hook_identity",),

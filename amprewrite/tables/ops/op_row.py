@@ -70,7 +70,7 @@ class Trait(Enum):
     TAKES_MEAN_AWAY = "subtracts the mean of its values: the result may be far smaller than they are"
     TAKES_BATCH_MEAN = "subtracts the mean over the rows of a batch: the gradient before it is a difference of many rounded values"
     HAS_STEPS = "its result jumps where its operand passes a number, or another operand"
-    HAS_KINKS = "its slope jumps where its operand passes a number, or another operand: a rounding may send a gradient elsewhere"
+    SLOPE_VARIES = "its slope jumps or fades where its operand passes a number or another operand: a rounding may change gradients a lot"
     AVERAGES = "adds up many elements to one, or takes their mean"
     SHARES_OUT = "turns scores into shares of one"
     NUMBERS = "makes a row of numbers, one after another"

@@ -64,10 +64,10 @@ TRAITS: dict[Trait, str] = {
     Trait.AVERAGES: "sum nansum mean nanmean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
     Trait.HAS_STEPS: "sign sgn ceil floor trunc round floor_divide argmax argmin argsort eq ne lt le gt ge isin bool byte char short int "
     "long item tolist",
-    Trait.HAS_KINKS: "relu relu6 leaky_relu prelu rrelu selu hardtanh hardsigmoid hardswish hardshrink softshrink threshold abs clamp "
+    Trait.SLOPE_VARIES: "relu relu6 leaky_relu prelu rrelu selu hardtanh hardsigmoid hardswish hardshrink softshrink threshold abs clamp "
     "clamp_min clamp_max maximum minimum fmax fmin max min amax amin aminmax median nanmedian quantile nanquantile kthvalue "
     "mode sort msort topk cummax cummin max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
-    "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d",
+    "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d tanh sigmoid erf erfc softsign",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
     # how large whole numbers (positions, lengths, steps) become; read by `ir/evidence/counts.py`
