@@ -70,7 +70,7 @@ NORMALISE: tuple[Normalising, ...] = (
     RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
     FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
     FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each, whose kernel computes in fp32 inside
-    MarkLeaving(),  # insert a no-op conversion after each returned value, so that one cast there serves all its readers
+    MarkLeaving(),  # insert a no-op conversion after returned values that share memory or have other readers: it becomes the cast for all
 )
 EVIDENCE: tuple[Deciding, ...] = (
     RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, by calibration, weights and constants

@@ -105,7 +105,8 @@ class GraphErrors:
 
     def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
         """Yield arcs (tail, head, cost) for the errors of all edges, if a unit of squared error costs `price`."""
-        most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)  # above the cost of any cut without errors
+        # more than any finite cut costs before the arcs for errors are added
+        most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
@@ -138,7 +139,10 @@ def _hands_on(node: OpNode) -> bool:
 
 
 class Chain:
-    """Plans that keep more and more nodes in fp32, as nested sets of nodes: from the empty set to all nodes that the planner runs low."""
+    """A series of plans of one model. Each plan keeps in fp32 all nodes that the plan before keeps there, and more.
+
+    The first is the planner's own plan. The last keeps in fp32 every node that the planner runs low.
+    """
 
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
         """Find the sets by minimum cuts of all graphs in `edges`. `own` returns the names of a graph's nodes that the planner runs low.

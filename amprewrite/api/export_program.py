@@ -62,7 +62,8 @@ def export_with_plan(
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    if session.options.low is not None:  # without dtype=, graphs may run fp32 on this device, and must not take over the file's low colours
+    # only with dtype=: without it, graphs on this device may run in fp32, and must not adopt the low colours of the file
+    if session.options.low is not None:
         with session.lock:
             session.agree(region)
     if region.left and session.options.strict:

@@ -114,7 +114,7 @@ def rewrite(
             `{"module:encoder.*": …}`. Parameters, gradients, state_dict and results keep their sizes.
         products: which bf16 matrix products (linear, addmm, mm, matmul with a 2-d matrix) may read fp8 copies of their operands if that
             is faster: "fp8" (one scale per tensor; gradients of weights too, if they gain), "fp8-safe" (one scale per row; gradients of
-            weights stay bf16), "fp8-rowwise", or "fp8-all" (all products that the kernels take, at any price, for tests). A mapping adds
+            weights stay bf16), "fp8-rowwise", or "fp8-all" (all products that the kernels take, even if slower, for tests). A mapping adds
             rules: `{"preset": "fp8-safe", "module:head": "bf16", "node:linear_3.grad_weight": "bf16", "module:blocks.*": "fp8"}`. None
             means no fp8. Needs dtype="bf16". A device without fp8 units emulates the same numbers if a rule or "fp8-all" asks for fp8.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs. "inductor" keeps fp32 inside its

@@ -185,7 +185,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 
 
 def amount(number: float, unit: str = "") -> str:
-    """Format a number with three digits, a metric prefix and the `unit`: "1.2 G", or "34 kB" for bytes ("B")."""
+    """Format a number with up to three digits and the `unit`, and from 1000 on a metric prefix: "0.5", "1.2 G", or "34 kB" for "B"."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g} {prefix}{unit}"

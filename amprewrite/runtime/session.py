@@ -245,7 +245,7 @@ class Session(GraphRewriter):
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
         """Store the rewritten graphs `ran` as the latest call. Do nothing if there are none.
 
-        At the first call of the whole model on these graphs, check before that the user's overrides and `products=` match nodes of graphs.
+        If no call of the whole model on these graphs was stored before, first check that overrides and `products=` match nodes of graphs.
         """
         if not ran:
             return

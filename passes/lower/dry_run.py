@@ -112,7 +112,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
 
 def _always_run(node: torch.fx.Node) -> bool:
-    """True if a node must run even with unchanged operands: it switches global state, or calls a graph that may be rewritten."""
+    """True if a node must run even with unchanged operands: it enters or leaves autocast, or calls a subgraph that may be rewritten."""
     return op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST) or isinstance(node.target, HigherOrderOperator)
 
 

@@ -82,7 +82,10 @@ def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = la
 
 
 def _folds_perhaps(operand: Any) -> bool:
-    """True if a product may fold the leading dims of this operand into one, depending on whether its other operand requires gradients."""
+    """True if a product may fold the leading dims of `operand` into one if its other operand requires gradients, but not otherwise.
+
+    So it may for a tensor of more than two dims that is not contiguous.
+    """
     value = example_value(operand) if isinstance(operand, torch.fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dim() > 2 and not value.is_contiguous()
 

@@ -31,7 +31,10 @@ class Tidy(Pass[RegionPlan, EditedGraph]):
 
 
 def remove_idle_conversions(graph: torch.fx.Graph) -> None:
-    """Remove each `x.to(dtype)` whose x has that dtype, and casts without readers. Needs example values."""
+    """Remove from `graph`, in place, each `x.to(dtype)` whose x has that dtype already, and each inserted cast that nothing reads.
+
+    The example value of x tells its dtype. Without one, `x.to(dtype)` stays.
+    """
     for node in list(graph.nodes):
         if node.op == "call_method" and op_name(node.target) in CONVERSIONS and _is_idle(node):
             node.replace_all_uses_with(node.args[0])

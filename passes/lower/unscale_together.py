@@ -49,7 +49,10 @@ class UnscaleTogether(Pass[Target, EditedGraph]):
 
 
 def unscale_in_blocks(module: torch.fx.GraphModule) -> None:
-    """Edit the graph of `module`, in place, so that the weights of each block share one node that unscales their gradients."""
+    """Divide the weights of a graph into groups (blocks), and let one node for each group unscale all its gradients. Edit in place.
+
+    A weight that the graph writes, and a weight alone in its group, keep the nodes that they have.
+    """
     graph, openings = module.graph, transform_openings(module.graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     inverse = next(node for node in graph.find_nodes(op="placeholder") if node.target == INVERSE)
@@ -84,9 +87,10 @@ def _crossings(module: torch.fx.GraphModule) -> dict[Node, list[Node]]:
 
 
 def _readers(crossings: Sequence[Node]) -> Iterator[Node]:
-    """Yield the nodes that will read a weight: its casts, and the readers of nodes that only unscale its gradient.
+    """Yield the nodes that will read a weight from the node that unscales its gradient together with other gradients.
 
-    `crossings` are the nodes that unscale the gradient of this weight.
+    `crossings` are the nodes that unscale its gradient so far. A node that also casts the weight stays, and is a reader. A node that only
+    unscales is removed, so that its users become readers.
     """
     for node in crossings:
         yield from [node] if node.target is cast_in else node.users

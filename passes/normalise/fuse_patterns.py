@@ -356,7 +356,10 @@ def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
 
 
 def _same_difference(a: Any, b: Node, inside: set[Node]) -> bool:
-    """True if `a` and `b` are the same node, or are differences of the same operands. A difference `a` is then added to `inside`."""
+    """True if `a` and `b` are the same node, or two subtractions of the same operands. Conversions from fp32 to fp32 are skipped.
+
+    `inside` collects the nodes that the fused op replaces. Skipped conversions are added to it, and `a` if it is another subtraction.
+    """
     if _same(a, b, inside):
         return True
     one, other = _two(_bare(a, inside), "sub"), _two(_bare(b, inside), "sub")

@@ -5,12 +5,14 @@
 2. Some GEMMs stay in bf16: by an override, by the recipe, because kernels do not take their sizes, or because the result of the product is
    read as logits or decides a choice.
 3. Each remaining GEMM in fp8 saves time, but needs kernels that make its copies. All readers of a value share the copies of the value. The
-   best choice, found exactly, is a maximum-weight closure (`planner/closure.py`). A GEMM that a rule asks for is taken at any price.
+   best choice, found exactly, is a maximum-weight closure (`planner/closure.py`). A GEMM that a rule asks for is taken
+   even if that saves no time.
 4. If the graphs of a model share prices (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
 
 A given plan names the GEMMs that run in fp8. Their copies follow from them.
 
-A product for which an override, or a given plan, says "wide" has the colour high (fp32), and gets the edit `WIDE_PRODUCT`.
+A product that an override or a given plan makes "wide" (bf16 operands, fp32 result) has the colour high (fp32), and gets the edit
+`WIDE_PRODUCT`.
 """
 
 from __future__ import annotations
@@ -107,6 +109,7 @@ def gemms_of(product: MatrixProduct, training: bool) -> tuple[str, ...]:
 @dataclass
 class _Choice:
     """Chooses the GEMMs that run in fp8, among the low products of one graph."""
+
     problem: Problem
     products: Mapping[str, MatrixProduct]
 
@@ -141,7 +144,7 @@ class _Choice:
         return self._gemm(gemm, pays, ProductReason.PAYS if pays else ProductReason.COSTS, self._shown(name, gemm))
 
     def _settled(self, name: str, gemm: str) -> GemmPlan | None:
-        """Return the decision on one GEMM if a rule makes it; None if prices decide."""
+        """Return the decision on one GEMM if facts about this GEMM alone make it, such as an override; None if `_cheapest` decides."""
         product, node = self.products[name], self.problem.graph[name]
         rule = self.policy.asked(name, node.module, gemm)
         if rule is not None and not rule.fp8:
@@ -179,8 +182,8 @@ class _Choice:
     def _cheapest(self, asked: Mapping[Key, bool]) -> frozenset[object]:
         """Return the GEMMs to run in fp8, and the kernels that make their copies.
 
-        `asked` holds {GEMM: True if it runs in fp8 at any price}. The other GEMMs are chosen if they save more time than their copies cost.
-        They may share the copies of GEMMs that run in fp8 at any price.
+        `asked` holds {GEMM: True if it runs in fp8 whatever its copies cost}. The other GEMMs are chosen if they save more time than their
+        copies cost. A copy that a GEMM of the first kind reads costs them nothing.
         """
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)
@@ -207,10 +210,11 @@ def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, in
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """Return (name of an op such as `topk` that ranks the result of `product`, or "" if there is none; flag).
+    """Return (chooser, flag), which tell how the graph uses the result of `product`.
 
-    The flag is True if the result serves only as scores, such as logits: its readers are ranking ops, outputs, denied ops and softmaxes.
-    Views and other ops of kind CLEAR that read no other value but weights are looked through. A softmax may have readers of any kind.
+    `chooser` is the name of an op such as `topk` that ranks the result; "" if there is none. The flag is True if the result serves only as
+    scores, such as logits: its readers are ranking ops, outputs, denied ops and softmaxes. For a view, or another op of kind CLEAR that
+    reads no other value but weights, the readers of its own result count instead. A softmax may have readers of any kind.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}

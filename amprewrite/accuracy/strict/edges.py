@@ -84,7 +84,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)
-        in_place = written(n)  # written operands get no alias, because other ops must see the write
+        in_place = written(n)  # operands that the op writes get no alias: it writes the tensors themselves, which later ops read
 
         def operand(node: torch.fx.Node) -> Any:
             value = self.env[node]

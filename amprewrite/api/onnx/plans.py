@@ -80,10 +80,11 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
 
 
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
-    """Keep in fp32 the ops that the model runs with torch.autocast disabled. Return a list with a note; empty if there are no such ops.
+    """Keep in fp32 the ops that may be in code where the model disables torch.autocast. Return a list with a note on their number, or [].
 
-    `ops` are the names of these ops. In a file, code under torch.autocast looks the same as code under torch.no_grad. So all ops in such
-    code are kept in fp32, except ops on the allowlist whose names are not in `ops`.
+    `ops` names the ops that the model runs, or may run, in such code (`kept_out` in export.py). If it is empty, nothing is done. A file
+    does not tell such code from code under torch.autocast or torch.no_grad. So every op in any of these is kept in fp32, except an op on
+    the allowlist whose name is not in `ops`. Ops whose format is fixed already do not change.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():
@@ -122,7 +123,8 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
         if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
             return False
     low = planned.colour is Colour.LOW
-    # a low op of a plan that the user edited (IN_PLAN) counts as ASKED, so that later passes keep it low and note the risk
+    # `chosen`: the colour is the user's choice, by an override or an edit of the plan. A chosen low op gets the reason ASKED, so that later
+    # passes keep it low and note the risk.
     reason = Reason.ASKED if planned.reason is Reason.ASKED or (chosen and low) else Reason.IN_PLAN
     pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
     reading.graph.nodes[name] = replace(vertex, pinned=pinned)

@@ -52,7 +52,10 @@ AnyOp = TypeVar("AnyOp", bound=ColouredOp)
 
 @dataclass(frozen=True)
 class Agreed:
-    """The colours (low or high) that the graphs planned so far gave to shared ops. Frozen: `joined` returns a copy with one more graph."""
+    """The colours (low or high) that the graphs planned so far gave to their ops. Later graphs give shared ops the same colours.
+
+    Frozen: `joined` returns a copy with one more graph.
+    """
 
     places: Mapping[Place, Mapping[Call, Colour]] = field(default_factory=dict)
     whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)

@@ -18,7 +18,10 @@ The rounding errors of a summand that is scaled down to a quarter are a quarter 
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor of a summand: a number times schedules (values known only in a call), each with its use: s, 1 / s, or 1 - s."""
+    """The factor of a summand: a number times *schedules*, values that are known only in a call, such as the step sizes of a sampler.
+
+    Each schedule s has a use: "" for the factor s, "divided by" for 1 / s, or "rest" for 1 - s.
+    """
 
     number: float = 1.0
     schedules: frozenset[tuple[Hashable, str]] = frozenset()
@@ -31,7 +34,7 @@ class Factor:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
         if larger.schedules <= self.schedules & other.schedules:
-            return larger  # a summand with fewer schedules counts as the larger one: `1 - schedule` counts as 1
+            return larger  # schedules are taken for small numbers, so the factor with fewer of them is the sum: `1 - schedule` counts as 1
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:
@@ -48,7 +51,7 @@ def summands(
 ) -> dict[str, Factor]:
     """Return the summands of an op with the arguments `given`; {} if it is not known to be linear.
 
-    `factor` returns an argument as a factor; None if the argument is none. Its second argument is the use of the factor: "" to multiply by
+    `factor` returns an argument as a factor; None if it is no factor. Its second argument is the use of the factor: "" to multiply by
     it, "divided by", or "rest" to multiply by one minus the factor. `name` returns the name of an argument that is a tensor, otherwise "".
     `scale` is the number by which the op multiplies its second summand.
     """

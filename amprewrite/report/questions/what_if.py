@@ -56,7 +56,7 @@ class Change:
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
     def price(self) -> str:
-        """Return the changes in casts, bytes and time in words."""
+        """Return in words the changes in casts, bytes and time, and the number of other nodes that would change colour."""
         parts = [_count(self.casts, "cast"), _count(self.weight_casts, "copy of a weight", "copies of weights")]
         said = " and ".join(part for part in parts if part) or "no cast more or fewer"
         sign = "+" if self.cast_bytes > 0 else "-"

@@ -64,7 +64,9 @@ class GraphRewriter(CallRecord):
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
-        self.overflowed = False  # True once a first call overflowed: exports, too, are then planned with observed ranges
+        # True once a graph would have overflowed in one of its first calls (see LookAhead), so that it was planned with observed ranges.
+        # Exports are then planned with observed ranges, too, even if nothing overflows on their inputs.
+        self.overflowed = False
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale = parse_loss_scale(self.options.loss_scale, low)

@@ -131,7 +131,10 @@ def unseen(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def under_way(function: Callable[..., Any]) -> bool:
-    """True if `function` is running now in this thread, or if that cannot be determined because it has no code object."""
+    """True if `function` is running now in this thread, or if that cannot be determined because it has no code object.
+
+    A frame is a call of `function` if its code has the same file and function name.
+    """
     code, frame = getattr(function, "__code__", None), inspect.currentframe()
     while code is not None and frame is not None:
         if (frame.f_code.co_filename, frame.f_code.co_name) == (code.co_filename, code.co_name):
@@ -143,7 +146,8 @@ def under_way(function: Callable[..., Any]) -> bool:
 def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
     """True if `function` was running when `error` was raised, so that side effects of its code may have happened.
 
-    Also true if that cannot be determined because `function` has no code object.
+    The traceback of `error` shows it: a frame is a call of `function` if its code has the same file and function name. Also true if
+    `function` has no code object.
     """
     code = getattr(function, "__code__", None)
     step = error.__traceback__

@@ -72,9 +72,10 @@ Probed = tuple[RegionPlan, torch.fx.GraphModule | None]
 
 
 class OverflowProbe:
-    """Finds where a skipped step of one model overflowed, and watches the model's graphs after it.
+    """Finds where a skipped step of one model overflowed. Then watches the model's graphs until a step is clean.
 
-    While `armed` is true, the graphs must be run by `run`.
+    A watched graph runs node by node, so that the answer is exact if the next step is skipped, too. While `armed` is true, the graphs must
+    be run by `run`.
     """
 
     def __init__(self, root: nn.Module) -> None:

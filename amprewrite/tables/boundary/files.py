@@ -70,9 +70,10 @@ def write_bytes(path: Any, content: bytes) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """Yield a new binary file, which replaces the file at `path` when the `with` block ends. After an exception the old file is unchanged.
+    """Yield a new binary file, which replaces the file at `path` when the `with` block ends.
 
-    Raises EmitError if the file cannot be written. Other exceptions of the block pass through.
+    After an exception in the block the old file is unchanged. Raises EmitError if the file cannot be written, and in place of any OSError
+    of the block. Other exceptions of the block pass through.
     """
     target = resolved(path)
     try:

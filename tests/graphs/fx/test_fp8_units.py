@@ -33,7 +33,7 @@ def on_cuda(tensor: Tensor | None) -> Tensor | None:
 
 
 def checked(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """`_scaled_mm`: what CUDA demands is checked by torch, and the product is made by hand."""
+    """Stands in for `_scaled_mm`: torch checks the rules of CUDA on fake tensors, and the product is computed in fp32."""
     calls.append((left.shape[0], left.shape[1], right.shape[1]))
     with FakeTensorMode():
         wanted = torch._scaled_mm(*(on_cuda(each) for each in (left, right, ours, theirs, bias)), **options)
@@ -49,7 +49,7 @@ calls: list[tuple[int, int, int]] = []
 
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., Tensor]], None]]:
-    """A CPU that takes the road of a GPU with fp8 units, whose kernel is the one that is given; `checked` if none is."""
+    """Let a CPU take the code path of a GPU with fp8 units. Yield a function that sets their kernel, which is `checked` at first."""
 
     def install(kernel: Callable[..., Tensor]) -> None:
         monkeypatch.setattr(fp8_units, "scaled_mm", kernel)
@@ -66,7 +66,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., T
 
 
 def step(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, transposed: bool = False) -> list[Tensor]:
-    """A product with its gradients."""
+    """Return the result of a product, and the gradients of `x` and `w`."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     gemms = RECIPES[recipe].gemms
     x8, w8 = quantise(x, "x", recipe, gemms), quantise(w, "w", recipe, gemms, transposed)
@@ -111,7 +111,7 @@ def test_every_layout_is_brought_into_the_one_that_cuda_takes(recipe: str, layou
 
 @RECIPE
 def test_the_kernels_are_given_a_weight_as_it_lies_if_a_product_transposes_it(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read contiguous matrices. Only the amax of columns is torch's."""
+    """All kernels read contiguous matrices. torch computes only the amax of columns."""
     given: list[bool] = []
     monkeypatch.setattr(scaled_casts, "by_kernel", lambda matrix, use: given.append(matrix.is_contiguous()))
     w, gemms = torch.randn(32, 48, dtype=BF16), RECIPES[recipe].gemms
@@ -240,7 +240,7 @@ def test_a_compiled_graph_catches_what_fails_as_it_runs(backend: str, units: Any
     found = []
 
     def fails(left: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Tracing finds nothing wrong."""
+        """Fail when the graph runs. Tracing, on fake tensors, finds nothing wrong."""
         return unsupported() if is_plain(left) else left.new_empty((left.shape[0], args[0].shape[1]), dtype=options["out_dtype"])
 
     for kernel in (checked, fails):
@@ -287,7 +287,7 @@ def test_the_first_products_have_fp32_scales_whatever_the_default_dtype_is(prese
 
 @pytest.mark.parametrize("works", [True, False])
 def test_the_kernels_are_tried_while_a_graph_is_compiled(works: bool, units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made then, and from torch 2.13 on the whole of Dynamo's work counts as compilation."""
+    """Plans are made while Dynamo captures a graph, and from torch 2.13 on all of Dynamo's work counts as compilation."""
 
     class Kernels:
         scale_of = staticmethod(lambda matrix, *rest: torch.tensor(256.0))

@@ -158,7 +158,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return self.holds_mask(fact.node, fact.op, fact.row.kind, bool(far), masks, beside)
 
     def _blocks(self, node: torch.fx.Node, constant: float) -> bool:
-        """True if `constant`, which `node` fills in, blocks positions: it is too large to compute with, or negative before a softmax."""
+        """True if `constant`, which `node` fills in, blocks attention positions: it is large as in a mask, or negative before softmax."""
         return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
 
     def _may_be_mask(self, node: torch.fx.Node) -> bool:

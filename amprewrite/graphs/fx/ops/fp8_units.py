@@ -87,8 +87,8 @@ def multiply_units(
 
 
 def _multiply(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # A failure is remembered by this key, which holds the properties by which cuBLAS chooses an algorithm. The rows of `left` are not in
-    # the key, because their number changes with the batch.
+    # A failure is remembered by this key: of the properties by which cuBLAS chooses an algorithm, all but the rows of `left`, because their
+    # number changes with the batch.
     kind = (left.device, left.dtype, right.dtype, ours.dim(), bias is None, fast, left.shape[1], len(right))
     if kind not in _failed:
         try:
@@ -169,10 +169,11 @@ def _multiply_ones(device: torch.device, recipe: Recipe, gemm: str) -> Tensor:
 
 
 def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
-    """Return the part of `products` that works on a device of this `kind`, such as "cuda"; None if no fp8 product works there.
+    """Return `products`, restricted to what works on a device of this `kind`, such as "cuda"; None if a trial of a GEMM fails there.
 
-    If our kernel that makes fp8 copies does not run there, the returned policy assumes the slower copies that torch makes. `note` is
-    called with the reason for each restriction. Nothing is tried while a CUDA graph is recorded, because results cannot be read then.
+    If a trial of our kernel that makes fp8 copies fails, and no compiler makes them (`products.fused`), the returned policy assumes the
+    slower copies that torch makes. `note` is called with the reason for each restriction. `products` is returned unchanged, without a
+    trial, for a device without fp8 units, and while a CUDA graph is recorded, because results cannot be read then.
     """
     device = torch.device(kind)
     if products is None or not multiplies_fp8(device) or recording(device):

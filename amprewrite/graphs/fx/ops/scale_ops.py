@@ -193,7 +193,7 @@ class _CrossDual(_Cross):
 
 
 class _TimesDual(_Times):
-    """`_Times` with a forward-mode derivative. The tangent of a gradient is multiplied like the gradient."""
+    """`_Times` with a forward-mode derivative. The tangent of a gradient is multiplied by `then`, like the gradient."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]

@@ -45,7 +45,11 @@ def read_matrix_products(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], tra
 
 
 def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
-    """Return the operands (rows x, matrix w) of a product; None if its operands have other shapes or if it has further factors."""
+    """Return the operands (rows x, matrix w) of a product; None for a product that fp8 kernels do not compute.
+
+    Such kernels take x with at least two dims, w with two, and at most one summand, with one dim. If an argument in FACTORS changes the
+    product, the result is None, too.
+    """
     given = named_arguments(node)
     if any(given.get(name, plain) not in (plain, None) for name, plain in FACTORS.items()):
         return None

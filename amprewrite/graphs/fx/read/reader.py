@@ -160,7 +160,11 @@ def turns_grad_on(graph: torch.fx.Graph) -> bool:
 
 
 def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
-    """True if the model itself enables torch.autocast around all matmuls and convolutions of a graph. False for a graph without any."""
+    """True if the model enables torch.autocast somewhere in a graph, and itself fixes the format of all matmuls and convolutions there.
+
+    The model fixes the format of an op in a torch.autocast region, enabled or not, or in `custom_fwd(cast_inputs=...)`, and of an op that
+    returns half precision. False for a graph without matmuls and convolutions.
+    """
     heavy = [node for node in ops if node.flops]
     switched_on = any(op_name(node.target) == ENTER_AUTOCAST and bool(node.args[2]) for node in graph.nodes)
     theirs = (Reason.HALF, Reason.INSIDE_AUTOCAST)
@@ -322,8 +326,9 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
     """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values: remove the pins that force these ops to fp32.
 
-    The op must be of kind INTERNAL: it computes in fp32 inside. Every reader of its fp32 result must cast the result to a dtype taken from
-    another tensor, so that nothing reads the fp32 bits.
+    The op must be of kind INTERNAL: it computes in fp32 inside. It counts only if the lists have the rule "cost" (the default planner).
+    Every reader of its fp32 result must cast the result to a dtype taken from another tensor, so that nothing reads the fp32 bits. A
+    conversion `x.float()` that only such ops or such casts read is freed, too; without "cost", only such casts count.
     """
 
     def internal(fact: Fact) -> bool:

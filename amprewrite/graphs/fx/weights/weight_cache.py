@@ -146,7 +146,10 @@ class WeightCache:
 
     # -- blocks --------------------------------------------------------------------------
     def block(self) -> Block | None:
-        """Return the `Block` that keeps the low copies of calls in this thread now; None if no block is open."""
+        """Return the `Block` that keeps the low copies of calls in this thread now; None if no block is open.
+
+        Also None under `cache_weights="step"` once a CUDA graph has recorded a call, because no copies are kept from then on.
+        """
         if self._until_step is not None:
             return None if self._replayed else self._until_step
         own: Block | None = self._own.block
@@ -309,7 +312,10 @@ def low_copy(weight: Tensor, dtype: torch.dtype, layout: Layout, linked: bool = 
 
 
 def marked(copy: Tensor, weight: Tensor) -> Tensor:
-    """Return `copy` with the `requires_grad` of `weight`. No gradient is recorded, but products choose their kernel by this flag."""
+    """Set `copy.requires_grad` to that of `weight`, and return `copy`. Products choose their kernel by this flag (see `low_copy`).
+
+    The flag records no autograd history: a copy made under no_grad still passes no gradient to `weight`.
+    """
     return copy.requires_grad_(weight.requires_grad)
 
 

@@ -67,12 +67,16 @@ class Kinds:
         return bool(read)
 
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
-        """Return (high, reason, detail) for a Cast to fp32; None if the node may cast to the low format instead, without a loss."""
+        """Return (high, reason, detail) for a Cast to fp32; None if the node may cast to the low format instead.
+
+        The low format holds booleans, and integers that are small in samples, exactly. Values in half precision may be rounded once more,
+        from fp16 to bf16, like any fp32 value that runs low.
+        """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in ("fp32", self.low.name, "bool"):
             return None
         if source in LOW_NAMES and (FORMATS[source].narrow or seen is not None):
-            return None  # the values are in half precision already, and within the range of the low format
+            return None  # half precision already. For bf16 to fp16 samples must give the range: `repaint-by-range` tests if fp16 holds it
         if source.startswith(("int", "uint")) and seen is not None and seen.amax * HEADROOM <= 2 / self.low.eps:
             return None  # the low format holds such integers exactly
         return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"

@@ -52,7 +52,7 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
 
 
 def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]] | None:
-    """Return the results of ONNX Runtime on the samples; None if it does not run the model, or if two runs differ."""
+    """Return the results of ONNX Runtime on the samples; None if there are none, if it does not run the model, or if two runs differ."""
     if not samples.feeds:
         return None
     with Runnable(model, limit) as runnable:
@@ -69,7 +69,8 @@ def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]
 def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
     """Return the results of onnx's own evaluator on the samples; None if it does not run the model, or if two runs differ.
 
-    The evaluator has no time limit, so models with loops are not run.
+    The evaluator is not tried without samples, on a model too large for one protobuf, and, as it has no time limit, on a model with an If,
+    a Loop or a Scan.
     """
     if not samples.feeds or is_large(model) or any(node.op_type in FLOW for graph in model.graphs() for node in graph):
         return None

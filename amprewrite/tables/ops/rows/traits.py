@@ -92,10 +92,11 @@ TRAITS: dict[Trait, str] = {
     Trait.ATTENDS: "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention flex_attention",
     Trait.ATTENDS_AND_PROJECTS: "multi_head_attention_forward _native_multi_head_attention",
-    # padding: the op's results for zeros and other numbers in the padding
+    # padding: what the op makes of the padding's elements, zeros or other numbers
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
     Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
     "tanhshrink sign positive asinh",
+    # padding: further arguments of the op leave its numbers unchanged, so that a rule for the input alone holds
     Trait.ONE_INPUT: "relu silu gelu mish relu6 hardswish hardsigmoid",
 }
 """Trait → names of the ops that have it, separated by spaces."""
