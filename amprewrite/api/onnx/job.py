@@ -296,7 +296,10 @@ class Job:
         return replace(report, valid=not complaint, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:
-        """Raise AccuracyError if the error exceeds `max_rel_err`, and EmitError if no error was measured. Without a limit, do nothing."""
+        """Raise AccuracyError if the error exceeds `max_rel_err`. Without a limit, do nothing.
+
+        Raises EmitError if the error of a result is unknown: none was measured, or rounding changed the shape of the result.
+        """
         if order.max_rel_err is None:
             return
         error = report.strict_error

@@ -35,8 +35,9 @@ def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]
 
 
 def resized(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> set[int]:
-    """Return the positions of the outputs that differ in shape in any run, as a selection by a condition may after rounding.
+    """Return the positions of the outputs that differ in shape in any run.
 
+    Rounding may change the shape of an output if a condition on values selects its elements, as in a detector.
     `wanted` and `got` hold one list of outputs for each run, of the same number.
     """
     pairs = zip(wanted, got, strict=True)
