@@ -11,9 +11,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Vertex = TypeVar("Vertex", bound=Hashable)
 
@@ -95,13 +98,18 @@ class OpNode:
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
+def _empty() -> nx.DiGraph:
+    import networkx as nx  # imported late because it is slow to import, and users who only read a plan need no graph
+
+    return nx.DiGraph()
+
+
 @dataclass
 class OpGraph:
-    """The nodes of one graph in canonical order (makers before readers), and the edges between their names."""
+    """The nodes of one graph in canonical order (makers before readers), and a networkx graph of the edges between their names."""
 
     nodes: dict[str, OpNode] = field(default_factory=dict)
-    read_by: dict[str, dict[str, None]] = field(default_factory=dict)
-    """{name of a node: names of the nodes that read its result, in canonical order}."""
+    digraph: nx.DiGraph = field(default_factory=_empty)
     rank: dict[str, int] = field(default_factory=dict)
     """Position of each node in the canonical order."""
 
@@ -115,8 +123,9 @@ class OpGraph:
     def add(self, node: OpNode) -> None:
         self.nodes[node.name] = node
         self.rank[node.name] = len(self.rank)
+        self.digraph.add_node(node.name)
         for operand in node.operands:
-            self.read_by.setdefault(operand.value, {})[node.name] = None
+            self.digraph.add_edge(operand.value, node.name)
 
     def seen(self, name: str) -> OpNode:
         """Return the op that computed the elements of `name`: the first node upstream that is no view or similar op.
@@ -130,7 +139,7 @@ class OpGraph:
 
     def exchanged(self, nodes: Mapping[str, OpNode]) -> OpGraph:
         """Return a copy of the graph in which `nodes` replace the nodes of the same names. The edges stay the same."""
-        return OpGraph(nodes={**self.nodes, **nodes}, read_by=self.read_by, rank=self.rank)
+        return OpGraph(nodes={**self.nodes, **nodes}, digraph=self.digraph, rank=self.rank)
 
     def __iter__(self) -> Iterator[OpNode]:
         return iter(self.nodes.values())
@@ -140,11 +149,11 @@ class OpGraph:
 
     def readers(self, name: str) -> Iterator[OpNode]:
         """Yield the nodes that read the result of `name`."""
-        return (self.nodes[reader] for reader in self.read_by.get(name, ()))
+        return (self.nodes[reader] for reader in self.digraph.successors(name))
 
     def feeders(self, name: str) -> Iterator[OpNode]:
         """Yield the nodes whose results `name` reads."""
-        return (self.nodes[feeder] for feeder in dict.fromkeys(operand.value for operand in self.nodes[name].operands))
+        return (self.nodes[feeder] for feeder in self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
         """Return {name of a precision group: names of its nodes}. The nodes of a group share one colour (low or high)."""

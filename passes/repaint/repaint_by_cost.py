@@ -61,4 +61,4 @@ def _near(problem: Problem, node: OpNode) -> Iterator[str]:
     """Yield the names of the operands of a node, then of its readers."""
     for operand in node.operands:
         yield operand.value
-    yield from problem.graph.read_by.get(node.name, ())
+    yield from problem.graph.digraph.successors(node.name)

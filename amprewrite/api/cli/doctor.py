@@ -32,7 +32,7 @@ from amprewrite.tables.extras import load_extra
 from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
 from amprewrite.tables.version import VERSION
 
-PACKAGES = ("torch", "numpy", "scipy", "triton", "onnx", "onnxruntime", "transformers", "accelerate", "lightning", "peft")
+PACKAGES = ("torch", "numpy", "networkx", "scipy", "triton", "onnx", "onnxruntime", "transformers", "accelerate", "lightning", "peft")
 _SIDE = {"cpu": 384, "cuda": 4096}
 """Side of the square matrices of the timed product, by type of device."""
 _ROOM = 16

@@ -149,12 +149,13 @@ class WhatIf:
 
 
 def _upstream(graph: OpGraph, name: str) -> Iterator[str]:
-    return islice(reached([name], lambda each: (feeder.name for feeder in graph.feeders(each))), 1, None)
+    return islice(reached([name], graph.digraph.predecessors), 1, None)
 
 
 def _by_distance(graph: OpGraph, name: str) -> Iterator[str]:
     """Yield all other nodes that are connected with node `name` by edges in either direction, nearest first."""
-    return islice(reached([name], lambda each: (near.name for near in chain(graph.feeders(each), graph.readers(each)))), 1, None)
+    near = graph.digraph
+    return islice(reached([name], lambda n: chain(near.predecessors(n), near.successors(n))), 1, None)
 
 
 def _count(number: int, word: str, words: str = "") -> str:
