@@ -187,7 +187,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 def amount(number: float, unit: str = "") -> str:
     """Format a number with up to three digits and the `unit`, and from 1000 on a metric prefix: "0.5", "1.2 G", or "34 kB" for "B"."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
+        if abs(number) >= 0.9995 * size:  # three digits round 999.7 up to the next prefix
             return f"{number / size:.3g} {prefix}{unit}"
     return f"{number:.3g} {unit}".strip()
 
