@@ -146,7 +146,8 @@ def test_parts_of_a_layout_never_overlap() -> None:
 
 
 def test_counts_in_few_characters() -> None:
-    assert [amount(n, "B") for n in (0, 999, 999.7, 999_960, 1234, 5_600_000, 7.8e9, 1e13)] == ["0 B", "999 B", "1 kB", "1 MB", "1.23 kB", "5.6 MB", "7.8 GB", "10 TB"]
+    sizes = {0: "0 B", 999: "999 B", 999.7: "1 kB", 999_960: "1 MB", 1234: "1.23 kB", 5_600_000: "5.6 MB", 7.8e9: "7.8 GB", 1e13: "10 TB"}
+    assert [amount(n, "B") for n in sizes] == [*sizes.values()]
 
 
 def test_heavy_and_cast_kinds(plan: CastPlan) -> None:
