@@ -402,15 +402,9 @@ def read_parts(captured: Captured) -> None:
     """
     for node in captured.module.graph.nodes:
         if is_checkpoint(node):
-            read_parts(_part_of(captured, node))
-
-
-def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
-    """Return the checkpoint body that `node` runs, with its `Problem`. The first call reads the body; later calls return the same."""
-    part = captured.parts.get(node)
-    if part is None:
-        part = captured.parts[node] = read_body(captured, node)
-    return part
+            if node not in captured.parts:
+                captured.parts[node] = read_body(captured, node)
+            read_parts(captured.parts[node])
 
 
 def _free_outputs(part: Captured) -> None:
