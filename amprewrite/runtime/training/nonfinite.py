@@ -194,9 +194,12 @@ def is_finite(gradient: Tensor) -> bool:
 def local_values(gradient: Tensor) -> Tensor:
     """Return the values of `gradient` on this rank as a dense, real tensor.
 
-    A DTensor gives its local shard, a sparse tensor its summed values, a complex tensor a view as pairs of real numbers.
+    A DTensor gives its local shard, a sparse tensor its summed values, a complex tensor a view as pairs of real numbers. A lazy
+    conjugate gives the pairs that it stores, whose imaginary parts have the other sign.
     """
     gradient = local_part(gradient)
     if gradient.is_sparse:
         gradient = gradient.coalesce()._values()
+    if gradient.is_conj():
+        gradient = gradient.conj()  # not `resolve_conj`: writes to its copy would be lost
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
 import warnings
 from collections.abc import Callable
@@ -534,6 +535,36 @@ def test_infinities_become_nan_and_nothing_else_changes(dtype):
     sparse = torch.sparse_coo_tensor([[0, 2, 2]], [[1.0, 2.0], [float("inf"), 3.0], [1.0, 1.0]], (4, 2))
     infinities_to_nan([sparse])
     assert sparse.to_dense().isnan().sum() == 1
+
+
+def test_infinities_of_a_lazy_conjugate_become_nan_in_its_own_memory():
+    stored = torch.tensor([complex(1, 2), complex(math.inf, 0), complex(3, -4)])
+    infinities_to_nan([stored.conj()])
+    assert stored.isnan().tolist() == [False, True, False] and stored[2] == complex(3, -4)
+
+
+class Autocorrelation(nn.Module):
+    """Correlates two series by Fourier transforms, as Autoformer does: the product with a conjugate has a conjugate as a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = (torch.fft.rfft(part(x).transpose(1, 2)) for part in (self.query, self.key))
+        return torch.fft.irfft(query * torch.conj(key), n=x.shape[1])
+
+
+def test_an_overflow_behind_a_conjugate_is_found():
+    """The backward after an overflow looks at each gradient."""
+    amp = amprewrite.rewrite(Autocorrelation(), dtype="fp16")
+    optimizer, x = torch.optim.SGD(amp.parameters(), lr=1e-3), torch.randn(2, 1024, 64)
+    for factor in (1e9, 1e9, 1e-6):
+        optimizer.zero_grad()
+        (amp(x).square().mean() * factor).backward()
+        optimizer.step()
+    assert amp.loss_scale.report().skipped == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -325,6 +325,15 @@ def test_non_finite_values_of_any_dtype_are_found(dtype, bad):
     assert find_nonfinite(params_of(optimizer)).item() > 0
 
 
+@pytest.mark.parametrize("bad", [1.0, math.inf, math.nan])
+def test_gradients_that_are_lazy_conjugates_are_judged(bad):
+    """Autograd leaves such a gradient at a complex weight that the model conjugates."""
+    weight = torch.zeros(5, dtype=torch.complex64, requires_grad=True)
+    (torch.view_as_real(weight.conj().resolve_conj()) * torch.tensor([[1.0], [bad], [1.0], [1.0], [1.0]])).sum().backward()
+    assert weight.grad.is_conj()
+    assert (find_nonfinite(params_of(torch.optim.SGD([weight]))).item() > 0) == (bad != 1.0)
+
+
 def test_a_step_without_gradients_counts_nothing():
     model = tiny()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
