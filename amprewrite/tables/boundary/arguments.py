@@ -59,11 +59,11 @@ def refuse_unmatched(option: str, scope: str, patterns: Mapping[str, str], names
     `scope` says what `names` are: "module" paths, or names of "node"s. `patterns` maps each key that the user wrote to its pattern.
     """
     known, nodes = sorted({name for name in names if name}), scope == "node"
-    what = "node of the captured graphs" if nodes else "module of the model"
+    what = "matches no node of the captured graphs" if nodes else "matches no module of the model"
     for key, pattern in patterns.items():
         if not any(fnmatch.fnmatchcase(name, pattern) if nodes else names_module(pattern, name) for name in known):
             hint = did_you_mean(pattern, known, "; print(amp.plan) lists them" if nodes else "", scope=f"{scope}:")
-            raise PolicyError(f"{option}[{shown(key)}] matches no {what}{hint}")
+            raise PolicyError(f"{option}[{shown(key)}] {what}{hint}")
 
 
 def is_flag(value: object) -> bool:
