@@ -9,15 +9,13 @@ Running sums occur in recurrences.
 2. The values that are added on the way are *branches* of the earlier sum if a product computes them from it. Each has a factor, relative to
    the factor of the earlier sum (`ir/evidence/summands.py`). A chain of at least `MANY` sums with small branches stays fp32. The first one
    may continue a value that is no sum. One step in the body of a loop counts as many.
-3. Without a branch, the later sum *carries* the earlier sum if the values added on the way come from products of other values. If a
-   computed factor, such as a gate, scales the earlier sum on all paths to the later sum, then the later sum carries it in any case. A chain
-   of at least `MANY` such sums stays fp32 if torch.autocast holds them in fp32: their first value is a learnt state, zeros or an input.
-4. A large branch, as of most residual blocks, loses as much by its own rounding as the sum does. The sums of such streams stay fp32 if
-   torch.autocast holds them in fp32 and there are at least `DEEP`. The roundings of so many sums, and of as many sums of the gradient in
-   the backward, exceed the roundings of a branch. A norm ends a stream and begins a new one.
-5. The ops that pass the value from one sum of a chain to the next stay fp32, too. The ops of f, and the scaling of its result, are left to
+3. A chain of at least `STREAM` sums of any kind stays fp32 if torch.autocast holds them in fp32, because their first value is a looked-up
+   row, a learnt state, zeros or an input. Examples are running sums and residual streams. The values that are added on the way come from
+   products. If a computed factor, such as a gate, scales the earlier sum on all paths to the later sum, other values count as well. A norm
+   ends a stream and begins a new one.
+4. The ops that pass the value from one sum of a chain to the next stay fp32, too. The ops of f, and the scaling of its result, are left to
    later passes, because torch.autocast rounds there, too.
-6. Pins and overrides stay in force. Tied nodes share a colour.
+5. Pins and overrides stay in force. Tied nodes share a colour.
 
 `lerp` is known by name: it scales its first operand by one minus its weight.
 """
@@ -39,10 +37,10 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 MANY = 8
-"""Least length of a chain that stays fp32. One rounding in bf16 is off by up to 0.4 %, eight in the same direction by 3 %."""
-DEEP = 32
-"""Least number of sums of a residual stream that stays fp32. Their roundings are independent, so 32 of them are off by about six times the
-error of one. Networks of a dozen layers have 25 sums and stay below this limit."""
+"""Least length of a chain with small branches. One rounding in bf16 is off by up to 0.4 %, eight in the same direction by 3 %."""
+STREAM = 4
+"""Least length of a chain that torch.autocast holds in fp32. A product rounds three times: both operands and its result. Four sums round
+the stream more often than the product that reads it at the end. Both together exceed 1.5 times the error of that product."""
 FEW = 16
 """Largest number of ops on a path from a sum back to the earlier sum that it updates. One step of DDIM has four, and its branch as many."""
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
@@ -55,7 +53,7 @@ class RepaintSmallSteps(Pass[Problem, Decisions]):
     name = "repaint-small-steps"
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
-        if problem.repeated or sum(node.op in SUMS for node in problem.graph) >= MANY:
+        if problem.repeated or sum(node.op in SUMS for node in problem.graph) >= STREAM:
             steps, running = _Sums(problem).found()
             for found, reason in ((steps, Reason.SMALL_STEPS), (running, Reason.RUNNING_SUM)):
                 for name in sorted(found, key=problem.graph.rank.__getitem__):
@@ -75,8 +73,6 @@ class _Way:
     """Names of the values that the sums on the path add, each with its factor."""
     scaled: bool = False
     """Whether, on the path, the earlier value is multiplied by a factor that was computed by a product, such as a gate."""
-    branch: bool = False
-    """Whether an added value is a branch of the earlier value, a large one or a small one."""
     small: bool = False
     """Whether the added values have a branch, and all branches are small."""
 
@@ -123,8 +119,7 @@ class _Sums:
         steps = {name: small for name, of in ways.items() if (small := {before: way for before, way in of.items() if way.small})}
         sums = ways.keys() & self.wide
         wide = {name: {before: way for before, way in of.items() if before in sums} for name, of in ways.items() if name in sums}
-        plain = {name: {before: way for before, way in of.items() if not way.branch} for name, of in wide.items()}
-        return self._in_a_row(steps, MANY), (self._in_a_row(plain, MANY) | self._in_a_row(wide, DEEP)) & self.wide
+        return self._in_a_row(steps, MANY), self._in_a_row(wide, STREAM) & self.wide
 
     def _in_a_row(self, ways: _Ways, many: int) -> frozenset[str]:
         """Return the sums in chains of at least `many` sums, each of which updates the sum before, and the ops between them."""
@@ -141,7 +136,7 @@ class _Sums:
         return frozenset([*kept, *(each for name in kept for way in ways[name].values() for each in way.passed)])
 
     def _updated(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
-        """Yield (name of an earlier value that the sum `node` updates, the path back to it), by rules 2 to 4 of this file."""
+        """Yield (name of an earlier value that the sum `node` updates, the path back to it), by rules 2 and 3 of this file."""
         plain, scaled = dict[str, _Way](), dict[str, _Way]()
         waiting = deque([(node, _Way())])
         for _ in range(FEW**2):
@@ -159,7 +154,7 @@ class _Sums:
                 # one step ends at the nearest value that has a branch
                 small = branch and starts.isdisjoint(way.passed) and self._is_small(way, name)
                 starts |= {name} if branch else set()
-                yield name, replace(way, branch=branch, small=small)
+                yield name, replace(way, small=small)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
         """True if a path from the later sum `to` back to an earlier sum may pass `node`: an elementwise op, or an op that moves elements.
