@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
-from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps
+from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps, read_run_by_steps
 from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
 from amprewrite.graphs.fx.flow.repeated_heads import read_repeated_heads
 from amprewrite.graphs.fx.flow.summands import read_summands
@@ -102,10 +102,10 @@ def read_problem(
     problem = Problem(
         graph=graph, policy=policy, lists=lists, name=name, entry=entry, training=training, scale_loss=scale_loss,
         fold_masks=fold_masks, device=device, planned_for=named_device(policy.device) if policy.device else None,
-        calibration=calibration, keep_high=keep_high, agreed=agreed, pad=pad,
+        calibration=calibration, keep_high=keep_high, agreed=agreed, pad=pad, trained=trained,
         calls=read_calls(graph, nodes) if pad is not None and not pad.off else {}, bare_norms=read_bare_norms(nodes),
         far_constants=read_far_constants(nodes, policy.low), bare_taps=read_bare_taps(nodes, policy.low) if reading.training else (),
-        trained=trained, read_by_many=read_by_many(graph, nodes, trained),
+        read_by_many=read_by_many(graph, nodes, trained), run_by_steps=read_run_by_steps(nodes, policy.low, trained) if training else (),
         matrix_products=read_matrix_products(graph, nodes, trained) if _asks_of_products(policy, given) else {},
     )  # fmt: skip
     captured = Captured(problem, module, nodes)

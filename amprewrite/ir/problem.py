@@ -58,6 +58,8 @@ class Problem:
     """For each linear op: the values that it adds up, each with its factor."""
     repeated: frozenset[str] = frozenset()
     """Values that a loop passes from one iteration to the next, and inputs of a body graph, which may run many times."""
+    run_by_steps: tuple[str, ...] = ()
+    """Recurrent layers whose device runs their many time steps one by one, so that autograd adds up low gradients of their weights."""
     trained: frozenset[str] = frozenset()
     """Values for which the backward pass computes gradients."""
     read_by_many: tuple[str, ...] = ()

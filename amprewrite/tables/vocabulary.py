@@ -35,6 +35,7 @@ class Edit(Enum):
     GROUP_HEADS = "group heads"
     FP32_STATISTICS = "fp32 statistics"
     PAD_APART = "pad apart"
+    RUN_IN_PARTS = "run in parts"
     CLAMP_CONSTANTS = "clamp constants"
     SPREAD_COPIES = "spread copies"
     WIDE_PRODUCT = "wide product"
@@ -53,6 +54,7 @@ _EDITS = {
     "group heads": "reads each head of keys and values for a group of query heads, and no copies of it",
     "fp32 statistics": "gets fp32 weights of one, so that its statistics stay fp32",
     "pad apart": "is padded by an op of its own: its low backward leaves gradients unset of weights that meet its padding alone",
+    "run in parts": "runs in parts of 16 time steps, each with low copies of the weights, so that fp32 adds up the gradients of the parts",
     "spread copies": "has a low copy for every two that read one, so that fp32 adds up the gradients of the copies",
     "wide product": "multiplies operands that are rounded to bf16, and its result is fp32",
     "clamp constants": "takes the ends of the low range for constants beyond it",

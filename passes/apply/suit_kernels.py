@@ -1,12 +1,15 @@
-"""Change the arguments of the norms and convolutions that the plan names, because their low kernels would be inexact. `plan-edits` decides.
+"""Change the norms, convolutions and recurrent layers that the plan names, because they would be inexact in low. `plan-edits` decides.
 
 1. A norm without weights gets fp32 weights of one, a weight for each channel, so that its statistics are fp32.
 2. A separate op in front of a convolution pads the convolution's input.
+3. A recurrent layer runs in parts of some time steps, with low copies of its weights for each part.
 
     before   batch_norm(x, None, None)
              conv2d(x, weight, bias, 2, 1)
+             gru(x, h, weights, True, 1, 0.0, True, False, False)
     after    batch_norm(x, None, None, x.new_ones(x.size(1), dtype=torch.float32))
              conv2d(pad(x, (1, 1, 1, 1)), weight, bias, 2, 0)
+             in_parts(gru)(x, h, weights, True, 1, 0.0, True, False, False)
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch.nn.functional as F
 from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.flow.kernel_pins import padding_of
 from amprewrite.graphs.fx.node_facts import example_value, named_arguments, set_argument
+from amprewrite.graphs.fx.run.recurrent_layers import in_parts
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.vocabulary import Edit
@@ -31,6 +35,8 @@ class SuitKernels(Pass[RegionPlan, EditedGraph]):
             _give_ones(edited.nodes[name])
         for name in plan.edited(Edit.PAD_APART):
             _pad_apart(edited.nodes[name])
+        for name in plan.edited(Edit.RUN_IN_PARTS):
+            edited.nodes[name].target = in_parts(edited.nodes[name].target)  # type: ignore[arg-type]
 
 
 def _give_ones(node: torch.fx.Node) -> None:

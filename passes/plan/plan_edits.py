@@ -6,6 +6,7 @@
    tensor arguments, and without other tensor arguments in the dtype of its input (ATen/native/Normalization.cpp, `is_mixed_type`). CUDA
    always computes them in fp32.
 3. A convolution is padded by a separate op if its own backward would leave gradients uninitialised (see `graphs/fx/flow/kernel_pins.py`).
+4. A recurrent layer runs in parts of some time steps if autograd would otherwise add up low gradients of its weights over all steps.
 """
 
 from __future__ import annotations
@@ -23,3 +24,4 @@ class PlanEdits(Pass[Problem, Decisions]):
         decisions.edit_low(problem, problem.far_constants, Edit.CLAMP_CONSTANTS)
         decisions.edit_low(problem, problem.bare_norms, Edit.FP32_STATISTICS)
         decisions.edit_low(problem, problem.bare_taps, Edit.PAD_APART)
+        decisions.edit_low(problem, problem.run_by_steps, Edit.RUN_IN_PARTS)

@@ -115,7 +115,7 @@ def _facts(case: Case, given: dict[str, Any]) -> dict[str, Any]:
         given["keep_high"] = KeepHigh({fingerprint(case.graph): given["keep_high"]})
     if "masks" in given:
         given["masks"] = {call: Edit(what) for call, what in given["masks"].items()}
-    for name in ("bare_norms", "bare_taps", "far_constants", "read_by_many"):
+    for name in ("bare_norms", "bare_taps", "far_constants", "read_by_many", "run_by_steps"):
         given |= {name: tuple(given[name])} if name in given else {}
     if "agreed" in given:
         words = given["agreed"]

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import amprewrite
-from amprewrite.graphs.fx.run.recurrent_layers import LAYERS
+from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, STEPS, in_parts
+from amprewrite.tables.vocabulary import Edit
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {layer.__name__ for layer in LAYERS}
@@ -28,6 +29,9 @@ KINDS: dict[str, Callable[[int], nn.RNNBase]] = {
     "projected": lambda width: nn.LSTM(64, width, 2, proj_size=width // 2, bidirectional=True),
     "no bias": lambda width: nn.GRU(64, width, bias=False),
 }
+
+SUMMED_BY_STEPS = [kind for kind in KINDS if kind not in ("lstm", "relu")]
+"""oneDNN runs an LSTM whole; with ReLU the kinks err more than the sums."""
 
 
 class Layer(nn.Module):
@@ -111,6 +115,81 @@ def test_errors_are_autocasts(kind: str, dtype: str) -> None:
 def test_errors_are_autocasts_at_two_thousand_steps(kind: str) -> None:
     model, x = made(kind, 256, 2000)
     check(model, (x,), "bf16")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("cls", [Layer, Packed])
+@pytest.mark.parametrize("kind", long_unless(lambda kind: kind in ("gru both ways", "projected"), SUMMED_BY_STEPS))
+def test_gradients_of_all_steps_are_added_up_in_fp32(kind: str, cls: type[Layer], dtype: str) -> None:
+    """They err at most 1.5 times as much as if each step had its own copies of the weights, and at most half as much as with one copy."""
+    model, x = made(kind, 32, 300, cls)
+    exact = results(model, model, (x,))
+    amp = amprewrite.rewrite(model, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.attach(optimizer)
+    ours = results(model, amp, (x,))
+    twin, scale = copy.deepcopy(model), 1024.0 if dtype == "fp16" else 1.0
+
+    def autocast(cached: bool) -> float:
+        def call(x: torch.Tensor) -> Any:
+            with torch.autocast("cpu", dtype=LOW[dtype], cache_enabled=cached):
+                return twin(x)
+
+        return error(results(twin, call, (x,), scale), exact)
+
+    assert error(ours, exact) <= min(1.5 * autocast(cached=False), autocast(cached=True) / 2)
+    assert is_in_parts(amp)
+
+
+def is_in_parts(amp: nn.Module) -> bool:
+    """Whether the plan lets the recurrent layer run in parts."""
+    (region, *_) = [region for region in amp.plan.regions if any(node.op in NAMES for node in region.nodes)]
+    return bool(region.edited(Edit.RUN_IN_PARTS))
+
+
+def test_other_layers_run_whole() -> None:
+    """Those of few steps, without gradients of weights, or with a kernel that adds up in fp32."""
+    model, x = made("gru", 16, STEPS + 1)
+    assert is_in_parts(amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,)))
+    assert not is_in_parts(amprewrite.rewrite(model, dtype="bf16", example_inputs=(x[:STEPS],)))
+    with torch.no_grad():
+        assert not is_in_parts(amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,)))
+    model.layer.requires_grad_(False)
+    assert not is_in_parts(amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,)))
+    model, x = made("lstm", 16, 300)
+    assert not is_in_parts(amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,)))
+    assert is_in_parts(amprewrite.rewrite(model, dtype="fp16", example_inputs=(x,)))
+
+
+@pytest.mark.parametrize("lengths", [None, (50, 50, 50), (50, 33, 1)])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", ["gru", "lstm", "rnn_tanh", "rnn_relu"])
+def test_parts_give_the_same_bits(kind: str, batch_first: bool, lengths: tuple[int, ...] | None) -> None:
+    """Results, final states and draws of dropout are the same, and in fp32 so are the gradients but for the order of sums."""
+    torch.manual_seed(0)
+    cls = {"gru": nn.GRU, "lstm": nn.LSTM}.get(kind, nn.RNN)
+    module = cls(8, 16, 2, batch_first=batch_first, bidirectional=True, dropout=0.5)
+    x, state = torch.randn((3, 50, 8) if batch_first else (50, 3, 8)), torch.randn(4, 3, 16)
+    found = []
+    for layer in (getattr(torch, kind), in_parts(getattr(torch, kind))):
+        for dtype in (torch.float32, torch.float16):
+            weights = [each.detach().to(dtype).requires_grad_() for each in module._flat_weights]
+            given, start = x.to(dtype).requires_grad_(), (state.to(dtype), state.to(dtype)) if kind == "lstm" else state.to(dtype)
+            torch.manual_seed(1)
+            if lengths is None:
+                made = layer(given, start, weights, True, 2, 0.5, True, True, batch_first)
+            else:
+                packed = pack_padded_sequence(given, torch.tensor(lengths), batch_first=batch_first)
+                made = layer(packed.data, packed.batch_sizes, start, weights, True, 2, 0.5, True, True)
+            gradients = torch.autograd.grad(sum(each.float().square().sum() for each in made), [given, *weights])
+            found.append((made, gradients, dtype))
+    for (whole, want, dtype), (parts, got, _) in zip(found[:2], found[2:], strict=True):
+        assert len(whole) == len(parts)
+        for a, b in zip(whole, parts, strict=True):
+            assert a.shape == b.shape and a.stride() == b.stride()
+            assert torch.equal(a, b) if dtype is torch.float16 else torch.allclose(a, b, atol=1e-6)
+        if dtype is torch.float32:
+            assert error(list(got), list(want)) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])

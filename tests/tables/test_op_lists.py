@@ -77,10 +77,11 @@ def test_rows_share_what_is_said_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("field", ["no_kernel", "unset", "mixed_on", "low_backward", "uneven"])
+@pytest.mark.parametrize("field", ["no_kernel", "unset", "mixed_on", "low_backward", "uneven", "by_steps", "one_kernel"])
 def test_devices_and_formats_are_spelled_right(field: str) -> None:
     words = {word for row in OPS.values() for word in getattr(row, field)}
-    allowed = {f"{device}:{fmt.name}" for device in DEVICES for fmt in LOW_FORMATS} if field in ("no_kernel", "unset") else set(DEVICES)
+    with_format = ("no_kernel", "unset", "one_kernel")
+    allowed = {f"{device}:{fmt.name}" for device in DEVICES for fmt in LOW_FORMATS} if field in with_format else set(DEVICES)
     assert words <= allowed
 
 

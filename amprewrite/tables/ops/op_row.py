@@ -117,6 +117,10 @@ class Op:
     """True if the op is denied only because of its input. Its result fits the low format, so that the ops after it need not stay fp32."""
     low_backward: tuple[str, ...] = ()
     """Devices on which the backward of the op's low kernel adds up gradients in the low format. In training the op runs in fp32 there."""
+    by_steps: tuple[str, ...] = ()
+    """Devices that run a recurrent layer as separate ops for each time step, all of which read the weights, except as `one_kernel` says."""
+    one_kernel: tuple[str, ...] = ()
+    """Devices and formats with a kernel for all time steps of a recurrent layer without projections, if no sequence is packed."""
     uneven: tuple[str, ...] = ()
     """Devices whose low kernels round some elements of a tensor twice and others once, so that the result for a row depends on the rest of
     its batch."""

@@ -9,6 +9,8 @@
    transposed convolutions in one and two dims, with all of these up to 3. The only other padded convolutions with wrong gradients have
    three dims and a kernel wider than the input. A convolution with bare taps runs low with a separate op for its padding, giving right
    gradients. A transposed convolution with bare taps stays fp32. Transposed convolutions in three dims were not measured.
+4. Each time step of a recurrent layer reads the weights, and autograd adds up their low gradients. Such a layer runs low, in parts of some
+   steps (`graphs/fx/run/recurrent_layers.py`). oneDNN has a kernel for all steps of a bf16 LSTM, which adds up in fp32.
 
 This file has special code for `getitem`, which may take its indices from tensors.
 """
@@ -24,6 +26,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.flow.readers import MOST_READERS
 from amprewrite.graphs.fx.node_facts import Fact, arguments, device_of, example_value, hint, named_arguments
+from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, STEPS, is_packed_call
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.list_presets import autocast_kinds
 from amprewrite.tables.ops.op_lists import OpLists, find_op, op_name
@@ -47,6 +50,25 @@ def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str
     Symbolic sizes count by their value at capture.
     """
     return tuple(name for name, node in nodes.items() if _may_be_unset(node, low) and _has_bare_taps(node, transposed=False))
+
+
+def read_run_by_steps(nodes: Mapping[str, torch.fx.Node], low: Format, trained: Set[str]) -> tuple[str, ...]:
+    """Return the names of recurrent layers with weights in `trained` that their device runs step by step, if they have over STEPS steps."""
+    learning = {nodes[name] for name in trained}
+    return tuple(name for name, node in nodes.items() if node.target in LAYERS and _runs_by_steps(node, low, learning))
+
+
+def _runs_by_steps(node: torch.fx.Node, low: Format, learning: Set[torch.fx.Node]) -> bool:
+    row, device = find_op(op_name(node.target)), device_of(example_value(node))
+    args: tuple[Any, ...] = node.args
+    if row is None or device not in row.by_steps or node.kwargs or len(args) != 9:
+        return False
+    if is_packed_call(args):
+        return not learning.isdisjoint(args[3])
+    x, _, weights, biased, layers, _, _, both, batch_first = args
+    projected = len(weights) != layers * (1 + both) * (4 if biased else 2)
+    one_kernel = f"{device}:{low.name}" in row.one_kernel and not projected
+    return not one_kernel and hint(example_value(x).shape[1 if batch_first else 0]) > STEPS and not learning.isdisjoint(weights)
 
 
 def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
