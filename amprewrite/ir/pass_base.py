@@ -56,11 +56,7 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Switch Python's cycle collector off inside the `with` block.
-
-    Passes create no cyclic garbage. The collector would scan a large graph again and again, so that the time of a pass would grow faster
-    than the graph.
-    """
+    """Switch the cycle collector off in the block, as it would scan a growing graph again and again. Garbage cycles wait for the end."""
     on = gc.isenabled()
     gc.disable()
     try:

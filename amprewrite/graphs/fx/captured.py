@@ -188,8 +188,9 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph = torch.fx.Graph()
     for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = kept_meta(node.meta)
+        copy = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        copy.args, copy.kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # later: create_node walks its arguments
+        copy.meta = kept_meta(node.meta)
     graph._codegen = module.graph._codegen
     copied = LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)

@@ -20,6 +20,7 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 
 from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
+from amprewrite.ir.pass_base import no_collection
 from amprewrite.runtime.ambient.low_cache import shared_sizes
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
 from amprewrite.runtime.compiler.handlers import breaking_at_gradients, recurrent_layers_whole, sharing_sizes
@@ -117,9 +118,10 @@ def compile_afresh(
                 now["recompile_limit"] = RECOMPILE_LIMIT + more
                 now["accumulated_recompile_limit"] = torch._dynamo.config.accumulated_recompile_limit + more
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
+            quick = no_collection() if eager else contextlib.nullcontext()  # not beside a compiler, which may run for minutes
             reporting = reporting_autocast_on(root, frame[0].f_locals, around())
             try:
-                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, recurrent_layers_whole():
+                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, recurrent_layers_whole(), quick:
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)

@@ -116,7 +116,7 @@ class _Cloning:
         if isinstance(value, tuple | frozenset):
             return self._rebuilt(value)
         kind: Any = type(value)
-        made = copy.copy(value) if kind in _GROWING else kind.__new__(kind)
+        made = kind() if kind in (dict, list, set) else copy.copy(value) if kind in _GROWING else kind.__new__(kind)
         self.made[id(value)] = made
         if isinstance(value, dict):
             made.clear()
@@ -191,7 +191,7 @@ def _items(value: Any) -> list[Any]:
 
 def _filled_slots(value: Any) -> Iterator[Any]:
     """Yield the descriptor of each `__slots__` attribute that has a value in this object."""
-    for cls in type(value).__mro__:
+    for cls in (each for each in type(value).__mro__ if "__slots__" in vars(each)):
         for found in vars(cls).values():
             if isinstance(found, types.MemberDescriptorType):
                 try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,14 +44,12 @@ def buffers_in(model: nn.Module) -> Iterator[Tensor]:
 
 def _members(model: nn.Module, method: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
     own, registered = getattr(type(model), method), getattr(nn.Module, method)
-    if own is registered:
-        yield from registered(model, remove_duplicate=remove_duplicate)
-        return
-    found = list(registered(model, remove_duplicate=remove_duplicate))
-    yield from found
-    if _takes_nothing(own):
-        known = {id(member) for _, member in found}
-        yield from ((name, member) for name, member in own(model) if id(member) not in known)
+    found: Iterator[tuple[str, Any]] = registered(model, remove_duplicate=remove_duplicate)
+    if own is registered or not _takes_nothing(own):
+        return found
+    first = list(found)
+    known = {id(member) for _, member in first}
+    return chain(first, ((name, member) for name, member in own(model) if id(member) not in known))
 
 
 @functools.lru_cache(maxsize=64)
