@@ -12,7 +12,7 @@ Running sums occur in recurrences.
 3. A chain of at least `STREAM` sums of any kind stays fp32 if torch.autocast holds them in fp32, because their first value is a looked-up
    row, a learnt state, zeros or an input. Examples are running sums and residual streams. The values that are added on the way come from
    products. If a computed factor, such as a gate, scales the earlier sum on all paths to the later sum, other values count as well. A norm
-   ends a stream and begins a new one.
+   on the way changes nothing: `x = norm(x + f(x))` carries the roundings of x on, too.
 4. The ops that pass the value from one sum of a chain to the next stay fp32, too. The ops of f, and the scaling of its result, are left to
    later passes, because torch.autocast rounds there, too.
 5. Pins and overrides stay in force. Tied nodes share a colour.
@@ -46,7 +46,7 @@ FEW = 16
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
 """Ops whose result counts as their only operand times one, if both have the same number of elements: copies, views, conversions, bounds."""
 ONE = Factor()
-LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
+LEVEL = ops_with(Trait.HAS_STEPS, Trait.SHARES_OUT)
 
 
 class RepaintSmallSteps(Pass[Problem, Decisions]):
