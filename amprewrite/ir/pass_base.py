@@ -56,7 +56,11 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Switch the cycle collector off in the block, as it would scan a growing graph again and again. Garbage cycles wait for the end."""
+    """Switch Python's cycle collector off inside the `with` block.
+
+    The collector would scan a growing graph again and again, so that the time would grow faster than the graph. This changes no result:
+    garbage cycles are collected after the block, and the collector is on again even if the block raises. It is off in all threads.
+    """
     on = gc.isenabled()
     gc.disable()
     try:
