@@ -46,7 +46,8 @@ FEW = 16
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
 """Ops whose result counts as their only operand times one, if both have the same number of elements: copies, views, conversions, bounds."""
 ONE = Factor()
-LEVEL = ops_with(Trait.HAS_STEPS, Trait.SHARES_OUT)
+ENDS = ops_with(Trait.HAS_STEPS, Trait.SHARES_OUT)
+"""Ops at which a path ends, because their results do not continue the value: roundings, comparisons and softmax."""
 
 
 class RepaintSmallSteps(Pass[Problem, Decisions]):
@@ -161,7 +162,7 @@ class _Sums:
 
         An op of kind INTERNAL counts as elementwise if its result has as many elements as `to`.
         """
-        if node.role != "op" or is_product(node) or node.op in LEVEL or node.name in self.problem.repeated:
+        if node.role != "op" or is_product(node) or node.op in ENDS or node.name in self.problem.repeated:
             return False
         return node.kind in (OpKind.CLEAR, OpKind.INFER) or (node.kind is OpKind.INTERNAL and node.numel == to.numel)
 

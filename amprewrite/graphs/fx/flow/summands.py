@@ -37,8 +37,8 @@ def read_summands(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Map
 
     `sizes` maps the names of parameters that may scale a value to their signed root mean squares.
     """
-    factors = _Factors(graph, nodes, sizes) if nodes else None
-    return {name: found for name, node in nodes.items() if factors is not None and (found := factors.summands(node))}
+    factors = _Factors(graph, nodes, sizes)
+    return {name: found for name, node in nodes.items() if (found := factors.summands(node))}
 
 
 class _Factors:
