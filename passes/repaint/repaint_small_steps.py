@@ -12,7 +12,9 @@ Running sums occur in recurrences.
 3. A chain of at least `STREAM` sums of any kind stays fp32 if torch.autocast holds them in fp32, because their first value is a looked-up
    row, a learnt state, zeros or an input. Examples are running sums and residual streams. The values that are added on the way come from
    products. If a computed factor, such as a gate, scales the earlier sum on all paths to the later sum, other values count as well. A norm
-   on the way changes nothing: `x = norm(x + f(x))` carries the roundings of x on, too.
+   on the way changes nothing: `x = norm(x + f(x))` carries the roundings of x on, too. An ONNX file has no torch.autocast to be as exact
+   as, and each of its casts is a kernel. So in a file a norm ends a chain, running sums stay fp32 from `MANY` sums on, and chains that
+   continue through branches, such as residual streams, from `DEEP` on.
 4. The ops that pass the value from one sum of a chain to the next stay fp32, too. The ops of f, and the scaling of its result, are left to
    later passes, because torch.autocast rounds there, too.
 5. Pins and overrides stay in force. Tied nodes share a colour.
@@ -28,7 +30,7 @@ from dataclasses import dataclass, replace
 
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.summands import Factor, Summands, joined
-from amprewrite.ir.held_wide import FACTORS, SUMS, held_wide, is_product
+from amprewrite.ir.held_wide import FACTORS, FILE, SUMS, held_wide, is_product
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.problem import Problem
@@ -41,6 +43,9 @@ MANY = 8
 STREAM = 4
 """Least length of a chain that torch.autocast holds in fp32. A product rounds three times: both operands and its result. Four sums round
 the stream more often than the product that reads it at the end. Both together exceed 1.5 times the error of that product."""
+DEEP = 32
+"""Least number of sums of a residual stream that stays fp32 in a file. Their roundings are independent, so 32 of them are off by about six
+times the error of one. Networks of a dozen layers have 25 sums and stay below this limit."""
 FEW = 16
 """Largest number of ops on a path from a sum back to the earlier sum that it updates. One step of DDIM has four, and its branch as many."""
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
@@ -48,6 +53,7 @@ LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
 ONE = Factor()
 ENDS = ops_with(Trait.HAS_STEPS, Trait.SHARES_OUT)
 """Ops at which a path ends, because their results do not continue the value: roundings, comparisons and softmax."""
+NORMS = ops_with(Trait.TAKES_MEAN_AWAY)
 
 
 class RepaintSmallSteps(Pass[Problem, Decisions]):
@@ -74,6 +80,8 @@ class _Way:
     """Names of the values that the sums on the path add, each with its factor."""
     scaled: bool = False
     """Whether, on the path, the earlier value is multiplied by a factor that was computed by a product, such as a gate."""
+    branch: bool = False
+    """Whether an added value is a branch of the earlier value, a large one or a small one."""
     small: bool = False
     """Whether the added values have a branch, and all branches are small."""
 
@@ -86,7 +94,8 @@ class _Sums:
     """Finds the sums of one graph that update one value many times. Sets of values are ints with one bit for each value."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.graph = problem, problem.graph
+        self.problem, self.graph, self.in_file = problem, problem.graph, problem.device == FILE
+        self.ends = ENDS | NORMS if self.in_file else ENDS
         self.wide = held_wide(problem.graph, problem.device, problem.held)
         self.rounded = set[str]()
         """Names of the values downstream of a product, results of products included."""
@@ -120,7 +129,12 @@ class _Sums:
         steps = {name: small for name, of in ways.items() if (small := {before: way for before, way in of.items() if way.small})}
         sums = ways.keys() & self.wide
         wide = {name: {before: way for before, way in of.items() if before in sums} for name, of in ways.items() if name in sums}
-        return self._in_a_row(steps, MANY), self._in_a_row(wide, STREAM) & self.wide
+        if self.in_file:
+            plain = {name: {before: way for before, way in of.items() if not way.branch} for name, of in wide.items()}
+            running = self._in_a_row(plain, MANY) | self._in_a_row(wide, DEEP)
+        else:
+            running = self._in_a_row(wide, STREAM)
+        return self._in_a_row(steps, MANY), running & self.wide
 
     def _in_a_row(self, ways: _Ways, many: int) -> frozenset[str]:
         """Return the sums in chains of at least `many` sums, each of which updates the sum before, and the ops between them."""
@@ -155,14 +169,14 @@ class _Sums:
                 # one step ends at the nearest value that has a branch
                 small = branch and starts.isdisjoint(way.passed) and self._is_small(way, name)
                 starts |= {name} if branch else set()
-                yield name, replace(way, small=small)
+                yield name, replace(way, branch=branch, small=small)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
         """True if a path from the later sum `to` back to an earlier sum may pass `node`: an elementwise op, or an op that moves elements.
 
         An op of kind INTERNAL counts as elementwise if its result has as many elements as `to`.
         """
-        if node.role != "op" or is_product(node) or node.op in ENDS or node.name in self.problem.repeated:
+        if node.role != "op" or is_product(node) or node.op in self.ends or node.name in self.problem.repeated:
             return False
         return node.kind in (OpKind.CLEAR, OpKind.INFER) or (node.kind is OpKind.INTERNAL and node.numel == to.numel)
 

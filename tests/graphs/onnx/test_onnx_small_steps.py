@@ -90,3 +90,24 @@ def test_running_sums_are_fp32_in_files(tmp_path):
     assert len(sums) == 40 and all(each.colour is Colour.HIGH for each in sums)
     assert any(each.reason is Reason.RUNNING_SUM for each in sums)
     assert result.report.strict_error < 1e-2
+
+
+def stream(path, blocks: int, around: bool) -> str:
+    """A residual stream behind an input, with branches as large as the stream. `around`: norms stand behind the sums, not in branches."""
+    nodes = []
+    for i in range(blocks):
+        read = f"x{i}" if around else f"n{i}"
+        nodes += [node("MatMul", [read, "w"], [f"m{i}"]), node("Relu", [f"m{i}"], [f"r{i}"]), node("MatMul", [f"r{i}", "w"], [f"f{i}"])]
+        norm = node("LayerNormalization", [f"s{i}" if around else f"x{i}", "one"], [f"x{i + 1}" if around else f"n{i}"], axis=-1)
+        add = node("Add", [f"x{i}", f"f{i}"], [f"s{i}" if around else f"x{i + 1}"], name=f"sum{i}")
+        nodes = [*nodes, add, norm] if around else [*nodes[:-3], norm, *nodes[-3:], add]
+    return saved(path, [*nodes, node("MatMul", [f"x{blocks}", "w"], ["y"])], 1.0, {"one": np.ones(WIDTH, np.float32)})
+
+
+@pytest.mark.parametrize(("blocks", "around", "high"), [(12, False, False), (12, True, False), (40, True, False), (40, False, True)])
+def test_residual_streams_of_a_file_stay_fp32_from_32_sums_on(tmp_path, blocks, around, high):
+    """A file is not compared with torch.autocast, and each cast in it is a kernel."""
+    feed = {"x0": np.random.default_rng(1).standard_normal((4, WIDTH)).astype(np.float32)}
+    result = amprewrite.rewrite_onnx(stream(tmp_path / "m.onnx", blocks, around), dtype="fp16", calibration=feed)
+    sums = [each for region in result.plan.regions for each in region.nodes if each.name.startswith("sum")]
+    assert len(sums) == blocks and any(each.reason is Reason.RUNNING_SUM for each in sums) == high
