@@ -203,7 +203,7 @@ def test_example(name, tmp_path):
 def test_training_examples_over_two_processes(name, options):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/support/rank_script.py")
     learned(name, run(*torchrun, f"examples/{name}", *FAST[name], *options))
 
 
