@@ -45,7 +45,6 @@ from amprewrite.passes.plan.plan_edits import PlanEdits
 from amprewrite.passes.plan.plan_masks import PlanMasks
 from amprewrite.passes.plan.plan_pads import PlanPads
 from amprewrite.passes.plan.plan_products import PlanProducts
-from amprewrite.passes.plan.weigh_plans import WeighPlans
 from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs
 from amprewrite.passes.repaint.repaint_as_autocast import RepaintAsAutocast
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
@@ -96,9 +95,6 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "given": (PaintAsGiven(), *PLAN),
 }
 """The deciding passes for each `rule` of the op lists. The pipeline "given" is for a graph that must follow a given plan."""
-WEIGH: tuple[Deciding, ...] = (
-    WeighPlans(BY_COST),  # after the edited graph has passed its checks: compare the price of the plan with plans by other rules
-)
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
@@ -131,9 +127,7 @@ def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
     for each in deciding:
         by_name.setdefault(each.name, each)
     of = {stage: tuple(p for p in by_name.values() if f".{stage}." in type(p).__module__) for stage in ("paint", "repaint", "plan")}
-    return {
-        "normalise": (*CLEAN_EXPORTED, *NORMALISE), **of, "plan": (*of["plan"], *WEIGH), "apply": (*APPLY, *TIDY), "lower": LOWER
-    }  # fmt: skip
+    return {"normalise": (*CLEAN_EXPORTED, *NORMALISE), **of, "apply": (*APPLY, *TIDY), "lower": LOWER}
 
 
 def pipeline(problem: Problem) -> tuple[Deciding, ...]:
@@ -160,6 +154,6 @@ def plan_region(problem: Problem) -> RegionPlan:
 
 
 __all__ = [
-    "APPLY", "CLEAN_EXPORTED", "LOWER", "NORMALISE", "PIPELINES", "PLAN", "TIDY", "WEIGH", "Deciding", "decide", "pipeline", "plan_region",
-    "stages",
+    "APPLY", "BY_COST", "CLEAN_EXPORTED", "LOWER", "NORMALISE", "PIPELINES", "PLAN", "TIDY", "Deciding", "decide", "pipeline",
+    "plan_region", "stages",
 ]  # fmt: skip

@@ -44,7 +44,7 @@ from amprewrite.ir.plans.plan import FLUSHES, LEFT, ModelPlan, RegionPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import Problem
-from amprewrite.passes import APPLY, CLEAN_EXPORTED, NORMALISE, TIDY, WEIGH, decide
+from amprewrite.passes import APPLY, CLEAN_EXPORTED, NORMALISE, TIDY, decide
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import nodes_outside
 from amprewrite.passes.lower.dry_run import Refused, dry_run
@@ -173,8 +173,9 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
             setattr(edited.module, name, body)
         for name, node in edited.nodes.items():
             node.meta[NODE] = name
+        plan = decisions.freeze(problem)
         try:
-            run_passes(APPLY, decisions.freeze(problem), edited, problem.name)
+            run_passes(APPLY, plan, edited, problem.name)
             dry_run(edited.module, _expected(problem, decisions, edited))
             _check_outputs(captured.module, edited.module, decisions)
         except Refused as refusal:
@@ -183,8 +184,6 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
             elif not _keep_logical(captured, decisions, edited, refusal):
                 _keep_high(captured, decisions, edited, refusal)
             continue
-        run_passes(WEIGH, problem, decisions, problem.name)
-        plan = decisions.freeze(problem)
         run_passes(TIDY, plan, edited, problem.name)
         return edited.module, replace(plan, bodies=tuple(body_plan for _, body_plan in (bodies | closed).values()))
     raise PassError(f"{captured.problem.name}: over {MOST_REFUSALS} ops refused low inputs; please report this model")

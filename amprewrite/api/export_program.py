@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.passes.driver import CapturedGraph, clean_exported, pin_high
 from amprewrite.passes.lower.read_frozen_weights import store_low
 from amprewrite.passes.normalise.strip_checks import strip_checks
+from amprewrite.passes.weigh_plans import weighed
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.captured.look_ahead import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
@@ -74,7 +75,7 @@ def export_with_plan(
     exported = _export(edited, plain, args, kwargs, _spread(options, plain))
     strip_checks(exported.graph_module)
     policy = captured.problem.policy
-    plan = CastPlan(policy.low.name, region.flat("graph0"), notes=tuple(session.notes), lists=policy.lists_name)
+    plan = CastPlan(policy.low.name, weighed(region).flat("graph0"), notes=tuple(session.notes), lists=policy.lists_name)
     return exported, plan
 
 

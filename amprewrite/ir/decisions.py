@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from amprewrite.ir.plans.pad_plan import PadPlan
-from amprewrite.ir.plans.plan import Candidate, Cast, NodeEdit, NodePlan, RegionPlan
+from amprewrite.ir.plans.plan import Cast, NodeEdit, NodePlan, RegionPlan
 from amprewrite.ir.plans.product_plan import QuantisedProducts
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.vocabulary import Colour, Edit, Reason
@@ -29,8 +29,6 @@ class Decisions:
     paints: dict[str, Painted] = field(default_factory=dict)
     casts: tuple[Cast, ...] = ()
     pads: PadPlan = field(default_factory=PadPlan)
-    candidates: tuple[Candidate, ...] = ()
-    """The plans that were compared by price, the chosen plan first; empty if no plans were compared."""
     edits: list[NodeEdit] = field(default_factory=list)
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
     notes: list[str] = field(default_factory=list)
@@ -71,7 +69,6 @@ class Decisions:
 
     def freeze(self, problem: Problem) -> RegionPlan:
         """Return the decisions as the plan of the graph of `problem`. Every node of the graph must have a colour (low, high or plain)."""
-        place = problem.costs.place if self.candidates else ""
         return RegionPlan(
             name=problem.name,
             nodes=tuple(self._node_plans(problem)),
@@ -84,8 +81,6 @@ class Decisions:
             scales_loss=problem.scale_loss,
             quantised=self.quantised,
             basis=replace(problem, pads_off=True),
-            candidates=self.candidates,
-            priced_on=place if problem.given is None else problem.given.priced_on,
         )
 
     def _node_plans(self, problem: Problem) -> list[NodePlan]:

@@ -396,14 +396,14 @@ class Session(GraphRewriter):
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:
         """Return the plan of the rewritten graphs `regions`. A graph that occurs several times is listed once."""
-        return self._plan([region.plan for region in dict.fromkeys(regions)])
+        return self._plan([region.weighed() for region in dict.fromkeys(regions)])
 
     def plan_of_all(self) -> ModelPlan:
         """Return the plan of all graphs that have run, in the order of their first calls.
 
         If several graphs differ only in sizes or mode, the plan has the first of them. A note gives the number of the others.
         """
-        ran = [region.plan for region in dict.fromkeys(region for call in (*self.calls, self.last) for region in call)]
+        ran = [region.weighed() for region in dict.fromkeys(region for call in (*self.calls, self.last) for region in call)]
         shown = each_once(ran)
         more = len(ran) - len(shown)
         alike = f"{more} more graph{'s' * (more > 1)} ran the same ops in the same colours, at other sizes or in another mode"

@@ -27,12 +27,13 @@ from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import Problem
-from amprewrite.passes import WEIGH, decide
+from amprewrite.passes import decide, plan_region
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_ties import PaintTies
-from amprewrite.passes.plan.weigh_plans import PLANNED
+from amprewrite.passes.weigh_plans import PLANNED
+from amprewrite.passes.weigh_plans import weighed as priced
 from amprewrite.planner.assignment import cheapest
 from amprewrite.tables.formats import FORMATS, Format
 from amprewrite.tables.vocabulary import Colour
@@ -159,14 +160,12 @@ def weighed(found: Problems) -> dict[str, float]:
     total = dict.fromkeys((PLANNED, "tf rules", "autocast rules", "our lists, tf rules"), 0.0)
     for lists, read in found.items():
         for problem in read:
-            decisions = decide(problem)
-            run_passes(WEIGH, problem, decisions)
-            seconds = {candidate.name: candidate.seconds for candidate in decisions.candidates}
+            seconds = {candidate.name: candidate.seconds for candidate in priced(plan_region(problem)).candidates}
             if lists == "default":
                 total[PLANNED] += seconds[PLANNED]
                 total["our lists, tf rules"] += seconds["our lists, tf rules"]
             else:
-                total[f"{lists} rules"] += price(problem.graph, decisions.colours, problem.costs).total * TICK
+                total[f"{lists} rules"] += price(problem.graph, decide(problem).colours, problem.costs).total * TICK
     return total
 
 

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from amprewrite.ir.cost import TICK, Prices
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
@@ -26,7 +28,7 @@ class DeclineSmallGraphs(Pass[Problem, Decisions]):
         colours = decisions.colours
         if Colour.LOW in problem.agreed.of(problem.graph).values():
             return
-        fp32 = all_high(problem, decisions)
+        fp32 = all_high(problem, colours)
         if fp32 == colours:
             return
         prices = Prices(problem.graph, problem.costs)
@@ -40,7 +42,7 @@ class DeclineSmallGraphs(Pass[Problem, Decisions]):
         decisions.note(f"stays fp32: {told}, casts included; pass dtype={problem.policy.low.name!r} to rewrite anyway")
 
 
-def all_high(problem: Problem, decisions: Decisions) -> dict[str, Colour]:
-    """Return the colours of `decisions`, but with high (fp32) for each op that has fp32 values and whose colour no fact forces."""
+def all_high(problem: Problem, colours: Mapping[str, Colour]) -> dict[str, Colour]:
+    """Return `colours`, but with high (fp32) for each op that has fp32 values and whose colour no fact forces."""
     fixed = {node.name for node in problem.graph if node.role != "op" or node.pinned is not None}
-    return {name: colour if name in fixed or colour is Colour.PLAIN else Colour.HIGH for name, colour in decisions.colours.items()}
+    return {name: colour if name in fixed or colour is Colour.PLAIN else Colour.HIGH for name, colour in colours.items()}

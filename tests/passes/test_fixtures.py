@@ -97,7 +97,7 @@ def decided(name: str, header: str, source: str) -> str:
 
 def progress(name: str, case: Case) -> str:
     """What stood before a pass, and what it added."""
-    members = passes.pipeline(case.problem) + (passes.WEIGH if name in [each.name for each in passes.WEIGH] else ())
+    members = passes.pipeline(case.problem)
     (place,) = [place for place, each in enumerate(members) if each.name == name]
     scratch = Case(case.problem)
     scratch.run(*members[:place])
@@ -141,7 +141,6 @@ def _written(decisions: Decisions) -> list[str]:
         *(f"product {each}" for each in decisions.quantised.products),
         *(f"fp8     {copy}" for copy in decisions.quantised.copies),
         *(f"edit    {edit}" for edit in decisions.edits),
-        *(f"weighed {each.name}, {each.casts} casts" for each in decisions.candidates),
         *(f"note    {note}" for note in decisions.notes),
     ]
 

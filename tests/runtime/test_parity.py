@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.passes.plan.weigh_plans import PARITY
+from amprewrite.passes.weigh_plans import PARITY
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.vocabulary import Colour, Reason
 

@@ -25,6 +25,7 @@ from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpr
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
+from amprewrite.passes.weigh_plans import weighed
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values, copied, relative_error, results_of
@@ -165,7 +166,7 @@ class StrictRun:
         self.low = captured.problem.policy.low.name
         read_parts(captured)
         _, plan = rewrite_graph(captured)
-        region, number = StrictRegion.of(captured, plan), len(self.regions)
+        region, number = StrictRegion.of(captured, weighed(plan)), len(self.regions)
         wanted = differentiates(module.graph)
         self.regions.append(region)
 

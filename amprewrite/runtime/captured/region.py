@@ -15,6 +15,7 @@ from amprewrite.graphs.fx.run.first_run import FirstRun, Refusals
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, pushed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.lower.emit import CompiledFn
+from amprewrite.passes.weigh_plans import weighed
 from amprewrite.runtime.ambient.past import Past
 from amprewrite.runtime.captured.look_ahead import LookAhead
 from amprewrite.runtime.compiler.suspend_modes import suspend_dispatch_modes
@@ -59,6 +60,13 @@ class Region:
         self._past = Past[tuple[CompiledFn, WeightReads]]()
         self.latest = None if module is None else LatestInputs(plan, module)
         self.look_ahead: LookAhead | None = None
+        self._weighed: tuple[RegionPlan | None, RegionPlan] = None, plan
+
+    def weighed(self) -> RegionPlan:
+        """Return the plan with the prices of the plans that it was compared with. They are computed when the plan is first read."""
+        if (plan := self.plan) is not self._weighed[0]:
+            self._weighed = plan, weighed(plan)
+        return self._weighed[1]
 
     def become(
         self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals

@@ -14,14 +14,16 @@ It knows `to` by name: lists without `to` leave it in the format of its operand.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from amprewrite.ir.cost import TICK, Prices
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.plan import Candidate
+from amprewrite.ir.plans.plan import LEFT, Candidate, RegionPlan
 from amprewrite.ir.problem import Problem
+from amprewrite.passes import BY_COST
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_autocast import PaintAutocast
 from amprewrite.passes.paint.paint_lists import PaintLists
@@ -49,56 +51,50 @@ LEAST_TOLD = 1e-3
 """Smallest relative difference in price that is worth a note."""
 
 
-class WeighPlans(Pass[Problem, Decisions]):
-    name = "weigh-plans"
+def weighed(plan: RegionPlan) -> RegionPlan:
+    """Return `plan`, and the plans of its subgraphs, with the prices of the plans that they were compared with, and with notes on these.
 
-    def __init__(self, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-        """`by_cost` are the passes that choose colours (low or high) by prices. They are run again to plan the graph alone."""
-        self.by_cost = by_cost
-
-    def __call__(self, problem: Problem, decisions: Decisions) -> None:
-        if problem.given is not None:
-            decisions.candidates = problem.given.candidates
-            return
-        if problem.lists.rule != "cost":
-            return
-        prices = Prices(problem.graph, problem.own_costs.time)
-        found = []
-        for name, colours in {PLANNED: decisions.colours, **painted_otherwise(problem, decisions)}.items():
-            priced = prices.of(colours)
-            found.append(Candidate(name, priced.total * TICK, priced.copies))
-        decisions.candidates = tuple(found)
-        _tell_of_weights(problem, decisions)
-        _tell_of_parity(problem, decisions, self.by_cost)
-
-
-def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
-    """Add a note if each call without gradients makes new low copies of weights."""
-    if problem.training or problem.costs.cached_weights:
-        return
-    if any(cast.weight for cast in decisions.casts):
-        decisions.note("low copies of weights are priced as made at every call; frozen_weights() and cache_weights='step' keep them")
-
-
-def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-    """Add a note if a plan for this graph alone would be cheaper than the plan, which agrees with the model's other graphs.
-
-    `by_cost` are the passes that choose colours by prices. They make the plan for this graph alone.
+    Nothing that runs depends on prices, so they are computed when a plan is read. Graphs that stay fp32 as a whole are not compared.
     """
+    problem, plan = plan.basis, replace(plan, bodies=tuple(map(weighed, plan.bodies)))
+    if problem is None or any(note.startswith(LEFT) for note in plan.notes):
+        return plan
+    if problem.given is not None:
+        return replace(plan, candidates=problem.given.candidates, priced_on=problem.given.priced_on)
+    if problem.lists.rule != "cost":
+        return plan
+    colours, prices = {node.name: node.colour for node in plan.nodes}, Prices(problem.graph, problem.own_costs.time)
+    priced = {name: prices.of(each) for name, each in {PLANNED: colours, **painted_otherwise(problem, colours)}.items()}
+    return replace(
+        plan,
+        candidates=tuple(Candidate(name, each.total * TICK, each.copies) for name, each in priced.items()),
+        priced_on=problem.costs.place,
+        notes=tuple(dict.fromkeys((*plan.notes, *_on_weights(problem, plan), *_on_parity(problem, colours)))),
+    )
+
+
+def _on_weights(problem: Problem, plan: RegionPlan) -> Iterator[str]:
+    """Yield a note if each call without gradients makes new low copies of weights."""
+    if not (problem.training or problem.costs.cached_weights) and any(cast.weight for cast in plan.casts):
+        yield "low copies of weights are priced as made at every call; frozen_weights() and cache_weights='step' keep them"
+
+
+def _on_parity(problem: Problem, colours: dict[str, Colour]) -> Iterator[str]:
+    """Yield a note if a plan for this graph alone would be cheaper than the plan, which agrees with the model's other graphs."""
     alone = problem.apart
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return
     free = Decisions()
-    for each in by_cost:
+    for each in BY_COST:
         each(alone, free)
     prices = Prices(alone.graph, alone.costs)
-    here, there = prices.of(decisions.colours).total * TICK, prices.of(free.colours).total * TICK
+    here, there = prices.of(colours).total * TICK, prices.of(free.colours).total * TICK
     if here > there * (1 + LEAST_TOLD):
         more, alone_takes, takes = 100 * (here / there - 1), 1e6 * there, 1e6 * here
-        decisions.note(f"{PARITY}{more:.1f} %: a plan of its own would take {alone_takes:.4g} µs, not {takes:.4g} µs")
+        yield f"{PARITY}{more:.1f} %: a plan of its own would take {alone_takes:.4g} µs, not {takes:.4g} µs"
 
 
-def painted_otherwise(problem: Problem, decisions: Decisions) -> dict[str, dict[str, Colour]]:
+def painted_otherwise(problem: Problem, colours: dict[str, Colour]) -> dict[str, dict[str, Colour]]:
     """Return {name of the rules: {node: colour}} for plans of this graph by the rules of other tools, such as torch.autocast."""
     low, device = problem.policy.low, problem.device
     found = {
@@ -106,7 +102,7 @@ def painted_otherwise(problem: Problem, decisions: Decisions) -> dict[str, dict[
         "autocast rules": _painted(problem, op_lists("autocast", low, device)),
         "our lists, tf rules": _painted(problem, replace(problem.lists, rule="tf")),
     }
-    return {**found, "all fp32": all_high(problem, decisions)}
+    return {**found, "all fp32": all_high(problem, colours)}
 
 
 def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
