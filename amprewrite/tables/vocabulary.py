@@ -103,6 +103,7 @@ class Reason(Enum):
     NOT_REACHED = "no low op is near"
     FORCED = "the lists put every op there"
     UNLISTED = "its op is on no list"
+    UNTYPED = "it reads a value of unknown type"
     NO_FLOAT = "it carries no fp32 value"
     NOT_DENSE = "its value is sparse or nested, and such values are never cast"
     HALF = "the model computes it in half precision itself"

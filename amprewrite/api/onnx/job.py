@@ -48,6 +48,7 @@ from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, shown
 from amprewrite.tables.boundary.files import resolved
+from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.devices import NAMED, named_device
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
 from amprewrite.tables.formats import FORMATS, FP32
@@ -215,6 +216,9 @@ class Job:
         if region.quantised:
             insert_quantised(self.model, reading, region, largest(reading, samples), self.low)
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
+        for value, count in reading.untyped.items():
+            text = f"the type of {printable(value)} is unknown, so its readers stay fp32 ({count} nodes)"
+            self.notes.append(f"{text}: declare it in value_info")
         report = OnnxReport(
             samples=samples.seen, weights_before=self.before, weights_after=constant_bytes(self.model), losses=losses(reading, region)
         )
@@ -224,9 +228,8 @@ class Job:
             forget_guesses(self.model)
 
     def sample(self, feeds: Iterable[Feed] | None, limit: TimeLimit, lenient: bool) -> Samples:
-        wanted = [v for n in self.model.graph if n.op_type != "Constant" for v in n.outputs if v.name and format_of(v) == "fp32"]
         try:
-            samples = observe(self.model, feeds, wanted, limit, lenient)
+            samples = observe(self.model, feeds, limit, lenient)
         except PolicyError as error:
             if not self.example_inputs:
                 raise

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import forget_guesses, guess, guessed
-from amprewrite.graphs.onnx.ops import fill_types
+from amprewrite.graphs.onnx.ops import fill_operand_types, fill_types
 from amprewrite.tables.errors import one_line
 from amprewrite.tables.ops.onnx_names import FLOW
 
@@ -21,6 +21,7 @@ HOLLOW = 1024
 def infer_types(model: ir.Model) -> list[str]:
     """Infer missing types and shapes of the top graph, as guesses. Returns a list with a note if that fails, otherwise [].
 
+    Schemas give types where onnx's inference stops, at ops that it does not know: from operands to results, and from results to operands.
     `read/reader.py` infers the types in bodies (subgraphs).
     """
     nodes = [node for node in model.graph if node.op_type not in FLOW]
@@ -30,8 +31,10 @@ def infer_types(model: ir.Model) -> list[str]:
         _take(nodes, _inferred(model))
     except Exception as error:
         return [f"onnx could not infer types, so ops that read such values stay fp32: {one_line(error)}"]
-    for node in nodes:  # onnx's inference stops at ops that it does not know; schemas may give the types of later results
-        fill_types(node, model.opset_imports[""])
+    opset = model.opset_imports[""]
+    for fill, order in ((fill_types, nodes), (fill_operand_types, nodes[::-1]), (fill_types, nodes)):
+        for node in order:
+            fill(node, opset)
     return []
 
 

@@ -6,7 +6,7 @@ for `Pow`, whose exponent may make it another op, and for `Cast` and `Constant`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,15 +16,14 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import guess
 from amprewrite.tables.formats import FORMATS, Format
-from amprewrite.tables.ops.onnx_names import BROADCASTS, BY_ATTRIBUTE, CONTRIB, DOMAIN, NEUTRAL, POWERS, SIDE_FOLLOWS, VOCABULARY
+from amprewrite.tables.ops.onnx_names import BROADCASTS, BY_ATTRIBUTE, CONTRIB, DOMAIN, FLOW, NEUTRAL, POWERS, SIDE_FOLLOWS, VOCABULARY
 
 DTYPES = {row.name: ir.DataType[row.onnx] for row in FORMATS.values()}
 FLOATS = {dtype: name for name, dtype in DTYPES.items()}
 _TYPE_STRINGS = {row.name: row.onnx_type for row in FORMATS.values()}
-_FIXED = {
-    "tensor(float)": ir.DataType.FLOAT, "tensor(int32)": ir.DataType.INT32, "tensor(int64)": ir.DataType.INT64,
-    "tensor(bool)": ir.DataType.BOOL,
-}  # fmt: skip
+_SPELLED = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}
+"""Types of elements by the spelling of a tensor's type in schemas and in ONNX Runtime."""
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 OLDEST = 7
 """Models of an older opset are raised to this opset, because ops of older opsets broadcast by attribute."""
 NEWEST = 24
@@ -177,15 +176,35 @@ def fill_types(node: ir.Node, opset: int) -> None:
     sig = signature(node.domain, node.op_type, opset)
     if sig is None:
         return
-    known = {sig.input(index): v.type for index, v in enumerate(node.inputs) if v is not None and v.type is not None}
-    for index, value in enumerate(node.outputs):
-        spelled = sig.output(index)
-        if value.type is not None:
-            continue
-        if isinstance(known.get(spelled), ir.TensorType):
-            guess(value, known[spelled])
-        elif spelled in _FIXED:
-            guess(value, ir.TensorType(_FIXED[spelled]))
+    _share_types(sig, node, [(value, sig.output(index)) for index, value in enumerate(node.outputs)])
+
+
+def fill_operand_types(node: ir.Node, opset: int) -> None:
+    """Guess the types of the operands of `node` that have none, by its schema.
+
+    Nodes with subgraphs are left out, and so are results of nodes in FLOW, which have the types of the values in their bodies.
+    """
+    sig = signature(node.domain, node.op_type, opset)
+    if sig is None or any(each.type in _GRAPHS for each in node.attributes.values()):
+        return
+    read = [(value, sig.input(index)) for index, value in enumerate(node.inputs) if value is not None]
+    _share_types(sig, node, [each for each in read if (maker := each[0].producer()) is not None and maker.op_type not in FLOW])
+
+
+def _share_types(sig: Signature, node: ir.Node, wanted: Iterable[tuple[ir.Value, str]]) -> None:
+    """Guess the missing types of `wanted`, pairs of a value and its type or type variable in `sig`, the signature of `node`."""
+    read = [(value, sig.input(index)) for index, value in enumerate(node.inputs) if value is not None]
+    made = [(value, sig.output(index)) for index, value in enumerate(node.outputs)]
+    known = {spelled: value.type for value, spelled in (*made, *read) if value.type is not None}
+    for value, spelled in wanted:
+        kind = known.get(spelled) or spelled_type(spelled)
+        if value.type is None and isinstance(kind, ir.TensorType):
+            guess(value, kind)
+
+
+def spelled_type(text: str) -> ir.TensorType | None:
+    """Return the type that schemas and ONNX Runtime spell `text`, such as "tensor(float)"; None for anything but a tensor."""
+    return ir.TensorType(_SPELLED[text]) if text in _SPELLED else None
 
 
 _CONSTANTS = {

@@ -179,6 +179,7 @@ _CONDITIONS = {
     Reason.ON_DENYLIST: "with its op on another list: overrides={{'{op}': 'low'}}",
     Reason.FORCED: "with lists='default', or with an override",
     Reason.UNLISTED: "if {op} had a row in the op table, with its behaviour in {low}",
+    Reason.UNTYPED: "if the file declared the type of {detail}, in its value_info",
     Reason.NO_FLOAT: "never: there is nothing to cast",
     Reason.NOT_DENSE: "on dense tensors: this one is {detail}",
     Reason.HALF: "never: it is in {detail} already",

@@ -68,7 +68,35 @@ def test_what_has_no_row_is_a_wall_and_is_listed():
         node("MatMul", ["i", "w"], ["out"], name="b"),
     ]
     given = net(nodes, [value("x", 8, 8)], [value("out", 8, 8)], [weight("w", 8, 8)], {"x": noise(8, 8)}, domains=[DOMAIN])
-    given.model.graph.value_info.append(value("i", 8, 8))
     result = rewrite_onnx(given.model, calibration=given.feed)
-    assert colours(result.model)["inverse"] == "high"
+    assert colours(result.model) == {"a": "low", "inverse": "high", "b": "low"}
     assert any(note.startswith("com.microsoft::Inverse is on no list") for note in result.report.notes)
+
+
+def test_onnx_runtime_tells_types_that_nothing_else_does():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"], name="a"),
+        node("Inverse", ["h"], ["i"], name="inverse", domain=DOMAIN),
+        node("Relu", ["i"], ["r"], name="relu"),
+        node("Inverse", ["r"], ["j"], name="again", domain=DOMAIN),
+        node("Gemm", ["j", "r"], ["out"], name="b"),
+    ]
+    given = net(nodes, [value("x", 8, 8)], [value("out", 8, 8)], [weight("w", 8, 8)], {"x": noise(8, 8) + 9 * np.eye(8, dtype="f")},
+                domains=[DOMAIN])  # fmt: skip
+    result = rewrite_onnx(given.model, calibration=given.feed, overrides={"node:relu": "low"})
+    assert colours(result.model) == {"a": "low", "inverse": "high", "relu": "low", "again": "high", "b": "low"}
+    assert not [info for info in result.model.graph.value_info if info.name in "ijr"]  # they are guesses, which no file declares
+
+
+def test_values_of_unknown_type_keep_their_readers_fp32_and_are_named():
+    nodes = [
+        node("Strange", ["x"], ["at"], name="strange", domain="acme"),
+        node("Gather", ["table", "at"], ["rows"], name="gather"),
+        node("MatMul", ["rows", "w"], ["out"], name="b"),
+    ]
+    given = net(nodes, [value("x", 8)], [value("out", 8, 8)], [weight("table", 9, 8), weight("w", 8, 8)], {}, domains=["acme"])
+    result = rewrite_onnx(given.model, verify=False)
+    assert "the type of at is unknown, so its readers stay fp32 (1 nodes): declare it in value_info" in result.report.notes
+    assert not [note for note in result.report.notes if "Gather is on no list" in note]
+    assert "it reads a value of unknown type (at)" in result.plan.explain("gather")
+    assert colours(result.model)["b"] == "low"

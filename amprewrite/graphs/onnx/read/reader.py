@@ -80,6 +80,8 @@ class OnnxReading:
     """Ranges of op-graph nodes in sample runs, and of constants that a low copy rounds."""
     walls: Counter[str] = field(default_factory=Counter)
     """Ops on no op list, with their numbers of occurrences."""
+    untyped: Counter[str] = field(default_factory=Counter)
+    """Values of unknown type that keep the ops that read them fp32, with their numbers of readers."""
 
 
 def read_onnx(
@@ -218,16 +220,19 @@ class _Reader:
         group = sig.output(floats[0].index() or 0) if sig and floats else ""
         name = self.unique(node.name or op)
         inner = bodies(node)
-        typed = all(value is None or value.type is not None for value in node.inputs)
-        listed = typed and row is not None and sig is not None and self.kinds.lists.kind(row.name) is not None and not inner
+        untyped = [str(value.name) for value in node.inputs if value is not None and value.type is None]
+        known = row is not None and sig is not None and self.kinds.lists.kind(row.name) is not None and not inner
+        listed = known and not untyped
         kind = self.kinds.of(op, node) if listed else None
         if listed and sig is not None:
             operands = self.operands(name, node, sig, group, bool(floats))
         else:
             operands = self.walled(name, node, inner)
             if operands or floats:
-                self.reading.walls[f"{node.domain or 'ai.onnx'}::{node.op_type}"] += 1
-        pinned = self.pin(node, op, listed, sig, group, operands) if floats else _PLAIN
+                unknown = untyped if known else [f"{node.domain or 'ai.onnx'}::{node.op_type}"]
+                (self.reading.untyped if known else self.reading.walls).update(unknown)
+        unread: Pin | None = (Colour.HIGH, Reason.UNTYPED, ", ".join(untyped)) if known and untyped else None
+        pinned = (unread or self.pin(node, op, listed, sig, group, operands)) if floats else _PLAIN
         may_saturate = bool(floats) and self.held.may_saturate(node, op, kind, self.saturates(operands))
         if may_saturate and self.held.takes_mask(node, op):
             self.masked.add(name)
@@ -339,7 +344,7 @@ class _Reader:
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
         """Return (high, reason, detail) if facts about the op force it to run in fp32; None if lists and passes decide.
 
-        `listed` is False if the op is on no op list, has subgraphs, or has unknown types. `group` is the type variable of its result.
+        `listed` is False if the op is on no op list or has subgraphs. `group` is the type variable of its result.
         """
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op

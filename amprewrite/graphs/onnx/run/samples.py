@@ -10,6 +10,7 @@ This file has special code for `Gather`, whose table limits an index.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,10 +22,13 @@ import onnx_ir as ir
 import torch
 
 from amprewrite.graphs.onnx.check import memory, too_large
+from amprewrite.graphs.onnx.guesses import guess
+from amprewrite.graphs.onnx.ops import constant_tensor, format_of, spelled_type
 from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, TooSlow, run_within
 from amprewrite.ir.evidence.ranges import ValueRange, merge
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PolicyError, one_line
+from amprewrite.tables.ops.onnx_names import FLOW
 
 Feed = dict[str, Any]
 """Values of the inputs by name: an array, a list of arrays for a sequence, None for an optional input that is left out."""
@@ -216,10 +220,10 @@ def _rows_indexed(value: ir.Value) -> int:
 
 
 # -- runs ------------------------------------------------------------------------------
-def observe(
-    model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto", lenient: bool = False
-) -> Samples:
-    """Run the fp32 model on samples and return the ranges of the `wanted` values. If `feeds` is None, the inputs are made up.
+def observe(model: ir.Model, feeds: Iterable[Feed] | None, limit: TimeLimit = "auto", lenient: bool = False) -> Samples:
+    """Run the fp32 model on samples and return the ranges of the fp32 values of its top graph. If `feeds` is None, inputs are made up.
+
+    ONNX Runtime first infers the types and shapes that are still unknown, because it knows more ops than onnx.
 
     A model that onnx.checker refuses is not run. With `lenient` it is run, unless a trial in a separate process fails. Raises PolicyError
     if the model does not run on the caller's samples. If it does not run on made-up inputs, `problem` of the result is the reason.
@@ -237,7 +241,8 @@ def observe(
             failure = runnable.failure(tried)
             if failure:
                 return replace(refused, refusal=failure)
-        observer = _Observer(runnable, wanted)
+        _fill_types(model, runnable)
+        observer = _Observer(runnable, _fp32_values(model))
         if feeds is not None:
             samples = Samples(made_up=False, invalid=invalid)
             for feed in feeds:
@@ -260,6 +265,27 @@ def _peek(feeds: Iterable[Feed]) -> tuple[Iterable[Feed], list[Feed]]:
     rest = iter(feeds)
     first = list(itertools.islice(rest, 1))
     return itertools.chain(first, rest), first
+
+
+def _fp32_values(model: ir.Model) -> list[ir.Value]:
+    """Return the fp32 values that the top graph computes."""
+    made = (value for node in model.graph for value in node.outputs if value.name and constant_tensor(value) is None)
+    return [value for value in made if format_of(value) == "fp32"]
+
+
+def _fill_types(model: ir.Model, runnable: Runnable) -> None:
+    """Guess the types and shapes of values of unknown type as ONNX Runtime infers them, if it loads the model.
+
+    `read/reader.py` infers the types of results of nodes in FLOW.
+    """
+    nodes = (node for node in model.graph if node.op_type not in FLOW)
+    untyped = {str(value.name): value for node in nodes for value in node.outputs if value.name and value.type is None}
+    if not untyped:
+        return
+    with contextlib.suppress(Exception):  # the sample run that follows says why ONNX Runtime does not load the model
+        for found in runnable.session(untyped).get_outputs():
+            if found.name in untyped:
+                guess(untyped[found.name], spelled_type(found.type), ir.Shape(found.shape) if found.shape else None)
 
 
 class _Observer:
