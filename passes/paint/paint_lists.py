@@ -1,8 +1,9 @@
 """Paint every node whose colour a fact, an override or an op list decides.
 
 1. Facts first: nodes without fp32 values are plain; inputs, parameters and explicit dtypes stay fp32 (high).
-2. Overrides of nodes and modules come next.
-3. Then the lists: allowed ops are low, denied ops are high.
+2. If the policy is fp32, for example on a device that gains nothing from low precision, all ops with fp32 values are high.
+3. Overrides of nodes and modules come next.
+4. Then the lists: allowed ops are low, denied ops are high.
 
 The passes after this one paint the rest. The result does not depend on the order of the nodes.
 """
@@ -13,6 +14,7 @@ from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PassError
+from amprewrite.tables.formats import FP32
 from amprewrite.tables.recipes import WIDE
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -49,6 +51,9 @@ def check_facts(problem: Problem, decisions: Decisions) -> None:
 def paint_lists(problem: Problem, decisions: Decisions) -> None:
     for node in problem.graph:
         if node.role != "op" or not node.carries_fp32 or node.name in problem.refused:
+            continue
+        if problem.policy.low is FP32:  # then a reason that concerns a low format would mislead
+            decisions.paint(node.name, Colour.HIGH, Reason.FP32_POLICY)
             continue
         asked = problem.policy.asked_for(node.name, node.module)
         if asked is not None and asked.word == WIDE:  # the override "wide" of a module is for its matrix products only

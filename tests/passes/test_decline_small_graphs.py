@@ -46,3 +46,13 @@ def test_exported_programs_may_run_elsewhere():
     amp = amprewrite.rewrite(mlp(16).eval(), device="a100")
     case = amp.export_program((torch.randn(4, 16),))
     assert "bfloat16" in str(case.graph)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "fp32"}, {"device": "cpu"}, {"device": "cpu", "overrides": {"module:0": "low"}},
+                                     {"device": "cpu", "lists": "autocast"}, {"device": "cpu", "lists": "o3"}], ids=str)  # fmt: skip
+def test_a_plan_in_fp32_tells_of_no_low_op_and_no_cast(options):
+    model = nn.Sequential(mlp(16), nn.LayerNorm(16))
+    plan = amprewrite.plan(model, (torch.randn(4, 16),), **options)
+    assert colours(plan) == {Colour.HIGH} and not plan.casts
+    assert {node.reason for node in plan.nodes if node.role == "op"} == {Reason.FP32_POLICY}
+    assert "pass dtype='fp32'" not in str(plan)
