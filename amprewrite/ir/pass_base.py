@@ -7,6 +7,7 @@ edit an fx graph. So a deciding pass cannot change a graph, and an applying pass
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Generic, TypeVar
@@ -20,9 +21,13 @@ Edited = TypeVar("Edited")
 
 
 class Pass(Generic[Read, Edited]):
-    """One named step of a pipeline. A subclass defines `name` and `__call__`, which calls plain functions to do the work."""
+    """One step of a pipeline. A subclass defines `__call__`, which calls plain functions to do the work."""
 
     name: ClassVar[str]
+    """Name of the pass in messages and in `amprewrite passes`: that of its class in small letters, such as "repaint-by-cost"."""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
     def __call__(self, read: Read, edited: Edited) -> None:
         """Run the pass on `edited`. Raise PassError if `read` or `edited` is not ready for it."""

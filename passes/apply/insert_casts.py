@@ -43,8 +43,6 @@ CAST = "amprewrite_cast"
 
 
 class InsertCasts(Pass[RegionPlan, EditedGraph]):
-    name = "insert-casts"
-
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         graph = edited.module.graph
         order = {node: position for position, node in enumerate(graph.nodes)}

@@ -35,8 +35,6 @@ FRESH = ops_with(Trait.FRESH) | {"cast"}
 
 
 class InsertPads(Pass[RegionPlan, EditedGraph]):
-    name = "insert-pads"
-
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         if plan.pads:
             _Insertion(plan, edited).run()

@@ -22,8 +22,6 @@ from amprewrite.passes.apply.insert_casts import CAST
 
 
 class KeepViews(Pass[RegionPlan, EditedGraph]):
-    name = "keep-views"
-
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         graph = edited.module.graph
         output = graph.find_nodes(op="output")[0]

@@ -58,8 +58,6 @@ SCALE, INVERSE = "amprewrite_scale", "amprewrite_inverse"
 
 
 class ScaleLoss(Pass[RegionPlan, EditedGraph]):
-    name = "scale-loss"
-
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         if not plan.scales_loss:
             return

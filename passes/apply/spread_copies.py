@@ -24,8 +24,6 @@ READERS = 2
 
 
 class SpreadCopies(Pass[RegionPlan, EditedGraph]):
-    name = "spread-copies"
-
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         copies = [copy for name in plan.edited(Edit.SPREAD_COPIES) for copy in edited.nodes[name].users if _is_low(copy)]
         for copy in copies:

@@ -28,8 +28,6 @@ from amprewrite.tables.vocabulary import Edit
 
 
 class SuitKernels(Pass[RegionPlan, EditedGraph]):
-    name = "suit-kernels"
-
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         for name in plan.edited(Edit.FP32_STATISTICS):
             _give_ones(edited.nodes[name])

@@ -45,8 +45,6 @@ _READ = ("torch", "amprewrite")
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):
-    name = "hoist-weight-casts"
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         cache = target.weight_cache
 

@@ -38,8 +38,6 @@ NAME = "amprewrite_constants"
 
 
 class KeepConstants(Pass[Target, EditedGraph]):
-    name = "keep-constants"
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if target.eager and (results := _results(edited.module)):
             edited.module, copies = copy_graph(edited.module)  # edit a copy: users can inspect the original with its ops

@@ -27,8 +27,6 @@ from amprewrite.ir.pass_base import Pass
 
 
 class KeepQuantised(Pass[Target, EditedGraph]):
-    name = "keep-quantised"
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if not target.training:
             keep_quantised(edited, len(edited.hoisted) + len(edited.stored))

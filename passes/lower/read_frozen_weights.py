@@ -32,8 +32,6 @@ CompiledFn = Callable[..., Any]
 
 
 class ReadFrozenWeights(Pass[Target, EditedGraph]):
-    name = "read-frozen-weights"
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if not target.frozen:
             return

@@ -19,8 +19,6 @@ from amprewrite.ir.pass_base import Pass
 
 
 class RestoreCheckpoints(Pass[Target, EditedGraph]):
-    name = "restore-checkpoints"
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if target.eager:
             restore_checkpoints(edited.module)

@@ -30,8 +30,6 @@ _PLAIN: dict[str, Any] = {"weight": None, "size_average": None, "reduce": None, 
 
 
 class SplitLosses(Pass[Target, EditedGraph]):
-    name = "split-losses"
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if not (target.eager and target.training) or not _large(edited.module.graph):
             return

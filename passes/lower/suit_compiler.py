@@ -28,8 +28,6 @@ CompiledFn = Callable[..., Any]
 
 
 class SuitCompiler(Pass[Target, EditedGraph]):
-    name = "suit-compiler"
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if target.eager:
             return

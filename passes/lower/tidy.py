@@ -22,8 +22,6 @@ _ZEROS_AND_ONES = ops_with(Trait.UNIFORM) - ops_with(Trait.FILLS)
 
 
 class Tidy(Pass[RegionPlan, EditedGraph]):
-    name = "tidy"
-
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         remove_idle_conversions(edited.module.graph)
         make_in_format(edited.module.graph)

@@ -38,8 +38,6 @@ Node = torch.fx.Node
 
 
 class UnscaleTogether(Pass[Target, EditedGraph]):
-    name = "unscale-together"
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         graph = edited.module.graph
         scaled = any(node.target == INVERSE for node in graph.find_nodes(op="placeholder"))

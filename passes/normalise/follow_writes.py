@@ -20,8 +20,6 @@ from amprewrite.tables.ops.op_lists import op_name
 
 
 class FollowWrites(Pass[Reading, EditedGraph]):
-    name = "follow-writes"
-
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         places: dict[torch.fx.Node, int] = {}
         apart, switch = transformed_nodes(edited.module.graph), -1

@@ -29,8 +29,6 @@ from amprewrite.torch_internals.autograd import set_grad_enabled
 
 
 class FreeBackwards(Pass[Reading, EditedGraph]):
-    name = "free-backwards"
-
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         for call, body in list(_backwards(edited.module)):
             _free(body, call)

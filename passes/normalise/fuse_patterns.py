@@ -61,8 +61,6 @@ class Pattern:
 
 
 class FusePatterns(Pass[Reading, EditedGraph]):
-    name = "fuse-patterns"
-
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         if reading.low is not FP32:
             fuse_patterns(edited, reading.lists)

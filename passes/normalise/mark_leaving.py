@@ -18,8 +18,6 @@ from amprewrite.tables.formats import FP32
 
 
 class MarkLeaving(Pass[Reading, EditedGraph]):
-    name = "mark-leaving"
-
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         if reading.low is FP32:
             return

@@ -18,8 +18,6 @@ from amprewrite.torch_internals.autograd import set_grad_enabled
 
 
 class OpenGradRegions(Pass[Reading, EditedGraph]):
-    name = "open-grad-regions"
-
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         open_grad_regions(edited.module)
 

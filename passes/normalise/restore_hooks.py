@@ -13,8 +13,6 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
 class RestoreHooks(Pass[Reading, EditedGraph]):
-    name = "restore-hooks"
-
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         nodes = edited.module.graph.nodes
         hooks = [node for node in nodes if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook"]

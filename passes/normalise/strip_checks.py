@@ -21,8 +21,6 @@ GUARDS = "_guards_fn"
 
 
 class StripChecks(Pass[Reading, EditedGraph]):
-    name = "strip-checks"
-
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         strip_checks(edited.module)
 

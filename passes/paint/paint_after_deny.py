@@ -23,8 +23,6 @@ SPREADS_DENY = (OpKind.INFER, OpKind.INTERNAL)
 
 
 class PaintAfterDeny(Pass[Problem, Decisions]):
-    name = "paint-after-deny"
-
     def __init__(self, past_bounded: bool = False) -> None:
         """If `past_bounded` is True, the pass starts also at denied ops whose results always fit the low format."""
         self.past_bounded = past_bounded

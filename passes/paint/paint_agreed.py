@@ -18,8 +18,6 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class PaintAgreed(Pass[Problem, Decisions]):
-    name = "paint-agreed"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         whys = problem.agreed.whys_of(problem.graph)
         for name, colour in problem.agreed.of(problem.graph).items():

@@ -9,8 +9,6 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class PaintAllLow(Pass[Problem, Decisions]):
-    name = "paint-all-low"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         for node in problem.graph:
             if node.name not in decisions.paints:

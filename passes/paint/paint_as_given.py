@@ -16,8 +16,6 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class PaintAsGiven(Pass[Problem, Decisions]):
-    name = "paint-as-given"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if problem.given is None:
             raise PassError("paint-as-given follows a plan, and none is given")

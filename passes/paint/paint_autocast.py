@@ -20,8 +20,6 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class PaintAutocast(Pass[Problem, Decisions]):
-    name = "paint-autocast"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         open_nodes = [node for node in problem.graph if node.name not in decisions.paints]
         high = {name for name, paint in decisions.paints.items() if paint.colour is not Colour.LOW}

@@ -23,8 +23,6 @@ YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
 
 
 class PaintLists(Pass[Problem, Decisions]):
-    name = "paint-lists"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         paint_facts(problem, decisions)
         paint_lists(problem, decisions)

@@ -24,8 +24,6 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 
 class PaintTF(Pass[Problem, Decisions]):
-    name = "paint-tf"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         paint_between_allow(problem, decisions)
         if problem.lists.infer_after_allow:

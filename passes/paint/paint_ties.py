@@ -12,8 +12,6 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class PaintTies(Pass[Problem, Decisions]):
-    name = "paint-ties"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         paint_ties(problem, decisions)
 

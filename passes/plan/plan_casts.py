@@ -25,8 +25,6 @@ from amprewrite.tables.vocabulary import Colour, Edit
 
 
 class PlanCasts(Pass[Problem, Decisions]):
-    name = "plan-casts"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         bare = [node.name for node in problem.graph if node.name not in decisions.paints]
         if bare:

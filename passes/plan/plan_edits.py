@@ -18,8 +18,6 @@ from amprewrite.tables.vocabulary import Edit
 
 
 class PlanEdits(Pass[Problem, Decisions]):
-    name = "plan-edits"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         decisions.edit_low(problem, problem.far_constants, Edit.CLAMP_CONSTANTS)
         decisions.edit_low(problem, problem.bare_norms, Edit.FP32_STATISTICS)

@@ -34,8 +34,6 @@ FEW = 4
 
 
 class PlanPads(Pass[Problem, Decisions]):
-    name = "plan-pads"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         decisions.pads = plan_pads(problem, decisions)
 

@@ -20,8 +20,6 @@ MARGIN = 0.05
 
 
 class DeclineSmallGraphs(Pass[Problem, Decisions]):
-    name = "decline-small-graphs"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if not problem.policy.may_decline:
             return

@@ -43,8 +43,6 @@ WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
 
 
 class RepaintAsAutocast(Pass[Problem, Decisions]):
-    name = "repaint-as-autocast"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         found = Roundings(problem)
         for node in problem.graph:

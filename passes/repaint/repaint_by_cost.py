@@ -21,8 +21,6 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 
 class RepaintByCost(Pass[Problem, Decisions]):
-    name = "repaint-by-cost"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         open_nodes = [node for node in problem.graph if node.name not in decisions.paints]
         if not open_nodes:

@@ -15,8 +15,6 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class RepaintByError(Pass[Problem, Decisions]):
-    name = "repaint-by-error"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if problem.keep_high is None:
             return

@@ -52,8 +52,6 @@ MAGNIFIES = 16
 
 
 class RepaintByRange(Pass[Problem, Decisions]):
-    name = "repaint-by-range"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         low = problem.policy.low
         seen = problem.calibration.of(problem.graph) if problem.calibration is not None else None

@@ -15,8 +15,6 @@ from amprewrite.tables.vocabulary import Reason
 
 
 class RepaintCounts(Pass[Problem, Decisions]):
-    name = "repaint-counts"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         for node in problem.graph:
             if node.counted:

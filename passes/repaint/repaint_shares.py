@@ -30,8 +30,6 @@ SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
 
 
 class RepaintShares(Pass[Problem, Decisions]):
-    name = "repaint-shares"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         graph, rounded = problem.graph, SHARES if problem.policy.low.narrow else SHARES - SOFTMAX
         for node in graph:

@@ -57,8 +57,6 @@ NORMS = ops_with(Trait.TAKES_MEAN_AWAY)
 
 
 class RepaintSmallSteps(Pass[Problem, Decisions]):
-    name = "repaint-small-steps"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         if problem.repeated or sum(node.op in SUMS for node in problem.graph) >= STREAM:
             steps, running = _Sums(problem).found()

@@ -85,8 +85,6 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 
 
 class RepaintEnds(Pass[Problem, Decisions]):
-    name = "repaint-ends"
-
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         products = [node.name for node in problem.graph if node.kind is OpKind.ALLOW]
         for name in (*products[:1], *products[-1:]):
