@@ -34,8 +34,7 @@ from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.range_dangers import exchanges_infinities
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
-from amprewrite.ir.evidence.keep_high import KeepHigh
-from amprewrite.ir.evidence.ranges import Calibration
+from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.follow_plan import match_region, may_quantise
 from amprewrite.ir.held_wide import held
 from amprewrite.ir.op_graph import Demand, OpNode

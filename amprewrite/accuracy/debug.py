@@ -358,6 +358,3 @@ def _real_error(amp: nn.Module, run: StrictRun, overrides: Mapping[str, str]) ->
     trial = wrap(plain_of(amp), options, face_of(amp))
     trial.train(amp.training)
     return StrictRun(trial, run.args, run.kwargs).rounded().error
-
-
-__all__ = ["debug"]

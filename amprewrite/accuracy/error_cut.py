@@ -27,8 +27,7 @@ from amprewrite.accuracy.strict.edges import Edges
 from amprewrite.accuracy.strict.metric import Metric
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.decisions import Decisions
-from amprewrite.ir.evidence.keep_high import KeepHigh
-from amprewrite.ir.evidence.ranges import fingerprint
+from amprewrite.ir.evidence.ranges import KeepHigh, fingerprint
 from amprewrite.ir.op_graph import Demand, Operand, OpNode
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.problem import Problem

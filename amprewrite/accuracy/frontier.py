@@ -29,8 +29,7 @@ from amprewrite.accuracy.strict.score import RoundedRunner, planned, reference, 
 from amprewrite.accuracy.trial import Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.cost import TICK, price
-from amprewrite.ir.evidence.keep_high import KeepHigh
-from amprewrite.ir.evidence.ranges import as_text, fingerprint
+from amprewrite.ir.evidence.ranges import KeepHigh, as_text, fingerprint
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import decide
@@ -296,6 +295,3 @@ def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[
         for index in range(below - 1, max(below - 1 - NEIGHBOURS, 0), -1):
             within(index)
     return errors
-
-
-__all__ = ["TriedPlan", "search"]

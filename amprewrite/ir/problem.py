@@ -9,9 +9,8 @@ from typing import Literal
 from amprewrite.ir.cost import CostModel, Measured
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.constants import ConstantRead
-from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.matrix_products import MatrixProduct
-from amprewrite.ir.evidence.ranges import Calibration
+from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.evidence.summands import Summands
 from amprewrite.ir.op_calls import Call
 from amprewrite.ir.op_graph import OpGraph

@@ -7,12 +7,15 @@ The solver is Dinic's algorithm in scipy, which takes only int32 capacities. Lar
 2. Divide the capacities by 2^s, so that they fit, and find a maximum flow. This flow times 2^s is a flow of the true network. The missing
    flow has to cross the cut that the scaled network gave. The capacity left on the arcs of this cut is a far smaller upper bound.
 3. Repeat on the residual network until s is 0. Then the sum of the flows is a maximum flow, and the residual network gives the cut.
+
+`heaviest_closure` chooses items with gains and costs, where an item may require other items, by one such cut.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -141,3 +144,34 @@ def _refuse_contradiction(size: int, tails: npt.NDArray[np.int32], heads: npt.ND
     while chain[0] != SOURCE:
         chain.appendleft(int(before[chain[0]]))
     raise Contradiction(list(chain))
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+def heaviest_closure(weights: Mapping[Item, int], needs: Iterable[tuple[Item, Item]]) -> frozenset[Item]:
+    """Return the closed set of items with the largest sum of weights. A closed set contains all items that its items need.
+
+    `weights` gives the weight of every item: a gain above 0, or a cost below 0. `needs` are pairs (item, item that it needs). The set is
+    empty if no set has a sum above 0. Of several best sets the smallest is returned.
+
+    An item with a gain is called a project, an item with a cost a need. A need that several projects share is paid once (Picard, "Maximal
+    closure of a graph and applications to combinatorial problems", 1976):
+
+        source → project   its gain, lost if it is not taken
+        project → need     must not be cut
+        need → sink        its cost, paid if it is taken
+    """
+    network = Network()
+    vertices = {item: network.vertex() for item in weights}
+    for item, weight in weights.items():
+        if weight > 0:
+            network.arc(SOURCE, vertices[item], weight)
+        elif weight < 0:
+            network.arc(vertices[item], SINK, -weight)
+    for item, need in needs:
+        network.arc(vertices[item], vertices[need], INFINITE)
+    if not any(weight > 0 for weight in weights.values()):
+        return frozenset()
+    taken, _ = min_cut(network)
+    return frozenset(item for item, vertex in vertices.items() if taken[vertex])

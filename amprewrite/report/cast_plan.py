@@ -5,15 +5,18 @@ Each method imports its view on first use, so that importing the class stays che
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections import Counter
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from amprewrite.ir.plans.pad_plan import pad_summary
-from amprewrite.ir.plans.plan import ModelPlan, Skipped, region_lines
+from amprewrite.ir.plans.pad_plan import PadCopy, PaddedValue, PadPlan, PadRegion, pad_summary
+from amprewrite.ir.plans.plan import Candidate, Cast, ModelPlan, NodeEdit, NodePlan, RegionPlan, Skipped, region_lines
+from amprewrite.ir.plans.product_plan import GemmPlan, ProductPlan, QuantisedCopy, QuantisedProducts
 from amprewrite.report.counts import fp8_counts
-from amprewrite.report.schema import schema
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.extras import EXTRAS, load_extra
@@ -160,7 +163,7 @@ class CastPlan(ModelPlan):
 
         The key `version` is one number. It rises when older files need a migration to be read. New keys have defaults.
         """
-        return schema()
+        return {kind: _meanings(cls) for kind, cls in KINDS.items()}
 
 
 class PendingPlan:
@@ -181,3 +184,32 @@ _PENDING = (
     "there is no plan before capture: call the model once, or pass example_inputs to rewrite "
     "(amprewrite.plan(model, args) makes a plan without keeping a rewritten model)"
 )
+
+
+NOT_WRITTEN = ("basis",)
+"""Fields that are not written to JSON."""
+KINDS = {
+    "plan": ModelPlan,
+    "region": RegionPlan,
+    "node": NodePlan,
+    "cast": Cast,
+    "candidate": Candidate,
+    "quantised": QuantisedProducts,
+    "product": ProductPlan,
+    "gemm": GemmPlan,
+    "fp8 copy": QuantisedCopy,
+    "pads": PadPlan,
+    "pad region": PadRegion,
+    "padded value": PaddedValue,
+    "pad copy": PadCopy,
+    "edit": NodeEdit,
+    "skipped": Skipped,
+}
+"""The classes of the objects in a plan's JSON form. A key is a field of a class, and its meaning is the docstring of the field."""
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """Return {field: its docstring} for a dataclass. Python keeps no docstrings of fields, so the source code is read."""
+    body: list[Any] = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+    pairs: list[Any] = [(field, text) for field, text in pairwise(body) if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)]
+    return {field.target.id: " ".join(text.value.value.split()) for field, text in pairs if field.target.id not in NOT_WRITTEN}

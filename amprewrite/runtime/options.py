@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from amprewrite.ir.evidence.keep_high import KeepHigh
-from amprewrite.ir.evidence.ranges import Calibration
+from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Override, Policy

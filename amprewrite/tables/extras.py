@@ -30,7 +30,7 @@ _BACKEND = ("amprewrite/api/compile_backend.py", "amprewrite/runtime/torch_compi
 _DRAWINGS = tuple(f"amprewrite/report/{name}" for name in ("drawings.py", "html", "pictures"))
 _GATHERS = ("amprewrite/api/gather_low.py", "amprewrite/runtime/weights/low_gather.py")
 _ONNX = ("amprewrite/api/onnx", "amprewrite/graphs/onnx", "amprewrite/tables/ops/onnx_names.py")
-_MEASURED = tuple(f"amprewrite/graphs/fx/run/{name}.py" for name in ("measure", "price_cache"))
+_MEASURED = ("amprewrite/graphs/fx/run/measure.py",)
 EXTRAS: dict[str, Extra] = {
     "exact rounding": Extra("amprewrite.runtime.compiler.exact.backend", ("amprewrite/runtime/compiler/exact",)),
     "compile backend": Extra("amprewrite.api.compile_backend", _BACKEND, ("compile_backend", "compiled")),

@@ -59,7 +59,6 @@ class _ProductInsertion:
     """Inserts the fp8 copies and products of one plan into the edited graph."""
     def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         self.plan, self.graph, self.nodes = plan.quantised, edited.module.graph, edited.nodes
-        self.order = {node: place for place, node in enumerate(self.graph.nodes)}
 
     def run(self) -> None:
         read: dict[tuple[Any, ...], set[tuple[torch.fx.Node, str]]] = defaultdict(set)
@@ -88,7 +87,7 @@ class _ProductInsertion:
     def _quantise(
         self, value: torch.fx.Node, role: str, readers: set[tuple[torch.fx.Node, str]], largest: float | None
     ) -> torch.fx.Node:
-        first = min((node for node, _ in readers), key=self.order.__getitem__)
+        first = min(node for node, _ in readers)
         gemms = tuple(each for each in GEMMS if any(gemm == each for _, gemm in readers))
         with self.graph.inserting_before(first):
             args = (value, role, self.plan.recipe, gemms, role == W and transposes(first))

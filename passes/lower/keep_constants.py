@@ -16,18 +16,21 @@ Without this pass every call computes these values, each with a launch.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from types import FunctionType
 
 import torch
 import torch.fx
+from torch import Tensor
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import example_value, memory_of, tensors, transformed_nodes, written
 from amprewrite.graphs.fx.ops.attention_masks import PURE
-from amprewrite.graphs.fx.run.constants import Constants, take_constants
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.ir.op_graph import reached
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
+from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 from amprewrite.torch_internals.operators import HigherOrderOperator
 
 READS_BITS = ops_with(Trait.READS_BITS)
@@ -123,3 +126,40 @@ def _is_foreign(user: torch.fx.Node) -> bool:
     """True if `user` may keep or write its operand unseen: a user's function, a subgraph, or a node whose effect is unknown."""
     unread = isinstance(user.target, FunctionType) and not user.target.__module__.startswith(("torch.nn.", "torch.functional", "torch._"))
     return user.op not in ("call_function", "call_method") or unread or isinstance(user.target, HigherOrderOperator)
+
+
+_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+class Constants:
+    """Computes the values of the nodes `results` at the first call, and keeps them. These nodes of a graph depend on no input.
+
+    `nodes` are all nodes that compute these values, in order. While a call is traced or a CUDA graph is recorded, kept values would be
+    wrong, so the values are computed again.
+    """
+
+    def __init__(self, nodes: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node]) -> None:
+        graph = torch.fx.Graph()
+        made: dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in nodes:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        graph.output(tuple(made[node] for node in results))
+        self._module = torch.fx.GraphModule({}, graph)
+        self._kept: tuple[Tensor, ...] | None = None
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Return the values, one tensor for each node of `results`. The caller must not write to them."""
+        if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
+            return self._module()  # type: ignore[no-any-return]
+        if self._kept is None or recording(self._kept[0].device):
+            with disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+                made: tuple[Tensor, ...] = self._module()
+            if recording(made[0].device):
+                return made  # not kept: a replay of the CUDA graph must compute the values, because this object may be gone by then
+            self._kept = made
+        return self._kept
+
+
+def take_constants(constants: Constants) -> tuple[Tensor, ...]:
+    """Return `constants.take()`. Rewritten graphs call this function."""
+    return constants.take()

@@ -19,8 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amprewrite.graphs.fx.captured import EditedGraph, QuantisedInput, Target
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.quantised_products import from_kept, quantise
-from amprewrite.graphs.fx.ops.scaled_casts import Scaled
+from amprewrite.graphs.fx.ops.quantised_products import Scaled, from_kept, quantise
 from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.graphs.fx.weights.weight_cache import streams_of
 from amprewrite.ir.pass_base import Pass
@@ -88,6 +87,3 @@ def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[Quantise
         return run(*inputs, *(part for place, how in quantised for part in copy(inputs[place], how, streams)))
 
     return call
-
-
-__all__ = ["KeepQuantised", "keep_quantised", "quantise_input", "with_quantised_weights"]

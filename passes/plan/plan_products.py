@@ -5,7 +5,7 @@
 2. Some GEMMs stay in bf16: by an override, by the recipe, because kernels do not take their sizes, or because the result of the product is
    read as logits or decides a choice.
 3. Each remaining GEMM in fp8 saves time, but needs kernels that make its copies. All readers of a value share the copies of the value. The
-   best choice, found exactly, is a maximum-weight closure (`planner/closure.py`). A GEMM that a rule asks for is taken
+   best choice, found exactly, is a maximum-weight closure (`planner/min_cut.py`). A GEMM that a rule asks for is taken
    even if that saves no time.
 4. If the graphs of a model share prices (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
 
@@ -29,7 +29,7 @@ from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.product_plan import GemmPlan, ProductPlan, ProductReason, QuantisedCopy, QuantisedProducts
 from amprewrite.ir.problem import Problem
 from amprewrite.ir.product_cost import ProductPrices
-from amprewrite.planner.closure import heaviest_closure
+from amprewrite.planner.min_cut import heaviest_closure
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.recipes import (

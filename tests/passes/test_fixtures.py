@@ -48,8 +48,7 @@ from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED
 from amprewrite.ir.evidence.constants import ConstantRead, Loss
-from amprewrite.ir.evidence.keep_high import KeepHigh
-from amprewrite.ir.evidence.ranges import fingerprint
+from amprewrite.ir.evidence.ranges import KeepHigh, fingerprint
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy

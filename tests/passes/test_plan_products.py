@@ -152,7 +152,7 @@ def test_a_graph_without_gradients_is_decided_as_one_with_them() -> None:
 def test_graphs_agree_on_results_whatever_their_sizes() -> None:
     large = planned(block, [(16, 1024, 4096), (16384, 4096), (4096, 16384)], "fp8")
     fp8 = {each.node for each in large.quantised.chosen if each.takes(OUT)}
-    from amprewrite.runtime.captured.agreement import Agreement
+    from amprewrite.runtime.captured.graph_rewriter import Agreement
 
     agreement = Agreement(True)
     agreement.join(large, [], lambda text: None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from chains import Case, chain, letters
 
-from amprewrite.ir.evidence.keep_high import KeepHigh
-from amprewrite.ir.evidence.ranges import fingerprint
+from amprewrite.ir.evidence.ranges import KeepHigh, fingerprint
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.tables.vocabulary import Colour, Reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from amprewrite.planner.closure import heaviest_closure
+from amprewrite.planner.min_cut import heaviest_closure
 
 
 def closed(chosen: set[int], needs: list[tuple[int, int]]) -> bool:

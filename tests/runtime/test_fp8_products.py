@@ -17,9 +17,8 @@ from torch.nn.functional import linear as torch_linear
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.graphs.fx.ops import quantised_products, scaled_casts
-from amprewrite.graphs.fx.ops.quantised_products import quantise
-from amprewrite.graphs.fx.ops.scaled_casts import quantise_matrix
+from amprewrite.graphs.fx.ops import quantised_products
+from amprewrite.graphs.fx.ops.quantised_products import quantise, quantise_matrix
 from amprewrite.tables.errors import AmpRewriteError, PlanError, PolicyError
 
 transformers = pytest.importorskip("transformers")
@@ -136,8 +135,7 @@ def test_a_llama_of_twelve_layers_makes_no_more_copies_than_it_needs(preset: str
     amp = amprewrite.rewrite(plain, dtype="bf16", products={**always(preset), "module:lm_head": "bf16"})
     loss = amp(**kwargs).loss  # captures
     made = []
-    for module in (quantised_products, scaled_casts):
-        monkeypatch.setattr(module, "quantise_matrix", lambda *args: made.append(args) or quantise_matrix(*args))
+    monkeypatch.setattr(quantised_products, "quantise_matrix", lambda *args: made.append(args) or quantise_matrix(*args))
     loss = amp(**kwargs).loss
     forward = len(made)
     loss.backward()
@@ -261,8 +259,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         made.append(tuple(matrix.shape))
         return quantise_matrix(matrix, *args)
 
-    for module in (quantised_products, scaled_casts):
-        monkeypatch.setattr(module, "quantise_matrix", cast)
+    monkeypatch.setattr(quantised_products, "quantise_matrix", cast)
     return made
 
 

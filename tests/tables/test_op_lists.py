@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amprewrite.tables.errors import OpListError
 from amprewrite.tables.formats import BF16, FP16, LOW_FORMATS, Format
 from amprewrite.tables.ops import list_presets
-from amprewrite.tables.ops.op_lists import OPS, PRESETS, OpLists, find_op, index_rows, is_inplace, op_lists, op_name, ops_with
+from amprewrite.tables.ops.op_lists import OPS, PRESETS, OpLists, find_op, index_rows, is_inplace, op_lists, op_name, ops_with, with_traits
 from amprewrite.tables.ops.op_row import Op, Trait, rows
-from amprewrite.tables.ops.op_table import with_traits
 from amprewrite.tables.vocabulary import OpKind
 
 DEVICES = ("cpu", "cuda")

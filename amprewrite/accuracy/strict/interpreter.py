@@ -18,8 +18,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_checkpoint
-from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
-from amprewrite.graphs.fx.ops.scaled_casts import Scaled
+from amprewrite.graphs.fx.ops.quantised_products import Scaled, quantise, quantised_product
 from amprewrite.graphs.fx.ops.wide_products import wide_linear
 from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan

@@ -24,14 +24,11 @@ from amprewrite.api.onnx.plans import REGION, carry_over, given_region, keep_out
 from amprewrite.graphs.onnx.check import invalid, same_complaint
 from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
-from amprewrite.graphs.onnx.read.counts import with_counts
-from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offsets
-from amprewrite.graphs.onnx.read.file_summands import read_repeated, read_summands
+from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offsets, read_repeated, read_summands, with_counts
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
-from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, resized, tell_of_overflow
+from amprewrite.graphs.onnx.run.compare import check_raised, is_measurable, relative_error, resized, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
-from amprewrite.graphs.onnx.run.raised import check_raised
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan

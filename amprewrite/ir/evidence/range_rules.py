@@ -206,7 +206,7 @@ def thinned_out(largest: float, low: Format) -> bool:
     return 0 < largest < low.smallest_normal
 
 
-def summands(graph: OpGraph) -> dict[str, bool]:
+def added_values(graph: OpGraph) -> dict[str, bool]:
     """Return {name: flag} for the values that are added or subtracted. The flag is True if only softmaxes read the sums of the value.
 
     A view of a weight counts as the weight.

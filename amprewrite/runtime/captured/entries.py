@@ -18,7 +18,7 @@ from torch import nn
 
 from amprewrite.graphs.fx.captured import put_in_region
 from amprewrite.graphs.fx.node_facts import forget_inputs
-from amprewrite.graphs.fx.read.recorded_writes import hooked_and_written
+from amprewrite.graphs.fx.read.reader import hooked_and_written
 from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.driver import graph_device
 from amprewrite.passes.lower.emit import CompiledFn

@@ -1,4 +1,7 @@
-"""Rewrite the graphs that Dynamo captures of one model: read, plan and emit each, and mark it for a new capture if decisions change."""
+"""Rewrite the graphs that Dynamo captures of one model: read, plan and emit each, and mark it for a new capture if decisions change.
+
+All graphs of a model share one plan: `Agreement` stores the shared colours, and marks graphs that contradict them.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,21 @@ from amprewrite.graphs.fx.run.first_run import Refusals
 from amprewrite.graphs.fx.uncaptured import enters_regions
 from amprewrite.graphs.fx.weights.frozen_weight import stand_in_for_frozen
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.ir.evidence.agreed import Agreed
+from amprewrite.ir.evidence.range_rules import Fit
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.ir.pass_base import failing_as_pass
-from amprewrite.ir.plans.plan import RegionPlan, Skipped
+from amprewrite.ir.plans.plan import NodePlan, RegionPlan, Skipped
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
-from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.call_record import CallRecord
-from amprewrite.runtime.captured.entries import Entry, Graphs
+from amprewrite.runtime.captured.entries import Anew, Entry, Graphs
 from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
 from amprewrite.runtime.captured.region import Region, Running, scale_device
-from amprewrite.runtime.captured.weight_watch import Schedule, known_weights
+from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, moved, weights_by_path
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import under_way
 from amprewrite.runtime.compiler.plain_words import own_autocast
@@ -48,7 +52,9 @@ from amprewrite.runtime.weights.weight_reads import ReadChecks, WeightReads, wei
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
 from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, PlanError, PolicyError
-from amprewrite.tables.formats import FP32
+from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.recipes import OUT
+from amprewrite.tables.vocabulary import Colour
 
 
 @dataclass
@@ -310,3 +316,56 @@ class GraphRewriter(CallRecord):
 
     def _device(self) -> str:
         return next((t.device.type for t in chain(parameters_in(self.root), buffers_in(self.root))), "cpu")
+
+
+class Agreement:
+    """The colours (low or high) of ops that all graphs of one model share. If `on` is False, each graph is planned separately."""
+
+    def __init__(self, on: bool) -> None:
+        self.on, self.colours = on, Agreed()
+
+    def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
+        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Mark graphs that contradict these.
+
+        `every` holds all graphs. A marked graph is captured anew in its next call, and `note` is called with the reason.
+        """
+        before = self.colours
+        for part in plan.flat("") if self.on else ():
+            self.colours = self.colours.joined(part.nodes).joined_by_products(_products(part))
+        for graphs in every if self.colours is not before else ():
+            if graphs.anew is None and any(self._contradicts(region.plan) for region in list(graphs.regions)):
+                graphs.anew = Anew.AGREED
+                note("captured anew: another graph keeps high what ran low in this one, and one plan serves all graphs of the model")
+
+    def _contradicts(self, plan: RegionPlan) -> bool:
+        """True if an op of the plan has another colour (low or high) than the graphs share, or another decision on fp8."""
+        fp8 = self.colours.products
+        return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
+
+    def follow_weights(self, every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
+        """Mark graphs for a new capture if one of their weights moved into or out of the low format's range.
+
+        `note` is called for each such weight. If graphs share colours, all graphs in `every` are marked. Returns a warning if a weight no
+        longer fits, otherwise "".
+        """
+        if not any(graphs.weights for graphs in every):
+            return ""
+        weights = weights_by_path(root)
+        found = {graphs: moved(graphs.weights, weights, low) for graphs in every if graphs.anew is None}
+        said = [each for changes in found.values() for each in changes]
+        for graphs in every if said else ():
+            if self.on or found.get(graphs):
+                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # empty, because the new capture measures all weights again
+        if said and self.on:
+            self.colours = Agreed()
+        for text, _ in said:
+            note(text)
+        worse = [text for text, now in said if now is not Fit.FITS]
+        more = f" (and {len(worse) - 1} more weights)" if worse[1:] else ""
+        return f"{worse[0]}{more}; results since then may be wrong, and the next call keeps high what reads it" if worse else ""
+
+
+def _products(plan: RegionPlan) -> list[NodePlan]:
+    """Return the products that the planner considered for fp8, coloured low if the result is computed in fp8, otherwise high."""
+    fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
+    return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]

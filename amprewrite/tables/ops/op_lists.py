@@ -6,7 +6,7 @@ holds a row for every name of the vocabulary, and `op_lists` returns the lists o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -16,13 +16,32 @@ from amprewrite.tables.errors import OpListError
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops import list_presets
 from amprewrite.tables.ops.op_row import Op, Trait
-from amprewrite.tables.ops.op_table import ROWS
+from amprewrite.tables.ops.rows import allow, clear, deny, infer, internal
+from amprewrite.tables.ops.rows.traits import TRAITS
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.operators import OpOverload, OpOverloadPacket
 
 __all__ = ["OPS", "PRESETS", "Op", "OpLists", "Trait", "find_op", "is_inplace", "op_lists", "op_name", "ops_with"]
 
 Rule = Literal["cost", "tf", "autocast", "all-low"]
+
+
+def with_traits(rows: Sequence[Op], traits: Mapping[Trait, str]) -> Iterator[Op]:
+    """Return the rows, each with its traits. `traits` gives the names of the ops of each trait, separated by spaces.
+
+    Raises OpListError if a trait names an op that has no row.
+    """
+    found: dict[str, set[Trait]] = {row.name: set() for row in rows}
+    for trait, names in traits.items():
+        for name in names.split():
+            if name not in found:
+                raise OpListError(f"{name!r} is said to be {trait.name} in amprewrite/tables/ops/rows/traits.py, but has no row")
+            found[name].add(trait)
+    return (replace(row, traits=frozenset(found[row.name])) for row in rows)
+
+
+ROWS = tuple(with_traits((*allow.ROWS, *internal.ROWS, *infer.ROWS, *clear.ROWS, *deny.ROWS), TRAITS))
+"""The complete op table: a row for every op that amprewrite knows, with its traits."""
 
 
 def index_rows(rows: Iterable[Op]) -> tuple[dict[str, Op], dict[str, Op]]:

@@ -146,7 +146,7 @@ class Op:
     view: bool = False
     """True if the op moves no bytes, since its result usually shares the memory of its operand."""
     traits: frozenset[Trait] = frozenset()
-    """The traits of the op. `ops/op_table.py` fills them in from `rows/traits.py`."""
+    """The traits of the op. `ops/op_lists.py` fills them in from `rows/traits.py`."""
 
 
 def rows(kind: OpKind, why: str, *names: str, **fields: Any) -> Iterator[Op]:

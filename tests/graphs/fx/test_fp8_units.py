@@ -14,9 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amprewrite
-from amprewrite.graphs.fx.ops import fp8_units, scaled_casts
-from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
-from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply
+from amprewrite.graphs.fx.ops import fp8_units, quantised_products
+from amprewrite.graphs.fx.ops.quantised_products import Scaled, multiply, quantise, quantised_product
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 from amprewrite.tables.formats import E4M3
 from amprewrite.tables.recipes import PRESETS, RECIPES
@@ -54,7 +53,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., T
     def install(kernel: Callable[..., Tensor]) -> None:
         monkeypatch.setattr(fp8_units, "scaled_mm", kernel)
 
-    for module in (fp8_units, scaled_casts):
+    for module in (fp8_units, quantised_products):
         monkeypatch.setattr(module, "multiplies_fp8", lambda device: True)
     monkeypatch.setattr(fp8_units, "_failed", {("casts", torch.device("cpu"))})
     install(checked)
@@ -105,7 +104,7 @@ def test_every_layout_is_brought_into_the_one_that_cuda_takes(recipe: str, layou
     found = step(x, w if transposed else w.t(), bias, recipe, transposed)
     assert len(calls) == len(RECIPES[recipe].gemms)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaled_casts, "multiplies_fp8", lambda device: False)
+        patch.setattr(quantised_products, "multiplies_fp8", lambda device: False)
         close(found, step(x, w if transposed else w.t(), bias, recipe, transposed))
 
 
@@ -113,7 +112,7 @@ def test_every_layout_is_brought_into_the_one_that_cuda_takes(recipe: str, layou
 def test_the_kernels_are_given_a_weight_as_it_lies_if_a_product_transposes_it(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels read contiguous matrices. torch computes only the amax of columns."""
     given: list[bool] = []
-    monkeypatch.setattr(scaled_casts, "by_kernel", lambda matrix, use: given.append(matrix.is_contiguous()))
+    monkeypatch.setattr(quantised_products, "by_kernel", lambda matrix, use: given.append(matrix.is_contiguous()))
     w, gemms = torch.randn(32, 48, dtype=BF16), RECIPES[recipe].gemms
     quantise(w, "w", recipe, gemms)
     plain = len(given)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import amprewrite
-from amprewrite.graphs.fx.run.constants import Constants
+from amprewrite.passes.lower.keep_constants import Constants
 
 
 class Positions(nn.Module):

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from amprewrite import AmpRewriteWarning
-from amprewrite.graphs.fx.run import price_cache
-from amprewrite.graphs.fx.run.price_cache import cache_file, read_prices, write_prices
+from amprewrite.graphs.fx.run import measure as measuring
+from amprewrite.graphs.fx.run.measure import cache_file, read_prices, write_prices
 
 
 @pytest.fixture
@@ -115,5 +115,5 @@ def test_a_folder_in_the_way_keeps_nothing(path):
     path.mkdir()
     assert read_prices() == {}
     write_prices({"a": 1e-6})
-    assert path.is_dir() and price_cache.read_prices() == {}
+    assert path.is_dir() and measuring.read_prices() == {}
     assert len(list(path.parent.iterdir())) == 1

@@ -8,9 +8,8 @@ import pytest
 import torch
 from versions import differs_in_2_11
 
-from amprewrite.graphs.fx.ops import scaled_casts
-from amprewrite.graphs.fx.ops.quantised_products import copies
-from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply, round_scaled, scale_of
+from amprewrite.graphs.fx.ops import quantised_products
+from amprewrite.graphs.fx.ops.quantised_products import Scaled, copies, multiply, round_scaled, scale_of
 from amprewrite.tables.formats import E4M3, E5M2, Format
 from amprewrite.tables.recipes import GRAD_IN, OUT, RECIPES, ROWS, TENSOR, W
 
@@ -19,7 +18,7 @@ FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 def quantise_matrix(matrix: torch.Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Scaled:
     scale = scale_of(matrix, fmt, scaling, power_of_two)
-    return Scaled(scaled_casts.quantise_matrix(matrix, fmt, scale, True, False)[0], scale)
+    return Scaled(quantised_products.quantise_matrix(matrix, fmt, scale, True, False)[0], scale)
 
 
 def every_bf16() -> torch.Tensor:

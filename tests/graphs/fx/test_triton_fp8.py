@@ -88,7 +88,7 @@ def test_interpreted_they_give_the_bits_of_torch(fmt: str) -> None:
 
         import torch
 
-        from amprewrite.graphs.fx.ops.scaled_casts import SMALLEST, round_scaled, scale_of
+        from amprewrite.graphs.fx.ops.quantised_products import SMALLEST, round_scaled, scale_of
         from amprewrite.graphs.fx.ops import triton_fp8
         from amprewrite.graphs.fx.ops.triton_fp8 import amax_of, cast_both, cast_rows
         from amprewrite.tables.formats import SCALED_FORMATS

@@ -8,24 +8,135 @@ The product saves the fp8 copies for its backward. It saves an unquantised opera
 no gradient, so the copies of a value carry a *link*: a tensor of the value's shape without memory, which passes its gradient on to the
 value. So the value gets its gradient, though its numbers need not stay in memory.
 
+A scale is the number by which a tensor, or each row, was multiplied so that its largest element becomes the largest number of the format.
+The graph computes the scale from the value and frees both together, so there is no state, and nothing to save in a checkpoint. Elements
+that are not finite do not count for the scale. They become NaN, and so do sums over them, as in bf16; other rows stay right. If the device
+cannot multiply fp8, the product of the quantised values is computed in fp32 and rounded once.
+
 Under `create_graph=True` the backward can be differentiated. The gradients have the same values as without this option. Their derivatives
 are the derivatives of a product in the operands' own format, not in fp8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.nn.functional import pad
 
-from amprewrite.graphs.fx.ops.scaled_casts import Scaled, constant_scale, multiply, quantise_matrix, quantise_rows, scale_of
+from amprewrite.graphs.fx.ops.fp8_units import by_kernel, multiplies_fp8, multiply_units
 from amprewrite.graphs.fx.uncaptured import uncaptured
-from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES, ROWS, STRAIGHT, TENSOR, TURNED, WAYS, G, Recipe
+from amprewrite.tables.formats import Format
+from amprewrite.tables.recipes import (
+    ALIGNMENT,
+    GRAD_IN,
+    GRAD_WEIGHT,
+    OUT,
+    READS,
+    RECIPES,
+    ROWS,
+    SMALLEST,
+    STRAIGHT,
+    TENSOR,
+    TURNED,
+    WAYS,
+    G,
+    Recipe,
+)
 
-_AS_READ = {way: way for way in WAYS}
+EXPONENT = 0x7F800000
+"""Exponent bits of an fp32 number. Masking a positive number with these bits rounds it down to a power of two."""
+
+
+class Scaled(NamedTuple):
+    """An fp8 matrix that a GEMM reads along its last dim, and its scale."""
+
+    data: Tensor
+    scale: Tensor
+    """The fp32 factor by which the matrix was multiplied: 0-dim, or a column with one number for each row."""
+
+    def values(self) -> Tensor:
+        """Return the matrix in fp32, divided by its scale."""
+        return self.data.float() / self.scale
+
+
+def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Tensor:
+    """Return the fp32 scale of `matrix` for `fmt`: a column with one scale for each row if `scaling` is ROWS, otherwise 0-dim.
+
+    With `power_of_two`, scales are rounded down to powers of two.
+    """
+    by_rows = scaling == ROWS
+    found = None if by_rows else by_kernel(matrix, lambda kernels: kernels.scale_of(matrix, fmt.dtype, SMALLEST, power_of_two))
+    if found is not None:
+        return found
+    if guard_or_false(matrix.numel() == 0):
+        amax = matrix.new_zeros((matrix.shape[0], 1) if by_rows else ())
+    else:
+        finite = torch.where(matrix.isfinite(), matrix, 0).abs()
+        amax = finite.amax(-1, keepdim=True) if by_rows else finite.amax()
+    # divided in fp64, because compilers replace a division in fp32 by a product with a rounded reciprocal
+    scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
+
+
+def constant_scale(like: Tensor, largest: float, fmt: Format, power_of_two: bool) -> Tensor:
+    """Return the 0-dim fp32 scale for magnitudes up to `largest` in `fmt`, on the device of `like`. `power_of_two`: as for `scale_of`."""
+    scale = fmt.max / max(largest, SMALLEST)
+    return like.new_full((), 2.0 ** (math.frexp(scale)[1] - 1) if power_of_two else scale, dtype=torch.float32)
+
+
+def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
+    """Return `matrix` in `fmt`, with scales for the rows as by `scale_of`. Where our Triton kernel runs, it reads the matrix only once."""
+    found = by_kernel(matrix, lambda kernels: kernels.cast_rows(matrix, fmt.dtype, SMALLEST, power_of_two))
+    if found is not None:
+        return Scaled(*found)
+    scale = scale_of(matrix, fmt, ROWS, power_of_two)
+    return Scaled(quantise_matrix(matrix, fmt, scale, True, False)[0], scale)
+
+
+def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
+    """Return the fp32 numbers `scaled`, rounded to nearest even in `fmt`. Numbers beyond its range become ±max, infinities become NaN.
+
+    The clamp is explicit because torch's casts differ: before torch 2.12 numbers beyond the range become NaN, from 2.12 on they become
+    ±max, and so do infinities.
+    """
+    return torch.where(scaled.isinf(), math.nan, scaled.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
+
+
+def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
+    """Return (`matrix * scale` in `fmt`, the transpose of this copy). A copy that is not wanted may be empty.
+
+    `straight` and `turned` tell whether the first and the second (transposed) copy are wanted. `scale` is 0-dim, a column or a row. On a
+    GPU with fp8 units the transpose has its own memory, because products read along rows only, and because the other copy may be freed.
+    """
+    found: tuple[Tensor, Tensor] | None = by_kernel(matrix, lambda kernels: kernels.cast_both(matrix, scale, fmt.dtype, straight, turned))
+    if found is not None:
+        return found
+    data = round_scaled(matrix.float() * scale, fmt)
+    return data, data.t().contiguous() if turned and multiplies_fp8(matrix.device) else data.t()
+
+
+def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
+    """Return `a · bᵀ` as `dtype`, plus `bias` if it is given. `a` is (m, k), `b` is (n, k). With `fast`, sums may have fewer bits."""
+    if not multiplies_fp8(a.data.device):
+        product = torch.mm(a.values(), b.values().t()).to(dtype)
+        return product if bias is None else product + bias
+    (left, ours), (right, theirs) = ((each.data.contiguous(), each.scale.reciprocal()) for each in (a, b))
+    missing = -left.shape[1] % ALIGNMENT  # zeros to append along k for the kernel; they add nothing to a sum
+    if missing:
+        left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
+    bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # the kernel ignores the strides of a bias
+    if ours.dim() == theirs.dim() == 0:
+        return multiply_units(left, right, ours, theirs, bias, dtype, fast)
+    if fast:
+        ours, theirs = (scale.expand(each.shape[0], 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
+        return multiply_units(left, right, ours, theirs, bias, dtype, True)
+    one = ours.new_ones(())  # the scales multiply the result below, because the kernel is slow with row scales unless `fast`
+    product = multiply_units(left, right, one, one, None, dtype, False) * (ours * theirs.t()).to(dtype)
+    return product if bias is None else product + bias
 
 
 class Quantised(NamedTuple):
@@ -39,11 +150,6 @@ class Quantised(NamedTuple):
     turned: Scaled | None
 
 
-def ways(role: str, gemms: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the layouts (untransposed, transposed or both) in which `gemms` read an operand (`role` x, w) or the gradient (`role` g)."""
-    return tuple(dict.fromkeys(way for gemm in gemms for each, way in READS[gemm] if each == role))
-
-
 def quantise(
     value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> Quantised:
@@ -54,23 +160,22 @@ def quantise(
     constant for magnitudes up to this number, and larger magnitudes saturate.
     """
     matrix = value.detach()  # copies and scales pass no gradient on; `link` passes the gradient to `value`
-    link = _linked(value)
-    link = _Straight.apply(value, link) if torch.is_grad_enabled() else link
-    if transposed:
-        return Quantised(link, *reversed(copies(matrix, role, RECIPES[recipe], gemms, {STRAIGHT: TURNED, TURNED: STRAIGHT})))
-    return Quantised(link, *copies(matrix.reshape(-1, matrix.shape[-1]), role, RECIPES[recipe], gemms, largest=largest))
+    matrix = matrix if transposed else matrix.reshape(-1, matrix.shape[-1])
+    link = _Straight.apply(value, _linked(value)) if torch.is_grad_enabled() else _linked(value)
+    return Quantised(link, *copies(matrix, role, RECIPES[recipe], gemms, transposed, largest))
 
 
 def copies(
-    matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], layouts: Mapping[str, str] = _AS_READ, largest: float | None = None
+    matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Return the fp8 copies (untransposed, transposed) of `matrix`; each is None if no GEMM of `gemms` reads it.
+    """Return the two fp8 copies that `gemms` read of an operand (`role` x or w) or of a gradient (`role` g): straight, then turned.
 
-    `layouts` maps each layout in which GEMMs read the operand to a layout of `matrix`: for a transposed operand, the two are exchanged. If
-    the recipe has one scale for a tensor, both copies share the scale. If one copy has a scale for each row, the other copy has the
-    smallest of these scales, which is the scale of the whole tensor. `role` is x, w, or g for a gradient. `largest` is as for `quantise`.
+    A copy that no GEMM reads is None. `matrix` is the operand, or its transpose if `transposed`. If the recipe has one scale for a tensor,
+    both copies share the scale. If one copy has a scale for each row, the other copy has the smallest of these scales, which is the scale
+    of the whole tensor. `largest` is as for `quantise`.
     """
-    fmt, scalings = recipe.format(role), {layouts[way]: recipe.scaling(role, way) for way in ways(role, gemms)}
+    fmt, layout = recipe.format(role), dict(zip(WAYS, reversed(WAYS) if transposed else WAYS, strict=True))
+    scalings = {layout[way]: recipe.scaling(role, way) for gemm in gemms for each, way in READS[gemm] if each == role}
     made: dict[str, Scaled] = {}
     if scalings.get(STRAIGHT) == ROWS:
         made[STRAIGHT] = quantise_rows(matrix, fmt, recipe.power_of_two)
@@ -84,9 +189,9 @@ def copies(
             scale = constant_scale(matrix, largest, fmt, recipe.power_of_two)
         else:
             scale = known[0].amin() if known else scale_of(matrix, fmt, TENSOR, recipe.power_of_two)
-        straight, turned = quantise_matrix(matrix, fmt, scale, STRAIGHT in whole, TURNED in whole)
-        made |= {way: Scaled(straight if way == STRAIGHT else turned, scale) for way in whole}
-    return made.get(STRAIGHT), made.get(TURNED)
+        both = zip(WAYS, quantise_matrix(matrix, fmt, scale, STRAIGHT in whole, TURNED in whole), strict=True)
+        made |= {way: Scaled(data, scale) for way, data in both if way in whole}
+    return made.get(layout[STRAIGHT]), made.get(layout[TURNED])
 
 
 def from_kept(value: Tensor, data: Tensor, scale: Tensor) -> Quantised:
@@ -170,36 +275,37 @@ def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | No
 
     `gradient`, the gradient of the result, is quantised once for both GEMMs. `x8` and `w8` are transposed fp8 copies; None for a bf16 GEMM.
     """
-    rows = gradient.reshape(-1, gradient.shape[-1])
     needed = {GRAD_IN: ctx.needs_input_grad[0], GRAD_WEIGHT: ctx.needs_input_grad[1]}
     fp8 = tuple(gemm for gemm in ctx.gemms if needed.get(gemm))
-    straight, turned = copies(rows, G, ctx.recipe, fp8)
+    straight, turned = copies(gradient.reshape(-1, gradient.shape[-1]), G, ctx.recipe, fp8)
     in_, weight = None, None
-    if needed[GRAD_IN]:
-        if straight is not None and w8 is not None:
-            in_ = multiply(straight, w8, gradient.dtype, GRAD_IN in ctx.recipe.fast)
-        else:
-            in_ = rows @ (w.t() if ctx.transposed else w)
-        in_ = in_.reshape(x.shape)
-    if needed[GRAD_WEIGHT]:
-        if turned is not None and x8 is not None:
-            weight = multiply(turned, x8, gradient.dtype, GRAD_WEIGHT in ctx.recipe.fast)
-        else:
-            weight = rows.t() @ x.reshape(-1, x.shape[-1])
+    if needed[GRAD_IN] and straight is not None and w8 is not None:
+        in_ = multiply(straight, w8, gradient.dtype, GRAD_IN in ctx.recipe.fast).reshape(x.shape)
+    elif needed[GRAD_IN]:
+        in_ = _exact_in(ctx, gradient, x, w)
+    if needed[GRAD_WEIGHT] and turned is not None and x8 is not None:
+        weight = multiply(turned, x8, gradient.dtype, GRAD_WEIGHT in ctx.recipe.fast)
         weight = weight.t() if ctx.transposed else weight
+    elif needed[GRAD_WEIGHT]:
+        weight = _exact_weight(ctx, gradient, x)
     return in_, weight
+
+
+def _exact_in(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    """Return the gradient of x, computed without fp8."""
+    return (gradient.reshape(-1, gradient.shape[-1]) @ (w.t() if ctx.transposed else w)).reshape(x.shape)
+
+
+def _exact_weight(ctx: Any, gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of w, computed without fp8."""
+    weight = gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return weight.t() if ctx.transposed else weight
 
 
 def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
     """Return the gradients `found` with an autograd history for second derivatives, as if computed from x and w without fp8."""
-    rows = gradient.reshape(-1, gradient.shape[-1])
     x = x if x8 is None else _Straight.apply(x, x8.values().t().to(x.dtype).reshape(x.shape))
-    values = None if w8 is None else w8.values() if ctx.transposed else w8.values().t()
-    w = w if values is None else _Straight.apply(w, values.to(w.dtype))
+    w = w if w8 is None else _Straight.apply(w, (w8.values() if ctx.transposed else w8.values().t()).to(w.dtype))
     in_, weight = found
-    if in_ is not None:
-        in_ = _Straight.apply((rows @ (w.t() if ctx.transposed else w)).reshape(x.shape), in_)
-    if weight is not None:
-        exact = rows.t() @ x.reshape(-1, x.shape[-1])
-        weight = _Straight.apply(exact.t() if ctx.transposed else exact, weight)
-    return in_, weight
+    in_ = None if in_ is None else _Straight.apply(_exact_in(ctx, gradient, x, w), in_)
+    return in_, None if weight is None else _Straight.apply(_exact_weight(ctx, gradient, x), weight)

@@ -49,7 +49,7 @@ def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-un
 def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scale for magnitudes up to `amax`, which counts as SMALLEST at least: MOST, the format's largest number, divided by it.
 
-    POWER rounds the scale down to a power of two. The division is in fp64, as in `scale_of` of scaled_casts.py.
+    POWER rounds the scale down to a power of two. The division is in fp64, as in `scale_of` of quantised_products.py.
     """
     wide = amax.to(tl.float64)
     factor = (tl.full((), MOST, tl.float64) / tl.where(wide > SMALLEST, wide, SMALLEST)).to(tl.float32)

@@ -49,6 +49,3 @@ class _Wide(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1]).to(x.dtype)
         in_ = (rows @ w.t()).reshape(x.shape) if ctx.needs_input_grad[0] else None
         return in_, x.reshape(-1, x.shape[-1]).t() @ rows if ctx.needs_input_grad[1] else None
-
-
-__all__ = ["wide_linear", "wide_product"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import held_value
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.range_rules import ADDS_UP, has_offset, rows_have_offset, summands, tables
+from amprewrite.ir.evidence.range_rules import ADDS_UP, added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
@@ -59,7 +59,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
     Weights before a norm are checked like all others. Training gives them no offset, because the norm removes an offset and its gradient.
     """
-    found, looked_up = summands(captured.problem.graph), tables(captured.problem.graph)
+    found, looked_up = added_values(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
     added = {name: weight.detach() for name, weight in weights if name in found and weight.numel() > 1}
     rows = {name: weight.detach() for name, weight in weights if name in looked_up and weight.dim() > 1}

@@ -16,7 +16,7 @@ pick a value (`getitem`, `getattr`), and for conversions that read another tenso
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 import torch
@@ -46,11 +46,13 @@ from amprewrite.graphs.fx.node_facts import (
     example_value,
     hint,
     is_opaque,
+    memory_of,
     note_autocast,
     read_fact,
     tensors,
     transformed_nodes,
     value_dtype,
+    written,
 )
 from amprewrite.graphs.fx.read.aliasing import Ties, idle_where_alike, memory
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
@@ -59,7 +61,7 @@ from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.held_wide import held_wide
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import LOW_NAMES, Format
-from amprewrite.tables.ops.op_lists import OpLists, op_name
+from amprewrite.tables.ops.op_lists import OpLists, Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
@@ -378,3 +380,34 @@ def _vertex(fact: Fact, ties: Ties, entry: str) -> OpNode:
         fact.relative,
         fact.may_saturate,
     )
+
+
+_STATISTICS = ops_with(Trait.RUNNING_STATISTICS)
+
+
+def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
+    """Return the positions of the inputs to which autograd records a write, so that the inputs have a new history afterwards.
+
+    Norms write their running statistics without gradients, so writes to these do not count.
+    """
+    trained = trained_nodes(graph)
+    quiet = without_grad(graph, grad=True)
+    memory = {
+        storage
+        for node in graph.nodes
+        if node not in quiet and op_name(node.target) not in _STATISTICS and not trained.isdisjoint(node.all_input_nodes)
+        for target in written(node)
+        for storage in memory_of(target)
+    }
+    return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
+
+
+def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
+    """True if the graph writes to an input named in `hooked`, and autograd records the write.
+
+    A hook that the model set before the write belongs to the old value, but Dynamo would set it on the new value, after the graph.
+    """
+    if not hooked:
+        return False
+    recorded = recorded_inputs(graph)
+    return any(place in recorded and node.name in hooked for place, node in enumerate(graph.find_nodes(op="placeholder")))

@@ -1,21 +1,35 @@
-"""Read evidence for passes from an ONNX graph: constants with an offset, and products whose operands may be quantised.
+"""Read evidence for passes from an ONNX graph.
 
-A constant has an offset if the common part of its values is larger than the differences. A product of rows and a constant matrix is a
-`MatMul` or `Gemm`, the only ops with special code here.
+1. Constants with an offset: the common part of their values is larger than the differences.
+2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised.
+3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). Constants are judged by their
+   values, weights as well, because a file does not say which of them were learnt. `OneHot`, which the vocabulary maps to a scatter, has
+   special code.
+4. The summands of linear ops, each with its factor: a constant or a schedule. A constant varies along one dim at most, such as a
+   LayerScale, and counts by its root mean square. A schedule is a value of one element that no product made. `loop` and `scan`, which
+   begin a body, have special code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
-from amprewrite.graphs.onnx.ops import constant_tensor, format_of
+from amprewrite.graphs.onnx.ops import bodies, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.reader import OnnxReading
+from amprewrite.graphs.onnx.run.samples import elements
+from amprewrite.ir.evidence.counts import FRACTIONS, Count, keep_counts, made_of, most_exact
 from amprewrite.ir.evidence.matrix_products import MatrixProduct
-from amprewrite.ir.evidence.range_rules import has_offset, rows_have_offset, summands, tables
-from amprewrite.tables.formats import FP32
+from amprewrite.ir.evidence.range_rules import added_values, has_offset, rows_have_offset, tables
+from amprewrite.ir.evidence.summands import Factor, Summands, summands
+from amprewrite.ir.op_graph import OpGraph, OpNode
+from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.ops.op_lists import Trait, ops_with
+from amprewrite.tables.vocabulary import OpKind
 
 FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 """Attributes of Gemm that change the product, each with the value that leaves the product unchanged."""
@@ -23,7 +37,7 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
     """Return the names of the fp32 constants that have an offset and are added to a value, and of the tables whose rows share an offset."""
-    added, looked_up = summands(reading.graph), tables(reading.graph)
+    added, looked_up = added_values(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)
     return frozenset(found | {name for name, values in rows if rows_have_offset(values)})
@@ -56,3 +70,110 @@ def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
             read[0], read[1], 0, 0, x.numel // max(inner, 1), inner, columns, x_learns=True, w_learns=True, transposed=not straight
         )
     return found
+
+
+def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
+    """Return the op graph of `reading` with a mark (`OpNode.counted`) on each matrix product in which `low` would round whole numbers.
+
+    Such numbers are positions, lengths, indices and time steps: rounded to a low format, neighbouring numbers become equal. A marked
+    product runs in fp32.
+    """
+    if not any(node.flops for node in reading.graph):
+        return reading.graph
+    found = dict[ir.Value, Count]()
+    for value in model.graph.inputs:
+        found[value] = _entering(value, low)
+    for node in model.graph.all_nodes():
+        given = [_read(value, found, low) for value in node.inputs if value is not None]
+        numbers = [number for value in node.inputs if value is not None for number in _number(value)]
+        op = "one_hot" if node.op_type == "OneHot" else op_of(node)
+        for body in bodies(node):
+            found |= {value: _entering(value, low) for value in body.inputs}
+        found |= {value: made_of(op, format_of(value), given, numbers, low) for value in node.outputs}
+    counts = {name: _read(value, found, low) for name, value in reading.values.items()}
+
+    def summed(node: OpNode) -> int:
+        return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
+
+    return keep_counts(reading.graph, counts, summed)
+
+
+def _entering(value: ir.Value, low: Format) -> Count:
+    """Return the `Count` of an input of a graph or body: NOT if its dtype has fractions or is unknown, otherwise WHOLE or LARGE.
+
+    Booleans and integers of at most 8 bits are WHOLE. Wider integers are LARGE, because they may be positions of any magnitude.
+    """
+    dtype = format_of(value)
+    return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), (), low)
+
+
+def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
+    """Return the `Count` of a value that a node reads: from `found`, or for a constant from its values, and store it in `found`.
+
+    Any other value is NOT a count.
+    """
+    if value not in found:
+        held = constant_tensor(value)
+        numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)
+        whole = numbers.size > 0 and np.array_equal(numbers, np.round(numbers))
+        beyond = whole and np.abs(numbers).max() > most_exact(low)
+        found[value] = Count.NOT if held is None else Count.LARGE if beyond else Count.WHOLE if whole else Count.SMALL
+    return found[value]
+
+
+def _number(value: ir.Value) -> Iterator[float]:
+    """Yield the number that a constant of one element holds; nothing for any other value."""
+    held = constant_tensor(value)
+    if held is not None and held.size == 1 and not held.dtype.is_string():
+        yield float(held.numpy().reshape(-1)[0])
+
+
+RANDOM = ops_with(Trait.RANDOM)
+BODIES = ("loop", "scan")
+
+
+def read_repeated(reading: OnnxReading) -> frozenset[str]:
+    """Return the names of the values that a loop or scan passes from one iteration to the next."""
+    return frozenset(node.name for node in reading.graph if node.op in BODIES and node.precision_group)
+
+
+def read_summands(reading: OnnxReading) -> dict[str, Summands]:
+    """Return {name of a linear op: the values that it adds up, each with its factor}."""
+    names = {value: name for name, value in reading.values.items()}
+    exact, found = set[str](), dict[str, Summands]()
+
+    def name_of(value: ir.Value) -> str:
+        return names.get(value, "") if constant_tensor(value) is None else ""
+
+    def factor(given: Any, how: str) -> Factor | None:
+        """Return the factor of a number, constant or schedule; None for any other value. `how` is "divided by" for a divisor, or ""."""
+        tensor = constant_tensor(given) if isinstance(given, ir.Value) else None
+        if tensor is not None:
+            given = _size(tensor.numpy()) if sum(size > 1 for size in tensor.shape.numpy()) <= 1 and tensor.size else None
+        if not isinstance(given, ir.Value):
+            return None if given is None or (how and not given) else Factor(1.0 / given if how else given)
+        name = names.get(given, "")
+        schedule = name in exact and all(size == 1 for size in reading.graph[name].shape)
+        return Factor(1.0, frozenset([(name, how)])) if schedule else None
+
+    for node in reading.graph:
+        if _is_exact(node, exact):
+            exact.add(node.name)
+        given = [each for each in reading.nodes[node.name].inputs if each is not None] if node.name in reading.nodes else []
+        if node.role == "op" and node.op not in BODIES and (parts := summands(node.op, given, factor, name_of)):
+            found[node.name] = parts
+    return found
+
+
+def _is_exact(node: OpNode, exact: set[str]) -> bool:
+    """True if a value is computed without products, random ops and loops. `exact` names the values upstream for which this is true."""
+    if node.role != "op":
+        return node.role != "output"
+    if node.flops or node.kind is OpKind.ALLOW or node.op in RANDOM or node.op in BODIES:  # FLOPs of unknown shapes are 0: ask the kind
+        return False
+    return all(operand.value in exact for operand in node.operands)
+
+
+def _size(values: np.ndarray[Any, Any]) -> float:
+    """Return the root mean square of numbers, with the sign of their mean."""
+    return math.copysign(float(np.sqrt(np.square(values.astype(np.float64)).mean())), float(values.mean()))
