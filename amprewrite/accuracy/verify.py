@@ -16,7 +16,7 @@ from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import StrictRun
-from amprewrite.tables.boundary.notebook import fragment
+from amprewrite.tables.boundary.printable import fragment
 from amprewrite.tables.vocabulary import Colour
 
 Measure = Literal["accumulated", "introduced", "overflow", "underflow", "largest"]

@@ -60,17 +60,14 @@ def code_lines(plan: ModelPlan) -> Iterator[Line]:
                     value = _short(prefix + copy.value, module, prefix)
                     code = f"{value}:{copy.to} = quantise({value}, {copy.scales})"
                     yield Line("cast", code, copy.to, why=f"for {', '.join(copy.readers)}")
-                operands = ", ".join(_short(value, module, prefix, reads.get((value, node.name), "")) for value in _inputs(node, prefix))
+                values = (prefix + value for value in node.inputs)
+                operands = ", ".join(_short(value, module, prefix, reads.get((value, node.name), "")) for value in values)
                 code = f"{node.name.removeprefix(prefix)} = {node.op}({operands or '…'})"
                 yield Line(node.colour.value, code, node.dtype, shape_of(node), node.source, node.why())
         if made:
             yield Line("module", "# results")
             yield from (_cast_line(cast, "", prefix) for left in made.values() for cast in left)
         yield from (Line("note", f"# note: {note}") for note in region.notes)
-
-
-def _inputs(node: NodePlan, prefix: str) -> Iterator[str]:
-    return (prefix + value for value in node.inputs)
 
 
 def _cast_line(cast: Cast, module: str, prefix: str) -> Line:

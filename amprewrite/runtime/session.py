@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.ir.plans.each_once import each_once
+from amprewrite.ir.follow_plan import each_once
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
 from amprewrite.runtime.ambient.low_cache import CacheReadHigh, mark_growing
 from amprewrite.runtime.ambient.past import asking_number

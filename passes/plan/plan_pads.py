@@ -47,7 +47,11 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
     if not problem.calls:
         return PadPlan()
     calls = calls_with_casts(problem.calls, decisions.casts)
-    regions = Regions(calls, _numel(problem), _is_weight(problem), refused=dict(problem.pad_refused))
+
+    def numel(value: str) -> int:
+        return problem.graph[value.split(" -> ")[0].partition("#")[0]].numel
+
+    regions = Regions(calls, numel, _is_weight(problem), refused=dict(problem.pad_refused))
     if regions.all_aligned(_multiple_of(problem, decisions)):
         return PadPlan()
     regions.build()
@@ -104,14 +108,6 @@ def _renamed(call: Call, names: dict[str, str]) -> Call:
     kwargs = plain(dict(call.kwargs))
     assert isinstance(args, tuple) and isinstance(kwargs, dict)
     return Call(call.name, call.op, args, kwargs, call.shapes, call.several, call.floating, call.item, call.opaque, call.role)
-
-
-def _node_of(value: str) -> str:
-    return value.split(" -> ")[0].partition("#")[0]
-
-
-def _numel(problem: Problem) -> Callable[[str], int]:
-    return lambda value: problem.graph[_node_of(value)].numel
 
 
 def _is_weight(problem: Problem) -> Callable[[str], bool]:

@@ -83,7 +83,7 @@ def load(word: str, trust: bool = False) -> Source:
     if not colon or not place or not name:
         what = f"{word} is a file of a kind that is not read" if path.exists() else f"{word!r} names no model"
         raise UsageError(f"{what}; {HOW}")
-    return _from_factory(word, place, name)
+    return _checked(word, name, _called(word, place, name, RETURNS))
 
 
 def load_plan(path: Path) -> CastPlan:
@@ -125,10 +125,6 @@ def load_batches(word: str) -> Iterable[Any]:
 
 
 # -- factories ----------------------------------------------------------------------------
-def _from_factory(word: str, place: str, name: str) -> TorchModel:
-    return _checked(word, name, _called(word, place, name, RETURNS))
-
-
 def _called(word: str, place: str, name: str, returns: str) -> Any:
     factory = _attribute(_module(word, place), place, name)
     if not callable(factory) or isinstance(factory, nn.Module):

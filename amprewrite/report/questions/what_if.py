@@ -120,7 +120,7 @@ class WhatIf:
         colour, graph = self.colours[name], self.basis.graph
         planned = {node.name: node for node in self.base.nodes}
         nearest = list(_by_distance(graph, name))
-        above = set(_upstream(graph, name))
+        above = set(reached([name], graph.digraph.predecessors))
         denied = [n for n in nearest if n in above and graph[n].kind is OpKind.DENY]
         told = [planned[name].because_of, *(denied if planned[name].reason is Reason.AFTER_DENY else ()), *nearest]
         same = (n for n in dict.fromkeys(told) if n in self.colours and n != name and self.colours[n] is colour and graph[n].role == "op")
@@ -146,10 +146,6 @@ class WhatIf:
         size = FP32.bytes + FORMATS[self.basis.policy.low.name].bytes
         moved = sum(self.basis.graph[cast.value].numel for cast in plan.casts if cast.value in self.basis.graph.nodes)
         return len(plan.casts) - weights, weights, moved * size
-
-
-def _upstream(graph: OpGraph, name: str) -> Iterator[str]:
-    return islice(reached([name], graph.digraph.predecessors), 1, None)
 
 
 def _by_distance(graph: OpGraph, name: str) -> Iterator[str]:

@@ -35,10 +35,9 @@ from amprewrite.graphs.fx.node_facts import differentiates, is_batched, kept_met
 from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.source_text import source_of
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
-from amprewrite.graphs.log_quiet import Quiet
+from amprewrite.graphs.log_quiet import Quiet, loggers_of
 from amprewrite.runtime.ambient.kept_state import random_state_kept
 from amprewrite.runtime.compiler import dynamo
-from amprewrite.runtime.compiler.unlogged import loggers_of
 from amprewrite.runtime.parts import several_ranks
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass

@@ -20,13 +20,13 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 
 from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
+from amprewrite.graphs.log_quiet import Unlogged, has_logger
 from amprewrite.ir.pass_base import no_collection
 from amprewrite.runtime.ambient.low_cache import shared_sizes
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
 from amprewrite.runtime.compiler.handlers import breaking_at_gradients, recurrent_layers_whole, sharing_sizes
 from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
-from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.extras import load_extra

@@ -31,8 +31,16 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import EMPTY, Recorded, recording
 from amprewrite.graphs.fx.ops.on_device import on_device
-from amprewrite.runtime.training.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, host_numbers, positive, reciprocal
-from amprewrite.runtime.training.presets import PRESETS
+from amprewrite.runtime.training.loss_scale_state import (
+    COUNTERS,
+    OWN_KEY,
+    PRESETS,
+    LossScaleReport,
+    check_state,
+    host_numbers,
+    positive,
+    reciprocal,
+)
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, PolicyError
 from amprewrite.tables.formats import NARROWEST, Format, parse_format

@@ -13,7 +13,7 @@ from onnx_help import F16, F32, I64, Net, colours, const, differs_before_ort_1_2
 
 from amprewrite import CaptureError
 from amprewrite.api.onnx.convert import rewrite_onnx
-from amprewrite.graphs.onnx.read import densify
+from amprewrite.graphs.onnx.read import load
 
 AT = np.array([[0, 3], [2, 1], [15, 15]])
 
@@ -76,7 +76,7 @@ def test_broken_sparse_constants_are_refused_by_name(monkeypatch):
     for held in (outside, fewer):
         assert re.search("the sparse constant s does not hold what its shape says: .*; export the model again", refusal(held))
     assert "the sparse constant s lies in a file of its own; save the model with its sparse constants inside" in refusal(elsewhere)
-    monkeypatch.setattr(densify, "memory", lambda: 1000)
+    monkeypatch.setattr(load, "memory", lambda: 1000)
     assert "takes 1.02e+03 bytes when it is dense, and 500 are free; use a machine with more memory" in refusal(sparse("s"))
 
 

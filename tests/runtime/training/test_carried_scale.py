@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import amprewrite
 from amprewrite import AmpRewriteWarning, DynamicLossScale, PolicyError
-from amprewrite.runtime.training.optimizers.carried_scale import KEY
+from amprewrite.runtime.training.optimizers.optimizer_hooks import KEY
 
 OVERFLOWS = (1, 4, 6, 8)
 

@@ -20,8 +20,8 @@ import amprewrite
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient
 from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
-from amprewrite.runtime.training.optimizers.carried_scale import KEY
 from amprewrite.runtime.training.optimizers.find_optimizers import sharded_parameters
+from amprewrite.runtime.training.optimizers.optimizer_hooks import KEY
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.step_record import Stuck
 from amprewrite.tables.errors import PolicyError

@@ -79,7 +79,7 @@ class _Careful(torch.fx.Interpreter):
             if not low or is_any_autocast_enabled() or _runs_more(n) or written(n) or written_unsaid(n):
                 raise  # with autocast on, the op is in a region of the model, whose dtypes the plan does not change
             try:
-                result = run(n.target, *_widened((args, kwargs)))
+                result = run(n.target, *tree_map_only(Tensor, lambda t: t.float() if t.dtype in LOW_DTYPES else t, (args, kwargs)))
             except _REFUSALS:
                 raise error from None  # the op also fails in fp32, so the low dtype is not the cause
             self.refused[op_name(n.target)] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
@@ -90,10 +90,6 @@ class _Careful(torch.fx.Interpreter):
 def _runs_more(node: torch.fx.Node) -> bool:
     """True if `node` runs more than one op: some of these ops may have run before the error, and must not run again."""
     return node.op == "call_module" or is_opaque(node) or isinstance(node.target, FunctionType)
-
-
-def _widened(values: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in LOW_DTYPES else t, values)
 
 
 def runs_op_by_op(module: torch.fx.GraphModule, later: Callable[..., Any], refused: Refusals) -> FirstRun:

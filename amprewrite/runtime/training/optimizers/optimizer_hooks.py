@@ -12,18 +12,22 @@ Before each step:
    including `self`, so the code of the class runs once, with no parameters and a temporary state. Parameters, state, step counts and
    gradients of the real optimizer stay the same, and its learning-rate scheduler sees that `step` was called.
 5. If the step has a closure, check the gradients that the closure computes (closures.py).
-6. Tell wrappers that control a schedule whether the step was skipped (callers.py). A wrapper needs the answer now, so in this case the flag
-   of a fused optimizer is read as well.
+6. Tell wrappers that control a schedule whether the step was skipped, so that they do not advance it after a skipped step. accelerate's
+   AcceleratedOptimizer stores whether a GradScaler skipped the step in `_is_overflow`, and its schedulers and transformers' Trainer read
+   this attribute. A wrapper needs the answer now, so in this case the flag of a fused optimizer is read as well.
 
-The optimizer's state_dict includes the loss scales (carried_scale.py).
+The optimizer's state_dict includes the loss scales, so that any code that saves and loads the optimizer also resumes them (`Arrived`).
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,11 +37,11 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.graphs.fx.weights.step_listeners import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
-from amprewrite.runtime.training.optimizers.callers import frames_of_step, tell, wrappers_among
-from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
 from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure
 from amprewrite.runtime.training.optimizers.grad_scalers import refuse_grad_scaler
 from amprewrite.runtime.training.step_record import StepRecord
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 
 _SAVES = "_optimizer_state_dict_post_hooks"
 
@@ -304,3 +308,121 @@ def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[StepRecord]) -> None:
     living = guard()
     if living is not None:
         living.drop(ref)
+
+
+_ANSWER = "_is_overflow"
+"""Attribute by which a wrapper of an optimizer knows whether the latest step was skipped."""
+_MOST_WRAPPERS = 5
+_MOST = 12
+"""Largest number of stack frames that are searched for the step, and again for the callers of the step."""
+
+
+def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
+    """Return the frame of torch.optim's wrapper around the `step` whose hook calls this function, and then the frames of its callers.
+
+    Returns [] if another `step` of the same optimizer, such as a subclass's, called this step: its hooks have run already.
+    """
+    frame = hook = sys._getframe(1)
+    code = getattr(type(optimizer).step, "__code__", None)
+    for _ in range(_MOST):
+        if frame.f_code is code or frame.f_back is None:
+            break
+        frame = frame.f_back
+    else:
+        frame = hook
+    found = [frame]
+    while frame.f_back is not None and len(found) <= _MOST:
+        frame = frame.f_back
+        if frame.f_code is found[0].f_code and frame.f_locals.get("self") is optimizer:
+            return []
+        found.append(frame)
+    return found
+
+
+def wrappers_among(frames: list[FrameType], optimizer: Optimizer) -> list[Any]:
+    """Return the wrappers of `optimizer` whose `step` is running in one of `frames`, the innermost first."""
+    found = []
+    for frame in frames:
+        each = frame.f_locals.get("self") if frame.f_code.co_name == "step" else optimizer
+        if each is not optimizer and hasattr(each, _ANSWER) and _wraps(each, optimizer):
+            found.append(each)
+    return found
+
+
+def _wraps(found: Any, optimizer: Optimizer) -> bool:
+    for _ in range(_MOST_WRAPPERS):
+        found = getattr(found, "optimizer", None)
+        if found is optimizer:
+            return True
+    return False
+
+
+def tell(wrapper: Any, skipped: bool) -> None:
+    """Tell `wrapper` whether the latest step was skipped."""
+    setattr(wrapper, _ANSWER, skipped)
+
+
+KEY = "amprewrite_loss_scale"
+"""Key in the first parameter group of an optimizer's state_dict. Its value is the list of states of loss scales."""
+
+Brought = tuple["weakref.ref[Optimizer]", Any]
+_BROUGHT: weakref.WeakKeyDictionary[LossScale, Brought] = weakref.WeakKeyDictionary()
+"""For each scale that was loaded: the optimizer whose checkpoint brought the latest state, and this state."""
+
+
+def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
+    """Add the states of `scales` to `state`, an optimizer's state_dict, if one of them is dynamic."""
+    groups = state.get("param_groups")
+    if groups and any(scale.kind == "dynamic" for scale in scales):
+        groups[0][KEY] = [scale.state_dict() for scale in scales]
+
+
+class Arrived:
+    """Loss-scale states that a checkpoint brought to one optimizer. Each waits until `resume` is given the `LossScale` to load it into.
+
+    torch copies all entries of the saved groups into the groups of the optimizer. The states are taken out of there when the optimizer is
+    loaded, when it is guarded, and before each forward of a model that it trains. If an optimizer has several loss scales, the states
+    belong to them in order: the order of the models that it trains. Several optimizers may step parts of one model and carry its scale.
+    Their checkpoints bring the same state, and only the first is loaded: the scale may have changed by the time when the second arrives.
+    Only dynamic scales change, so only dynamic scales are loaded. A static scale has the value that the code gives.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, Any] = {}
+
+    def resume(self, optimizer: Optimizer, scales_of: Callable[[], Sequence[LossScale]]) -> None:
+        """Take the states of a checkpoint out of the optimizer's first group, if there are any, and load them into its scales, in order.
+
+        `scales_of` returns the scales of the models that the optimizer trains. A state for which there is no scale yet is kept.
+        Raises PolicyError if the entry or a state in it is invalid. Warns if a state belongs to a scale that is not dynamic.
+        """
+        if optimizer.param_groups and KEY in optimizer.param_groups[0]:
+            found = optimizer.param_groups[0].pop(KEY)
+            if not isinstance(found, list | tuple):
+                raise PolicyError(f"{KEY} in the optimizer's first parameter group holds {shown(found)}; it must be a list of states")
+            self._states = dict(enumerate(found))
+        if not self._states:
+            return
+        scales = scales_of()
+        for place in [place for place in self._states if place < len(scales)]:
+            _load(scales[place], self._states.pop(place), optimizer)
+
+
+def _load(scale: LossScale, state: Any, optimizer: Optimizer) -> None:
+    if scale.kind != "dynamic":
+        warnings.warn(
+            f"the checkpoint of this {type(optimizer).__name__} has a loss scale, which is left out: this model's own is {scale!r}",
+            AmpRewriteWarning,
+            stacklevel=2,
+        )
+        return
+    earlier = _BROUGHT.get(scale)
+    bringer = None if earlier is None else earlier[0]()
+    if earlier is None or bringer is None or earlier[1] != state or not _share_nothing(bringer, optimizer):
+        scale.load_state_dict(state)
+        _BROUGHT[scale] = weakref.ref(optimizer), state
+
+
+def _share_nothing(one: Optimizer, other: Optimizer) -> bool:
+    """True if the two optimizers have no parameter in common."""
+    return {*map(id, params_of(one))}.isdisjoint(map(id, params_of(other)))
