@@ -9,7 +9,6 @@ from typing import Literal
 from amprewrite.ir.cost import CostModel, Measured
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.constants import ConstantRead
-from amprewrite.ir.evidence.matrix_products import MatrixProduct
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.evidence.summands import Summands
 from amprewrite.ir.op_calls import Call
@@ -17,6 +16,7 @@ from amprewrite.ir.op_graph import OpGraph
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.product_cost import MatrixProduct
 from amprewrite.tables.devices import Device, device_row
 from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.vocabulary import Edit, Held, Reason

@@ -1,4 +1,4 @@
-"""Predict the time that fp8 saves in the GEMMs of a product, and the time that its fp8 copies cost.
+"""Facts about products of rows and a matrix, for which fp8 kernels exist, and the time that fp8 saves in their GEMMs and costs in copies.
 
 The model is torchao's roofline, applied to amprewrite's table of devices. A GEMM takes the longest of its arithmetic, its memory traffic
 and a launch. Each kernel that makes a copy takes the longer of its memory traffic and its launches. Large kernels reach only a share of a
@@ -89,3 +89,29 @@ class ProductPrices:
 
     def _pass(self, numel: int, size: int, launches: int = 1) -> int:
         return ticks(max(numel * size / (self.device.bandwidth * REACHED_BANDWIDTH), launches * self.launch))
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """The product `x · wᵀ`, or `x · w` if `transposed`. Its sizes are [rows, inner] times [inner, columns].
+
+    The last dim of x is the inner dim, and all other dims of x together are the rows. w has two dims.
+    """
+
+    x: str
+    """Name of the node that makes x."""
+    w: str
+    """Name of the node that makes w."""
+    x_version: int
+    """Version of x that the product reads: each in-place write to x makes a new version (see `Operand.write_version`)."""
+    w_version: int
+    """Version of w that the product reads: each in-place write to w makes a new version (see `Operand.write_version`)."""
+    rows: int
+    inner: int
+    columns: int
+    x_learns: bool
+    """Whether a backward computes a gradient of x."""
+    w_learns: bool
+    """Whether a backward computes a gradient of w."""
+    transposed: bool = False
+    """Whether w is stored as [inner, columns], instead of [columns, inner] as in a linear layer."""

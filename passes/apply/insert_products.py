@@ -44,15 +44,9 @@ class InsertProducts(Pass[RegionPlan, EditedGraph]):
 
 
 def _widen(node: torch.fx.Node) -> None:
-    """Turn `node` into a product of bf16 operands with an fp32 result."""
-    x, w = (_before_cast(each) for each in operands(node) or ())
+    """Turn `node` into a product of bf16 operands with an fp32 result. An operand that is an fp32 cast of a bf16 value is read uncast."""
+    x, w = (each.args[0] if each.meta.get(CAST) == FP32.name else each for each in operands(node) or ())
     node.op, node.target, node.args, node.kwargs = "call_function", wide_linear, (x, w, bias_of(node), transposes(node)), {}
-
-
-def _before_cast(value: torch.fx.Node) -> torch.fx.Node:
-    """If `value` is an fp32 cast of a bf16 value, return the bf16 value, because a wide product reads bf16; otherwise return `value`."""
-    source = value.args[0] if value.meta.get(CAST) == FP32.name else None
-    return source if isinstance(source, torch.fx.Node) else value
 
 
 class _ProductInsertion:
@@ -68,12 +62,10 @@ class _ProductInsertion:
                 node = self.nodes[name]
                 key = (copy.role, copy.write_version, self._operand(node, copy.role), copy.role == W and transposes(node), copy.largest)
                 read[key].add((node, gemm))
-        made = {
-            (node, role): copy
-            for (role, _, value, _, largest), readers in read.items()
-            for copy in [self._quantise(value, role, readers, largest)]
-            for node, _ in readers
-        }
+        made: dict[tuple[torch.fx.Node, str], torch.fx.Node] = {}
+        for (role, _, value, _, largest), readers in read.items():
+            quantised = self._quantise(value, role, readers, largest)
+            made |= {(node, role): quantised for node, _ in readers}
         for product in self.plan.chosen:
             node = self.nodes[product.node]
             self._exchange(node, product, made.get((node, X)), made.get((node, W)))

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from amprewrite.ir.decisions import Decisions
-from amprewrite.ir.evidence.matrix_products import MatrixProduct
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.product_plan import GemmPlan, ProductPlan, ProductReason, QuantisedCopy, QuantisedProducts
 from amprewrite.ir.problem import Problem
-from amprewrite.ir.product_cost import ProductPrices
+from amprewrite.ir.product_cost import MatrixProduct, ProductPrices
 from amprewrite.planner.min_cut import heaviest_closure
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.ops.op_lists import Trait, ops_with

@@ -6,7 +6,7 @@ All of these functions query one node, and most call each other. So they share a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -214,6 +214,12 @@ def held_value(node: torch.fx.Node) -> Any:
     for part in str(node.target).split("."):
         held = getattr(held, part, None)
     return held
+
+
+def held_values(graph: torch.fx.Graph, inputs: Sequence[Any]) -> Iterator[tuple[torch.fx.Node, Any]]:
+    """Yield (node, value) for each input of a graph, from its real `inputs`, and for each value that the graph reads from its module."""
+    yield from zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    yield from ((node, held_value(node)) for node in graph.find_nodes(op="get_attr"))
 
 
 def is_buffer(node: torch.fx.Node) -> bool:

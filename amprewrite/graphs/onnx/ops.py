@@ -36,17 +36,19 @@ def op_of(node: ir.Node) -> str:
     if node.domain not in ("", "ai.onnx"):
         return f"{node.domain}::{node.op_type}"
     if node.op_type == "Pow" and len(node.inputs) == 2 and node.inputs[1] is not None:
-        return POWERS.get(_scalar(node.inputs[1]), "pow")
+        exponent = scalar(node.inputs[1])
+        return "pow" if exponent is None else POWERS.get(exponent, "pow")
     reduction = node.attributes.get("reduction")
     if reduction is not None and node.op_type.startswith("Scatter") and reduction.as_string() != "none":
         return "scatter_reduce"
     return VOCABULARY.get(node.op_type, node.op_type)
 
 
-def _scalar(value: ir.Value) -> float:
-    """Return the number that a constant of one element holds; NaN for any other value."""
+def scalar(value: ir.Value) -> float | None:
+    """Return the number that a constant of one element holds; None for any other value."""
     tensor = constant_tensor(value)
-    return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else float("nan")
+    single = tensor is not None and tensor.size == 1 and not tensor.dtype.is_string()
+    return float(tensor.numpy().reshape(-1)[0]) if single else None  # type: ignore[union-attr]
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:

@@ -132,7 +132,12 @@ def fails_on(device: torch.device, recipe: Recipe) -> str:
     for gemm in recipe.gemms:
         try:
             with disable_dispatch_modes(), torch.no_grad():
-                made = _multiply_ones(device, recipe, gemm)
+                fast = gemm in recipe.fast
+                by_rows = fast and any(recipe.scaling(role, way) == ROWS for role, way in READS[gemm])
+                left, right = (torch.ones(TRIAL, TRIAL, device=device).to(recipe.format(role).dtype) for role, _ in READS[gemm])
+                factor = torch.ones((TRIAL, 1) if by_rows else (), device=device, dtype=torch.float32)
+                bias = torch.zeros(TRIAL, dtype=BASE.dtype, device=device) if fast else None
+                made = _launch(left, right, factor, factor, bias, BASE.dtype, fast)
                 if not bool((made == TRIAL).all()):
                     return f"{gemm}: a sum of {TRIAL} ones is {made.flatten()[0].item()}"
         except torch.OutOfMemoryError:
@@ -157,15 +162,6 @@ def makes_copies(device: torch.device) -> bool:
     if made is not None and not right:
         _fails(("casts", ones.device), "the kernel that makes fp8 copies gives wrong ones here; torch makes them")
     return right
-
-
-def _multiply_ones(device: torch.device, recipe: Recipe, gemm: str) -> Tensor:
-    fast = gemm in recipe.fast
-    by_rows = fast and any(recipe.scaling(role, way) == ROWS for role, way in READS[gemm])
-    left, right = (torch.ones(TRIAL, TRIAL, device=device).to(recipe.format(role).dtype) for role, _ in READS[gemm])
-    factor = torch.ones((TRIAL, 1) if by_rows else (), device=device, dtype=torch.float32)
-    bias = torch.zeros(TRIAL, dtype=BASE.dtype, device=device) if fast else None
-    return _launch(left, right, factor, factor, bias, BASE.dtype, fast)
 
 
 def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:

@@ -10,7 +10,8 @@ import torch.fx
 from torch import Tensor
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import example_value, held_value, is_held, is_opaque, tensors, value_dtype
+from amprewrite.graphs.fx.node_facts import example_value, held_values, is_held, is_opaque, tensors, value_dtype
+from amprewrite.graphs.fx.read.magnitudes import on_host
 from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.ir.evidence.counts import Count, keep_counts, made_of, most_exact
 from amprewrite.ir.op_graph import OpNode
@@ -61,10 +62,8 @@ def _summed(node: OpNode) -> int:
 
 def _held(graph: torch.fx.Graph, inputs: Sequence[Any]) -> dict[torch.fx.Node, Any]:
     """Return {node: its value, or None if unknown} for the floating buffers and constants of the model. Trained parameters are left out."""
-    places = [*zip(graph.find_nodes(op="placeholder"), [*inputs, *[None] * len(graph.nodes)], strict=False)]
-    places += [(node, held_value(node)) for node in graph.find_nodes(op="get_attr")]
     found = {}
-    for node, value in places:
+    for node, value in held_values(graph, [*inputs, *[None] * len(graph.nodes)]):
         example = example_value(node)
         example = value if example is None else example
         if is_held(node) and isinstance(example, Tensor) and example.is_floating_point() and not _learns(example, value):
@@ -82,18 +81,14 @@ def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node,
     LARGE: whole numbers, some of them too large for `low` to hold exactly. WHOLE: smaller whole numbers. SMALL: fractions, and values that
     are unknown.
     """
-    found, asked = dict.fromkeys(held, Count.SMALL), list[tuple[torch.fx.Node, Tensor]]()
+    asked = dict[torch.fx.Node, Tensor]()
     with torch.no_grad(), unselected():
         for node, value in held.items():
             plain = type(value) in (Tensor, torch.nn.Buffer) and not isinstance(value, FakeTensor) and value.layout == torch.strided
             if plain and value.device.type != "meta" and value.numel():
-                asked.append((node, torch.stack([(value == value.round()).all(), value.abs().amax() > most_exact(low)])))
-        for device in {flag.device for _, flag in asked}:
-            there = [(node, flag) for node, flag in asked if flag.device == device]
-            flags = torch.stack([flag for _, flag in there]).tolist()
-            kinds = ((Count.LARGE if beyond else Count.WHOLE) if whole else Count.SMALL for whole, beyond in flags)
-            found |= {node: kind for (node, _), kind in zip(there, kinds, strict=True)}
-    return found
+                asked[node] = torch.stack([(value == value.round()).all(), value.abs().amax() > most_exact(low)])
+        kinds = [(Count.LARGE if beyond else Count.WHOLE) if whole else Count.SMALL for whole, beyond in on_host(list(asked.values()))]
+    return dict.fromkeys(held, Count.SMALL) | dict(zip(asked, kinds, strict=True))
 
 
 def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Count]:

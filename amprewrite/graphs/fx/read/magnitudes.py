@@ -11,7 +11,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import held_value
+from amprewrite.graphs.fx.node_facts import held_values
 from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.ir.evidence.range_rules import ADDS_UP, added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.op_graph import OpGraph
@@ -40,10 +40,8 @@ def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor
 def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
     """Return the fp32 parameters and buffers as `weights_among` does, but for a low format of any range."""
     names, graph = captured.names, captured.module.graph
-    placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
-    held = ((node, held_value(node)) for node in graph.find_nodes(op="get_attr"))
     found: dict[str, Tensor] = {}
-    for node, value in (*placeholders, *held):
+    for node, value in held_values(graph, inputs):
         vertex = captured.problem.graph.nodes.get(names.get(node, ""))
         plain = type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32 and value.layout == torch.strided
         if plain and vertex is not None and vertex.role in ("parameter", "buffer") and value.device.type != "meta" and value.numel():
@@ -66,7 +64,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     with torch.no_grad(), unselected():
         flags = [has_offset(weight, found[name]) for name, weight in added.items()]
         flags += [rows_have_offset(weight) for weight in rows.values()]
-        flags = _read(flags)
+        flags = on_host(flags)
     return frozenset(name for name, offset in zip((*added, *rows), flags, strict=True) if offset)
 
 
@@ -81,8 +79,8 @@ def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
     if not found:
         return {}
     with torch.no_grad(), unselected():
-        squares = _read(norms_of_tensors(list(found.values())))
-        signs = _read([weight.mean() for weight in found.values()])
+        squares = on_host(norms_of_tensors(list(found.values())))
+        signs = on_host([weight.mean() for weight in found.values()])
     return {
         name: math.copysign(square / math.sqrt(weight.numel()), sign)
         for (name, weight), square, sign in zip(found.items(), squares, signs, strict=True)
@@ -106,15 +104,15 @@ def largest(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
     with torch.no_grad(), unselected():
-        found: list[float] = _read(norms_of_tensors([tensor.detach() for tensor in tensors], ord=float("inf")))
+        found: list[float] = on_host(norms_of_tensors([tensor.detach() for tensor in tensors], ord=float("inf")))
         for place, tensor in enumerate(tensors):
             if not math.isfinite(found[place]):
                 found[place] = float(torch.where(tensor.isfinite(), tensor.detach(), 0).abs().max())
     return found
 
 
-def _read(numbers: Sequence[Tensor]) -> list[Any]:
-    """Return 0-dim tensors as Python numbers. The host waits once for each device."""
+def on_host(numbers: Sequence[Tensor]) -> list[Any]:
+    """Return tensors of one shape as Python numbers, or lists of them. The host waits once for each device."""
     found: list[Any] = [None] * len(numbers)
     for device in {number.device for number in numbers}:
         places = [place for place, number in enumerate(numbers) if number.device == device]

@@ -13,20 +13,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.ops import bodies, constant_tensor, format_of, op_of
+from amprewrite.graphs.onnx.ops import bodies, constant_tensor, format_of, op_of, scalar
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.run.samples import elements
 from amprewrite.ir.evidence.counts import FRACTIONS, Count, keep_counts, made_of, most_exact
-from amprewrite.ir.evidence.matrix_products import MatrixProduct
 from amprewrite.ir.evidence.range_rules import added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.evidence.summands import Factor, Summands, summands
 from amprewrite.ir.op_graph import OpGraph, OpNode
+from amprewrite.ir.product_cost import MatrixProduct
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
@@ -85,7 +85,7 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
         found[value] = _entering(value, low)
     for node in model.graph.all_nodes():
         given = [_read(value, found, low) for value in node.inputs if value is not None]
-        numbers = [number for value in node.inputs if value is not None for number in _number(value)]
+        numbers = [number for value in node.inputs if value is not None and (number := scalar(value)) is not None]
         op = "one_hot" if node.op_type == "OneHot" else op_of(node)
         for body in bodies(node):
             found |= {value: _entering(value, low) for value in body.inputs}
@@ -119,13 +119,6 @@ def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
         beyond = whole and np.abs(numbers).max() > most_exact(low)
         found[value] = Count.NOT if held is None else Count.LARGE if beyond else Count.WHOLE if whole else Count.SMALL
     return found[value]
-
-
-def _number(value: ir.Value) -> Iterator[float]:
-    """Yield the number that a constant of one element holds; nothing for any other value."""
-    held = constant_tensor(value)
-    if held is not None and held.size == 1 and not held.dtype.is_string():
-        yield float(held.numpy().reshape(-1)[0])
 
 
 RANDOM = ops_with(Trait.RANDOM)
