@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
-from amprewrite.graphs.fx.ops import cross_entropy
-from amprewrite.graphs.fx.ops.cross_entropy import cross_entropy_of_low
+from amprewrite.passes.lower import split_losses
+from amprewrite.passes.lower.split_losses import cross_entropy_of_low
 
 FOLDER = Path(__file__).parents[3] / "examples" / "benchmarks"
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[3] / "examples" / "benchmarks"
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few logits are taken in parts, too."""
-    monkeypatch.setattr(cross_entropy, "FROM_BYTES", 0)
+    monkeypatch.setattr(split_losses, "FROM_BYTES", 0)
 
 
 def logits_and_targets(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def test_a_model_learns_the_same_in_less_memory(dtype: str, returns: bool, monke
     memory = importlib.import_module("memory")
     found = []
     for least in (1 << 40, 0):
-        monkeypatch.setattr(cross_entropy, "FROM_BYTES", least)
+        monkeypatch.setattr(split_losses, "FROM_BYTES", least)
         amp = amprewrite.rewrite(Head(returns), dtype=dtype, device="h100", loss_scale=2.0**10 if dtype == "fp16" else None)
         for _ in range(2):
             amp.zero_grad()

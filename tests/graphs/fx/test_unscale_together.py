@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from amprewrite.graphs.fx.ops.scale_ops import scale_gradient, unscale_gradient
-from amprewrite.graphs.fx.ops.unscale_together import unscale_together
+from amprewrite.passes.lower.unscale_together import unscale_together
 
 SCALE = torch.tensor(4.0)
 INVERSE = SCALE.reciprocal()
