@@ -26,10 +26,10 @@ from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graph
 from amprewrite.runtime.captured.graph_rewriter import GraphRewriter
 from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.compiler import dynamo
+from amprewrite.runtime.compiler.dynamo import without_dispatch_modes
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, is_capture_error
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON
-from amprewrite.runtime.compiler.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.parts import sharded_inside
 from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, refuse_training, unfreeze_weights

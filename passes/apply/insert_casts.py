@@ -45,7 +45,6 @@ CAST = "amprewrite_cast"
 class InsertCasts(Pass[RegionPlan, EditedGraph]):
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         graph = edited.module.graph
-        order = {node: position for position, node in enumerate(graph.nodes)}
         clamped = plan.edited(Edit.CLAMP_CONSTANTS)
         for planned in plan.nodes:
             if planned.colour is not Colour.PLAIN and planned.role == "op":
@@ -53,7 +52,7 @@ class InsertCasts(Pass[RegionPlan, EditedGraph]):
         openings = transform_openings(graph)
         for cast in plan.casts:
             value = edited.nodes[cast.value]
-            users = sorted((edited.nodes[name] for name in cast.users), key=order.__getitem__)
+            users = sorted(edited.nodes[name] for name in cast.users)
             place = outside(openings, value, leave_with_gradients(value, users[0]))
             insert_cast(graph, value, FORMATS[cast.to], users, cast.saturate, cast.weight, place)
 

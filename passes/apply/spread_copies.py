@@ -39,8 +39,7 @@ def _is_low(copy: torch.fx.Node) -> bool:
 
 def spread(copy: torch.fx.Node) -> None:
     """Keep the first READERS readers of a copy, and give every READERS further readers a new copy."""
-    order = {node: place for place, node in enumerate(copy.graph.nodes)}
-    readers = sorted(copy.users, key=order.__getitem__)
+    readers = sorted(copy.users)
     for start in range(READERS, len(readers), READERS):
         another = _another(copy)
         for reader in readers[start : start + READERS]:

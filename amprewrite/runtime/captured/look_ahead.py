@@ -40,7 +40,7 @@ from amprewrite.ir.problem import Problem
 from amprewrite.passes.driver import rewrite_graph
 from amprewrite.runtime.ambient.kept_state import random_state_kept, state_kept
 from amprewrite.runtime.ambient.past import asking_node
-from amprewrite.runtime.compiler.suspend_modes import unselective
+from amprewrite.runtime.compiler.dynamo import unselective
 from amprewrite.tables.errors import one_line
 from amprewrite.tables.vocabulary import Reason
 from amprewrite.torch_internals.dispatch import FakeTensor

@@ -18,7 +18,7 @@ from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.passes.weigh_plans import weighed
 from amprewrite.runtime.ambient.past import Past
 from amprewrite.runtime.captured.look_ahead import LookAhead
-from amprewrite.runtime.compiler.suspend_modes import suspend_dispatch_modes
+from amprewrite.runtime.compiler.dynamo import suspend_dispatch_modes
 from amprewrite.runtime.training.overflow_probe import LatestInputs
 from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.weight_reads import ReadChecks, WeightReads

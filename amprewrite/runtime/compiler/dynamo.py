@@ -1,4 +1,6 @@
-"""Compile a function with a new Dynamo cache, and find out when Dynamo silently runs the original code instead."""
+"""Compile a function with a new Dynamo cache, find out when Dynamo silently runs the original code instead, and suspend the user's dispatch
+modes while Dynamo works.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import os
 import re
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
 from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
+from amprewrite.graphs.fx.uncaptured import not_selective, unselected
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.log_quiet import Unlogged, has_logger
 from amprewrite.ir.pass_base import no_collection
@@ -30,7 +34,7 @@ from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reas
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.extras import load_extra
-from amprewrite.torch_internals.dispatch import dispatch_modes, is_any_autocast_enabled, tracing_context
+from amprewrite.torch_internals.dispatch import disable_dispatch_modes, dispatch_modes, is_any_autocast_enabled, tracing_context
 from amprewrite.torch_internals.dynamo import skip_code, skip_once
 
 EXACT = "inductor-exact"
@@ -386,3 +390,40 @@ def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
 def first_line(text: object) -> str:
     """Return the first line of a message of Dynamo, in plain words."""
     return plain_reason(str(text).strip().partition("\n")[0].strip())
+
+
+class _Aside(threading.local):
+    """The user's dispatch modes that are suspended in this thread, because Dynamo cannot run under dispatch modes.
+
+    Every rewritten graph restores them while it runs. Code that runs as written between graphs runs without them.
+    """
+
+    def __init__(self) -> None:
+        self.modes: list[Any] = []
+
+
+suspend_dispatch_modes = _Aside()
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Context manager that suspends the user's dispatch modes. Each rewritten graph restores them while it runs."""
+    outer = suspend_dispatch_modes.modes
+    suspend_dispatch_modes.modes = outer + user_modes()
+    try:
+        with disable_dispatch_modes():
+            yield
+    finally:
+        suspend_dispatch_modes.modes = outer
+
+
+@contextmanager
+def unselective() -> Iterator[None]:
+    """Context manager for a trial run: disable the dispatch modes of selective checkpoints, which must not store the run's results."""
+    outer = suspend_dispatch_modes.modes
+    suspend_dispatch_modes.modes = not_selective(outer)
+    try:
+        with unselected():
+            yield
+    finally:
+        suspend_dispatch_modes.modes = outer
