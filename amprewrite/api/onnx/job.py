@@ -27,8 +27,20 @@ from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offsets, read_repeated, read_summands, with_counts
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
+from amprewrite.graphs.onnx.run import trial
 from amprewrite.graphs.onnx.run.compare import check_raised, is_measurable, relative_error, resized, tell_of_overflow
-from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
+from amprewrite.graphs.onnx.run.onnx_runtime import (
+    TimeLimit,
+    TooSlow,
+    is_large,
+    may_crash,
+    providers,
+    run_within,
+    runtime,
+    seconds_for,
+    session,
+    weight_bytes,
+)
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
@@ -318,6 +330,14 @@ class Job:
             raise AccuracyError(f"{found}; nothing was written", self.result(region, report))
 
     def _run_here(self, made: str | onnx.ModelProto, samples: Samples, limit: TimeLimit) -> float | None:
+        seconds = seconds_for(weight_bytes(self.model), limit)
+        if self.low.ort_cpu and may_crash(self.model):
+            tried = trial.failure(made if isinstance(made, str) else made.SerializeToString(), [], providers(), seconds)
+            if tried.startswith(trial.ENDS):
+                raise EmitError(
+                    f"ONNX Runtime crashes when it loads the rewritten model: {tried}. Its optimiser is known to do so on Transposes in "
+                    f"{self.low.name} before matrix products; overrides={{'permute': 'deny'}} keeps them in fp32"
+                )
         try:
             runner = session(made)
         except Exception as error:
@@ -336,7 +356,6 @@ class Job:
             return None
         kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if isinstance(v.type, ir.TensorType) and v.dtype}
         feeds = [{n: np.asarray(given, kinds[n]) if n in kinds else given for n, given in feed.items()} for feed in samples.feeds]
-        seconds = seconds_for(weight_bytes(self.model), limit)
         try:
             found = [run_within(runner, None, feed, seconds) for feed in feeds]
             return self._error(samples, found)

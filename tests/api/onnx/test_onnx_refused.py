@@ -150,3 +150,23 @@ def test_an_optimiser_that_fails_on_the_result_alone_is(monkeypatch: pytest.Monk
     fails_optimised(monkeypatch, also_the_source=False)
     with pytest.raises(EmitError, match="ONNX Runtime refuses the rewritten model: the optimiser gave up; please report"):
         rewrite_onnx(tmp_path / "m.onnx")
+
+
+def test_a_file_on_which_onnx_runtime_crashes_is_refused_and_the_process_lives(tmp_path: Path) -> None:
+    nodes = [
+        node("Softmax", ["x"], ["a"]),
+        node("Transpose", ["a"], ["t"], perm=[1, 0, 2], name="t"),
+        node("Shape", ["t"], ["s"]),
+        node("MatMul", ["t", "w"], ["m"]),
+    ]
+    outputs = [value("m", "s", "b", 8), value("s", 3, dtype=onnx.TensorProto.INT64)]
+    made = graph(nodes, "net", [value("x", "b", "s", 16)], outputs, [weight("w", 16, 8)])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    overrides, kept = {"softmax": "allow", "permute": "allow"}, {"softmax": "allow", "permute": "deny"}
+    unverified = rewrite_onnx(model, verify=False, overrides=overrides, keep_io=False)
+    if not trial.failure(unverified.model.SerializeToString(), [], ["CPUExecutionProvider"], 5.0):
+        pytest.skip("this ONNX Runtime loads the file")
+    with pytest.raises(EmitError, match=r"ONNX Runtime crashes .* it ends the process .*overrides={'permute': 'deny'}"):
+        rewrite_onnx(model, tmp_path / "out.onnx", overrides=overrides, keep_io=False)
+    assert not (tmp_path / "out.onnx").exists()
+    rewrite_onnx(model, tmp_path / "out.onnx", overrides=kept, keep_io=False)

@@ -1,4 +1,7 @@
-"""Run models of any size in ONNX Runtime: from memory if a model fits one protobuf, otherwise from a temporary folder."""
+"""Run models of any size in ONNX Runtime: from memory if a model fits one protobuf, otherwise from a temporary folder.
+
+This file has special code for `Transpose`, on which ONNX Runtime may crash.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
 from amprewrite.graphs.onnx.guesses import to_proto, without_guesses
+from amprewrite.graphs.onnx.ops import format_of
 from amprewrite.graphs.onnx.run import trial
 from amprewrite.tables.boundary.files import cannot_write, scratch_folder, write_scratch
 from amprewrite.tables.errors import EmitError, one_line
+from amprewrite.tables.formats import LOW_NAMES
 
 MOST_BYTES = 1_500_000_000
 """Bytes of weights beyond which a model is kept in a file with external data, because one protobuf holds at most 2 GB."""
@@ -123,6 +128,15 @@ def weight_bytes(model: ir.Model) -> int:
 def is_large(model: ir.Model) -> bool:
     """True if the weights do not fit one protobuf."""
     return weight_bytes(model) > MOST_BYTES
+
+
+def may_crash(model: ir.Model) -> bool:
+    """True if the optimiser of ONNX Runtime may end the process (segmentation fault, seen in 1.31) when it loads the model.
+
+    That happens if a Transpose has a low result and a matrix product reads it in fp32, after a cast, as all products do on a CPU.
+    """
+    transposes = (node for node in model.graph.all_nodes() if node.op_type == "Transpose" and not node.domain)
+    return any(format_of(node.outputs[0]) in LOW_NAMES for node in transposes)
 
 
 class Runnable:

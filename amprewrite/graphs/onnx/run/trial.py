@@ -1,4 +1,6 @@
-"""Try an ONNX model in a separate process, because ONNX Runtime may abort the process on a model that onnx.checker refuses.
+"""Try an ONNX model in a separate process, because ONNX Runtime may abort the process.
+
+It may do so on a model that onnx.checker refuses, and ONNX Runtime 1.31 also does on some valid ones (see `may_crash` in onnx_runtime.py).
 
 The other process runs this very file, which imports nothing else of amprewrite, so that it starts quickly.
 
@@ -16,6 +18,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+ENDS = "it ends the process"
+"""Beginning of what `failure` returns if the other process died."""
 START = 60.0
 """Seconds that the process may take to start, on a busy machine."""
 
@@ -34,7 +38,7 @@ def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iter
     except OSError as error:
         return f"no process can be started to try it in: {error}"
     if done.returncode:
-        return f"it ends the process ({done.returncode})"
+        return f"{ENDS} ({done.returncode})"
     return done.stdout.decode(errors="replace").strip()
 
 
