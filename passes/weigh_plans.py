@@ -29,6 +29,7 @@ from amprewrite.passes.paint.paint_autocast import PaintAutocast
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_tf import PaintTF
 from amprewrite.passes.paint.paint_ties import PaintTies
+from amprewrite.passes.plan.plan_pads import gains_nothing, plan_pads
 from amprewrite.passes.repaint.decline_small_graphs import all_high
 from amprewrite.passes.repaint.repaint_as_autocast import RepaintAsAutocast
 from amprewrite.passes.repaint.repaint_shares import RepaintShares
@@ -54,16 +55,20 @@ LEAST_TOLD = 1e-3
 def weighed(plan: RegionPlan) -> RegionPlan:
     """Return `plan`, and the plans of its subgraphs, with the prices of the plans that they were compared with, and with notes on these.
 
-    Nothing that runs depends on prices, so they are computed when a plan is read. Graphs that stay fp32 as a whole are not compared.
+    On a device that gains nothing from padding, add the reasons why nothing is padded. Nothing that runs depends on prices or reasons, so
+    they are computed when a plan is read. Graphs that stay fp32 as a whole are not compared.
     """
     problem, plan = plan.basis, replace(plan, bodies=tuple(map(weighed, plan.bodies)))
     if problem is None or any(note.startswith(LEFT) for note in plan.notes):
         return plan
     if problem.given is not None:
         return replace(plan, candidates=problem.given.candidates, priced_on=problem.given.priced_on)
+    colours = {node.name: node.colour for node in plan.nodes}
+    if gains_nothing(problem):
+        plan = replace(plan, pads=plan_pads(problem, plan.casts, colours))
     if problem.lists.rule != "cost":
         return plan
-    colours, prices = {node.name: node.colour for node in plan.nodes}, Prices(problem.graph, problem.own_costs.time)
+    prices = Prices(problem.graph, problem.own_costs.time)
     priced = {name: prices.of(each) for name, each in {PLANNED: colours, **painted_otherwise(problem, colours)}.items()}
     return replace(
         plan,

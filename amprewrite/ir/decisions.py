@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from amprewrite.ir.plans.pad_plan import PadPlan
 from amprewrite.ir.plans.plan import Cast, NodeEdit, NodePlan, RegionPlan
@@ -80,7 +80,7 @@ class Decisions:
             edits=tuple(self.edits),
             scales_loss=problem.scale_loss,
             quantised=self.quantised,
-            basis=replace(problem, pads_off=True),
+            basis=problem,
         )
 
     def _node_plans(self, problem: Problem) -> list[NodePlan]:

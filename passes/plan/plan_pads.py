@@ -35,27 +35,38 @@ FEW = 4
 
 class PlanPads(Pass[Problem, Decisions]):
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
-        decisions.pads = plan_pads(problem, decisions)
+        if problem.given is not None or not gains_nothing(problem):
+            decisions.pads = plan_pads(problem, decisions.casts, decisions.colours)
 
 
-def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
-    """Return the padding of one graph. It is empty if no padding is asked for or needed, and gives reasons if padding is declined."""
+def gains_nothing(problem: Problem) -> bool:
+    """True if nothing is padded because no padding is asked for and the device gains nothing. `plan_pads` then only gives reasons."""
+    rules = (problem.pad.default, *problem.pad.modules) if problem.pad is not None else ()
+    row = problem.planned_for or device_row(problem.device)
+    return all(rule.mode in ("auto", "never") for rule in rules) and not PadCost(row, problem.policy.low, training=False).gains
+
+
+def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Colour]) -> PadPlan:
+    """Return the padding of one graph. It is empty if no padding is asked for or needed, and gives reasons if padding is declined.
+
+    `casts` are the planned casts, and `colours` the planned colours (low, high or plain) of the nodes.
+    """
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
     if problem.given is not None and problem.given.casts:  # a plan with casts was not edited (editing drops them), so its pads fit
         return problem.given.pads
     if not problem.calls:
         return PadPlan()
-    calls = calls_with_casts(problem.calls, decisions.casts)
+    calls = calls_with_casts(problem.calls, casts)
 
     def numel(value: str) -> int:
         return problem.graph[value.split(" -> ")[0].partition("#")[0]].numel
 
     regions = Regions(calls, numel, _is_weight(problem), refused=dict(problem.pad_refused))
-    if regions.all_aligned(_multiple_of(problem, decisions)):
+    if regions.all_aligned(_multiple_of(problem, colours)):
         return PadPlan()
     regions.build()
-    wants = regions.wants(_multiple_of(problem, decisions))
+    wants = regions.wants(_multiple_of(problem, colours))
     if not wants:
         return PadPlan()
     chooser = _Chooser(problem, regions)
@@ -64,10 +75,10 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
         if regions.check():
             break
         regions.build()
-        wants = regions.wants(_multiple_of(problem, decisions))
+        wants = regions.wants(_multiple_of(problem, colours))
     else:
         return PadPlan((PadRegion(0, 0, (), why=f"padding was still unsafe after {ROUNDS} rounds"),))
-    return _written_down(regions, wants, chooser, _versions(problem, decisions.casts))
+    return _written_down(regions, wants, chooser, _versions(problem, casts))
 
 
 # -- 1. calls --------------------------------------------------------------------------------
@@ -119,7 +130,7 @@ def _is_weight(problem: Problem) -> Callable[[str], bool]:
 
 
 # -- 2. wants -------------------------------------------------------------------------------
-def _multiple_of(problem: Problem, decisions: Decisions) -> Callable[[str], int | None]:
+def _multiple_of(problem: Problem, colours: Mapping[str, Colour]) -> Callable[[str], int | None]:
     """Return a function that maps the name of an op to the multiple to which its dims should be padded.
 
     The function returns None for an op that is no product, runs in fp32, or must not be padded.
@@ -127,8 +138,8 @@ def _multiple_of(problem: Problem, decisions: Decisions) -> Callable[[str], int 
     multiple = FORMATS[problem.policy.low.name].pad_multiple
 
     def of(name: str) -> int | None:
-        node, paint = problem.graph.nodes.get(name), decisions.paints.get(name)
-        if node is None or paint is None or paint.colour is not Colour.LOW or node.kind is not OpKind.ALLOW:
+        node = problem.graph.nodes.get(name)
+        if node is None or colours.get(name) is not Colour.LOW or node.kind is not OpKind.ALLOW:
             return None
         rule = _rule(problem, name)
         return None if rule.mode == "never" else rule.multiple or multiple

@@ -64,6 +64,18 @@ def test_no_axis_is_followed_where_the_cut_padded_nothing(capture: Capture, monk
     assert case.decisions.pads.regions and not case.decisions.pads and not followed
 
 
+def test_where_the_device_gains_nothing_reasons_are_found_when_a_plan_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    build = Regions.build
+    monkeypatch.setattr(Regions, "build", lambda self: built.append(self) or build(self))
+    amp = amprewrite.rewrite(OddMLP(), dtype="bf16")
+    amp(noise(8, 101))
+    assert built == []
+    (region,) = amp.plan.regions
+    assert built and not region.pads
+    assert any("gains nothing from aligned ones" in each.why for each in region.pads.regions)
+
+
 def test_never_plans_nothing(capture: Capture) -> None:
     assert not planned(capture(OddMLP(), noise(8, 101)), "never").decisions.pads.regions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
@@ -60,7 +60,7 @@ def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
 def _problem(region: RegionPlan) -> Problem:
     if not isinstance(region.basis, Problem):
         raise PlanError(f"the plan of {region.name} has no problem to decide again: name the model, not a saved or edited plan")
-    return region.basis
+    return replace(region.basis, pads_off=True)
 
 
 def _has(region: RegionPlan, name: str) -> bool:

@@ -71,7 +71,7 @@ class WhatIf:
 
     def __init__(self, region: RegionPlan) -> None:
         assert isinstance(region.basis, Problem)
-        self.basis: Problem = region.basis
+        self.basis: Problem = replace(region.basis, pads_off=True)
         self.base = self.decide({})
         self.colours = {node.name: node.colour for node in self.base.nodes}
         self.prices = Prices(self.basis.graph, self.basis.costs.time)
