@@ -84,6 +84,7 @@ def test_bad_options(options: dict[str, Any], error: type[AmpRewriteError], says
         pytest.param(
             {"sofmax": "deny"}, r"overrides\['sofmax'\]: there is no op 'sofmax'; did you mean softmax", id="an op misspelled"
         ),
+        pytest.param({"encoder.0": "fp32"}, r"there is no op 'encoder\.0'; .*\? \(for a module write 'module:PATH'\)", id="a bare module"),
         pytest.param({"@": "deny"}, "there is no op '@'; `amprewrite.tables.ops.op_lists.OPS` lists all ops", id="nothing like an op"),
         pytest.param(
             {"module:encodr": "fp32"}, "matches no module of the model; did you mean module:encoder", id="a module misspelled"

@@ -69,7 +69,7 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
             op = find_op(pattern)
             if op is None:
                 hint = did_you_mean(pattern, sorted(OPS), "; `amprewrite.tables.ops.op_lists.OPS` lists all ops", likeness=0.5)
-                raise PolicyError(f"overrides[{shown(key)}]: there is no op {shown(pattern)}{hint}")
+                raise PolicyError(f"overrides[{shown(key)}]: there is no op {shown(pattern)}{hint} (for a module write 'module:PATH')")
             pattern, word = op.name, {"high": "deny", "low": "allow"}.get(word, word)
             for other in parsed:
                 if other.scope == "op" and other.pattern == pattern and other.word != word:
