@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Set
 
 from amprewrite.ir.evidence.counts import ASKS
@@ -25,7 +26,7 @@ from amprewrite.tables.vocabulary import Colour, Held, OpKind, Reason
 
 AWAY, SUMS, FACTORS, NORMS = (ops_with(each) for each in (Trait.TAKES_AWAY, Trait.ADDS_UP, Trait.SCALES, Trait.TAKES_MEAN_AWAY))
 AVERAGES, UNIFORM, CONVERTS = ops_with(Trait.AVERAGES), ops_with(Trait.UNIFORM), ops_with(Trait.CONVERTS)
-LOOKS_UP, LOGS, RANDOM, DRAWS = (ops_with(each) for each in (Trait.LOOKS_UP, Trait.LOGARITHM, Trait.RANDOM, Trait.DRAWS))
+LOGS, RANDOM, DRAWS = (ops_with(each) for each in (Trait.LOGARITHM, Trait.RANDOM, Trait.DRAWS))
 SHARES = ops_with(Trait.SHARES_OUT, Trait.NEARS_ITS_ENDS)
 BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
 SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
@@ -105,7 +106,7 @@ def held(problem: Problem) -> dict[str, Held]:
 class _Reading:
     def __init__(self, problem: Problem) -> None:
         self.graph, self.offsets, self.found = problem.graph, problem.offsets, dict[str, Held]()
-        self.from_inputs = set[str]()
+        self.from_inputs, self.in_file = set[str](), problem.device == FILE
         wide = held_wide(problem.graph, problem.device, problem.held, problem.offsets)
         for node in problem.graph:
             if (node.role == "input" and node.carries_fp32) or any(each.value in self.from_inputs for each in node.operands):
@@ -130,11 +131,19 @@ class _Reading:
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log is EXACT, because its operand's scale becomes its offset
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the relative error may change, so the result is not ROUNDED
-        if node.op in SUMS:  # adding a number, or a PLAIN value that is not learnt, changes the size of a sum but not its error
-            bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
+        if node.op in SUMS:  # adding a number, or a PLAIN value that is no bias, changes the size of a sum but not its error
+            bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each, node) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
-    def _is_learnt(self, name: str) -> bool:
-        """True if a sum treats `name` as a learnt value: a weight or another input, looked-up rows, the result of a norm, or a mask."""
-        seen = self.graph.seen(name)
-        return seen.role != "op" or seen.op in LOOKS_UP | NORMS or self.graph[name].may_saturate
+    def _is_bias(self, name: str, total: OpNode) -> bool:
+        """True if rounding the sum `total` of a product and `name` counts as rounding the product.
+
+        Then `name` is a mask, a learnt vector, or from a table with fewer numbers than a sample of the sum has, such as relative positions.
+        Other learnt values, looked-up rows and results of norms may be larger than the product, and the sum is rounded by its size. In a
+        file they count as biases, too, because each cast is a kernel, and there is no torch.autocast to be as exact as.
+        """
+        seen, sizes = self.graph.seen(name), [side for side in total.shape[1:] if isinstance(side, int)]
+        vector = sum(side != 1 for side in seen.shape) < 2
+        sample = math.prod(sizes) if len(sizes) == len(total.shape) - 1 else total.numel
+        small = self.in_file or vector or seen.numel < sample
+        return self.graph[name].may_saturate or (seen.role != "op" and small) or (seen.op in NORMS and self.in_file)

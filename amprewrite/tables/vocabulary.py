@@ -79,7 +79,7 @@ class Held(IntEnum):
     """In fp32, and rounding may harm it: its elements may differ little around a large offset, or have far smaller errors than results of
     products."""
     PLAIN = 1
-    """In fp32, without an offset, and not rounded by a product: weights, rows of a table, results of norms."""
+    """In fp32, without an offset, and more exact than results of products: weights, rows of a table, results of norms, sums with these."""
     ROUNDED = 2
     """In fp32, but computed from results of products, so that each element has about the rounding error of the low format."""
     LOW = 3

@@ -1,4 +1,4 @@
-"""Ops whose slope jumps or fades get the gradients of fp32, as long as no product has rounded their operands."""
+"""Ops whose slope jumps or fades get the gradients of fp32, as long as no product has rounded their operands by as much."""
 
 from __future__ import annotations
 
@@ -89,6 +89,44 @@ def test_a_slope_that_fades_is_as_exact_as_under_autocast(fades: Callable[[Tenso
     """The slope of tanh is 1 - y², a difference: if y is rounded where |y| is near one, most of the slope is noise."""
     net = Net(MADE["rows and places"], lambda t, u: fades(2 * (t + u)))
     tokens, x = torch.randint(0, 500, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, DIM)
+    want = gradients(copy.deepcopy(net).double(), tokens, x.double())
+    with torch.autocast("cpu", dtype=LOW[dtype]):
+        theirs = gradients(net, tokens, x)
+    ours = gradients(amprewrite.rewrite(copy.deepcopy(net), dtype=dtype), tokens, x)
+    for mine, other, exact in zip(ours, theirs, want, strict=True):
+        assert (mine - exact).norm() <= 1.5 * (other - exact).norm() + 1e-9
+
+
+class Sums(nn.Module):
+    """Reads the sum of a product and of a value that is about twice as large."""
+
+    def __init__(self, added: str, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.places = nn.Embedding(500, 256), nn.Parameter(torch.randn(128, 256))
+        self.enter, self.leave = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.added, self.read = ADDED[added], read
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        return self.leave(self.read(self.enter(x) + self.added(self, tokens))).square().sum()  # type: ignore[no-any-return]
+
+
+ADDED: dict[str, Callable[[Sums, Tensor], Tensor]] = {
+    "rows": lambda net, tokens: net.table(tokens),
+    "rows turned": lambda net, tokens: net.table(tokens).transpose(1, 2).contiguous().transpose(1, 2),
+    "places": lambda net, tokens: net.places,
+    "a norm": lambda net, tokens: F.layer_norm(net.table(tokens), (256,)),
+}
+
+
+@pytest.mark.parametrize("dtype", long_beyond(1, LOW))
+@pytest.mark.parametrize("read", [lambda s: s.softmax(-1), F.hardswish, torch.sigmoid], ids=["softmax", "hardswish", "sigmoid"])
+@pytest.mark.parametrize("added", ADDED)
+def test_a_sum_of_a_product_and_a_larger_value_is_as_exact_as_under_autocast(
+    added: str, read: Callable[[Tensor], Tensor], dtype: str
+) -> None:
+    net = Sums(added, read)
+    tokens, x = torch.randint(0, 500, (4, 128)), torch.randn(4, 128, 256)
     want = gradients(copy.deepcopy(net).double(), tokens, x.double())
     with torch.autocast("cpu", dtype=LOW[dtype]):
         theirs = gradients(net, tokens, x)
