@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from amprewrite.accuracy.trial import Batches, Forward, Trial
+from amprewrite.accuracy.trial import Batches, Forward, Loss, Trial, loss_of
 from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
 from amprewrite.runtime.model.rewritten import module_of
@@ -22,8 +22,6 @@ from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import LOW_FORMATS
-
-Loss = Callable[[Any], torch.Tensor]
 
 
 def calibrate(
@@ -75,9 +73,10 @@ def calibrate(
 def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
     """Run backward from `loss(result)`, so that the observer's hooks see each gradient. No `.grad` changes.
 
-    Raises CalibrationError if the loss is not a tensor with one element, or depends on no parameter that takes gradients.
+    Raises CalibrationError if the loss cannot be computed, is not a tensor with one element, or depends on no parameter that takes
+    gradients.
     """
-    value = loss(result)
+    value = loss_of(loss, result, CalibrationError)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise CalibrationError(f"loss= must give a scalar tensor, not {what}")

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Row
-from amprewrite.accuracy.strict.run import Loss, Outcome, StrictRun
+from amprewrite.accuracy.strict.run import Outcome, StrictRun
+from amprewrite.accuracy.trial import Loss
 from amprewrite.accuracy.verify import percentage, table_of
 from amprewrite.ir.policies.policy import parse_overrides
 from amprewrite.report.cast_plan import CastPlan

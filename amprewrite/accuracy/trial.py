@@ -23,13 +23,23 @@ from amprewrite.runtime.compiler.dynamo import parameter_names, refuse_ambient_a
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of, wrap
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Session
-from amprewrite.tables.errors import CalibrationError
+from amprewrite.tables.errors import AmpRewriteError, CalibrationError
 from amprewrite.torch_internals.trees import TreeSpec, tree_flatten
 
 GraphRunner = Callable[[Captured, tuple[Any, ...]], Any]
 """A function that runs a captured graph on real inputs and returns the graph's results."""
 Forward = Callable[[nn.Module, Any], Any]
 """A function that calls the model on a batch and returns the model's result."""
+Loss = Callable[[Any], torch.Tensor]
+"""A function that makes a tensor with one element of the model's result."""
+
+
+def loss_of(loss: Loss, output: Any, kind: type[AmpRewriteError]) -> Any:
+    """Return `loss(output)`. Raises an error of the class `kind` if the user's function cannot be called or fails."""
+    try:
+        return loss(output)
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        raise kind(f"loss= takes the model's result, and fails on one {type(output).__name__}: {type(error).__name__}: {error}") from error
 
 
 class _TrialSession(Session):
@@ -135,7 +145,7 @@ class Batches:
         if _is_no_list(batches):
             raise CalibrationError(
                 f"batches= takes an iterable of batches, such as a DataLoader or a list, not one {type(batches).__name__}; "
-                "a single batch goes into a list"
+                "a single batch goes into a list, and Calibration.load reads the file of a calibration"
             )
         self.batches, self.model, self.own_forward = batches, model, own_forward
         self.spec: TreeSpec | None = None

@@ -127,6 +127,26 @@ def test_wrong_values_of_other_doors(value: Any) -> None:
         assert len(str(caught.value)) <= 600
 
 
+def test_wrong_values_at_plans_calibrations_and_losses() -> None:
+    model, batch = small(), (torch.randn(2, 3),)
+    plan, calibration = amprewrite.plan(model, batch, dtype="bf16"), amprewrite.calibrate(model, [batch])
+    amp = amprewrite.rewrite(model, dtype="bf16", example_inputs=batch)
+    two: Any = lambda output, labels: output.sum()  # noqa: E731
+    for call, said in (
+        (lambda: plan.edit(["linear"]), "takes a dict such as {'linear': 'high'}, not one list"),  # type: ignore[arg-type]
+        (lambda: plan.edit({3: "low"}), "named by a string, not by one int"),  # type: ignore[dict-item]
+        (lambda: plan.explain(3), "named by a string, not by one int"),  # type: ignore[arg-type]
+        (lambda: plan.diff(3), "takes a plan, not one int"),  # type: ignore[arg-type]
+        (lambda: calibration | 3, "merges with another, not with one int"),  # type: ignore[operator]
+        (lambda: amprewrite.rewrite(model, calibration="ranges.json"), "Calibration.load reads"),
+        (lambda: amprewrite.calibrate(model, [batch], loss=two), "loss= .* fails on one Tensor: TypeError: .*labels"),
+        (lambda: amprewrite.calibrate(model, [batch], loss=3), "loss= .* fails on one Tensor: TypeError: 'int'"),  # type: ignore[arg-type]
+        (lambda: amprewrite.debug(amp, batch, loss=two), "loss= .* fails on one Tensor: TypeError: .*labels"),
+    ):
+        with pytest.raises(AmpRewriteError, match=said):
+            call()
+
+
 def test_a_rewrite_that_fails_at_its_example_guards_no_optimizer() -> None:
     model, x = small(), torch.randn(2, 3)
     plan = amprewrite.plan(nn.Linear(3, 3), (x,), dtype="bf16")

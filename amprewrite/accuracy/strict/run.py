@@ -22,6 +22,7 @@ import torch.fx
 from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion
+from amprewrite.accuracy.trial import Loss, loss_of
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
@@ -36,8 +37,6 @@ from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
 from amprewrite.torch_internals.trees import tree_map
-
-Loss = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class StrictRun:
         return results_of(output), self._gradients(output) if self.backward else {}
 
     def _gradients(self, output: Any) -> dict[str, torch.Tensor]:
-        loss = (self.loss or default_loss)(output)
+        loss = default_loss(output) if self.loss is None else loss_of(self.loss, output, PolicyError)
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
             raise PolicyError("loss= takes a function that makes of the model's output a 0-dim tensor with a gradient")
         parameters = {name: p for name, p in named_parameters_in(self.model) if p.requires_grad}

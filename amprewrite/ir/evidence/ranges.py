@@ -219,6 +219,9 @@ class Calibration:
             )
 
     def __or__(self, other: Calibration) -> Calibration:
+        """Return a calibration on the batches of both. Raises CalibrationError if `other` is of another model, or is none."""
+        if not isinstance(other, Calibration):
+            raise CalibrationError(f"a calibration merges with another, not with one {type(other).__name__}; Calibration.load reads one")
         if self.parameters != other.parameters:
             raise CalibrationError(f"these calibrations are of different models ({self.model} and {other.model}) and do not merge")
         theirs = {region.graph: region for region in other.regions}

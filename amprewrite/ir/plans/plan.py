@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -246,8 +246,10 @@ class ModelPlan:
     def find(self, name: str) -> tuple[NodePlan, ...]:
         """Return the nodes called `name`; if there are none, the ops called in the module with the path `name` or in modules inside it.
 
-        Raises PlanError, with similar names, if there is neither.
+        Raises PlanError, with similar names, if there is neither, and if `name` is no string.
         """
+        if not isinstance(name, str):
+            raise PlanError(f"a node or a module is named by a string, not by one {type(name).__name__}; print(plan) lists all nodes")
         named = list(self.in_regions())
         hits = [node for _, node in named if name in (node.name, node.name.partition("/")[2])]
         hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(name + "."))]
@@ -287,7 +289,7 @@ class ModelPlan:
             raise PlanError("the plan is damaged: it is nested too deeply; compare it with plan.to_json()") from error
 
     # -- changing and comparing -------------------------------------------------
-    def edit(self, colours: dict[str, str]) -> Self:
+    def edit(self, colours: Mapping[str, str]) -> Self:
         """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
         "wide" rounds the operands of matrix products to bf16 and keeps their results in fp32. In a plan with fp8 products, "fp8" and the
@@ -296,6 +298,8 @@ class ModelPlan:
         that carry no fp32 value do not change. Raises PlanError for an unknown name or colour, and for a name without a node that could
         change.
         """
+        if not isinstance(colours, Mapping):
+            raise PlanError(f"edit() takes a dict such as {{'linear': 'high'}}, not one {type(colours).__name__}")
         formats = {name: word for name, word in colours.items() if word in (FP8, self.low)}
         if formats:
             rest = {name: word for name, word in colours.items() if name not in formats}
@@ -381,7 +385,9 @@ class ModelPlan:
         return {node.name.removeprefix(prefix) for node in self.find(name) if node.name.startswith(prefix)}
 
     def diff(self, other: ModelPlan) -> str:
-        """Return the differences of `other` from this plan as text, one a line; "" if there are none."""
+        """Return the differences of `other` from this plan as text, one a line; "" if there are none. Raises PlanError if it is no plan."""
+        if not isinstance(other, ModelPlan):
+            raise PlanError(f"diff() takes a plan, not one {type(other).__name__}")
         mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
         lines = [f"only here: {one}" for one in mine if one not in theirs] + [f"only there: {one}" for one in theirs if one not in mine]
         lines += [
