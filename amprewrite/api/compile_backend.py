@@ -54,8 +54,8 @@ def compile_backend(
             f"torch.compile(backend='amprewrite') does not understand the option {unknown[0]!r}; it takes {', '.join(OPTIONS)}, and "
             "amprewrite.rewrite takes the others"
         )
-    if given.get("backend") in ("amprewrite", compile_backend):
-        raise PolicyError("options={'backend': 'amprewrite'} would rewrite a rewritten graph; name the compiler: 'inductor' or 'eager'")
+    if given.get("backend") is compile_backend:
+        given["backend"] = "amprewrite"  # which is refused below
     return compile_graph(graph, inputs, checked_options(**given, cache_weights=False))
 
 

@@ -295,6 +295,8 @@ def check_patterns(options: Options, module: nn.Module) -> None:
 def _check_backend(backend: Any) -> None:
     if not (isinstance(backend, str) or callable(backend)):
         raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")
+    if is_word(backend, "amprewrite"):  # the name under which torch.compile finds this library
+        raise PolicyError("backend='amprewrite' would rewrite a rewritten graph; name the compiler: 'inductor' or 'eager'")
     if not is_word(backend, "eager"):
         from amprewrite.runtime.compiler.dynamo import EXACT, lookup_backend
 
@@ -303,7 +305,7 @@ def _check_backend(backend: Any) -> None:
         except PolicyError:
             raise
         except Exception as error:
-            known = ", ".join((EXACT, *torch.compiler.list_backends()))
+            known = ", ".join((EXACT, *(each for each in torch.compiler.list_backends() if each != "amprewrite")))
             raise PolicyError(f"backend={shown(backend)} is no torch.compile backend; there are eager, {known}") from error
 
 

@@ -53,6 +53,7 @@ def rewrite(model: Any = None, **options: Any) -> Any:
         pytest.param(
             {"backend": "inductr"}, PolicyError, "backend='inductr' is no torch.compile backend; there are eager", id="no backend"
         ),
+        pytest.param({"backend": "amprewrite"}, PolicyError, "would rewrite a rewritten graph; name the compiler", id="ourselves"),
         pytest.param(
             {"plan": "{}"}, PolicyError, r"plan= takes a CastPlan \(CastPlan.from_json reads one\), not str", id="a plan as text"
         ),

@@ -223,6 +223,7 @@ def test_a_compiled_model_can_go():
     [
         ({"inplace": True}, "does not understand the option 'inplace'"),
         ({"dtype": "int3"}, "int3"),
+        ({"backend": amprewrite.compile_backend}, "would rewrite a rewritten graph"),
         ({"backend": "amprewrite"}, "would rewrite a rewritten graph"),
         ({"backend": "no_such"}, "is no torch.compile backend"),
     ],
