@@ -209,6 +209,20 @@ WAYS_IN = {
 }
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_model_all_in_fp64_says_that_nothing_is_rewritten():
+    x, says = data().double(), "all parameters are fp64, .* nothing is rewritten: call amp.float"
+    amp = low(mlp())
+    with pytest.warns(amprewrite.AmpRewriteWarning, match=says):
+        amp.double()
+    assert amp(x).dtype == torch.float64  # told once
+    with pytest.warns(amprewrite.AmpRewriteWarning, match=says):
+        low(mlp().double())(x)
+    part = mlp()
+    part.second.double()
+    low(part)
+
+
 def hidden(model):
     """A function whose frame holds no module, as that of a decorator of a library."""
     held = types.SimpleNamespace(model=model)

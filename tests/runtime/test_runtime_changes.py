@@ -453,7 +453,8 @@ def test_to_a_device_and_back(grad):
         assert ran_low(amp(x), want)
         assert amp.to("cpu") is amp and amp.cpu() is amp and amp.float() is amp
         assert ran_low(amp(x), want)
-        amp.to(torch.float64)
+        with pytest.warns(amprewrite.AmpRewriteWarning, match="all parameters are fp64"):
+            amp.to(torch.float64)
         assert model.first.weight.dtype == torch.float64 and amp(x.double()).dtype == torch.float64
         amp.to(torch.float32)
         assert ran_low(amp(x), want)

@@ -47,7 +47,7 @@ from amprewrite.runtime.parts import is_sharded
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.freezing import lost_values
-from amprewrite.runtime.weights.half_parameters import frozen_note, lost_masters
+from amprewrite.runtime.weights.half_parameters import conversion_warning, frozen_note
 from amprewrite.runtime.weights.weight_reads import ReadChecks, WeightReads, weight_reads
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
@@ -136,7 +136,7 @@ class GraphRewriter(CallRecord):
         the graph, CaptureError inside torch.autocast, and under `strict` every error of the rewrite.
         """
         dynamo.refuse_ambient_autocast()
-        self.warn_once(lost_masters(self.root))
+        self.warn_once(conversion_warning(self.root))
         self.children = None
         put_inputs_first(module.graph)
         stand_in_for_frozen(module.graph)

@@ -26,7 +26,7 @@ from amprewrite.runtime.options import Options
 from amprewrite.runtime.parts import part_paths
 from amprewrite.runtime.session import Session, enter
 from amprewrite.runtime.weights.freezing import brings_fp32, hook_states, refuse_frozen, unfreeze_weights, without_frozen_weights
-from amprewrite.runtime.weights.half_parameters import lost_masters
+from amprewrite.runtime.weights.half_parameters import conversion_warning
 from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
@@ -63,7 +63,7 @@ class RewrittenBase(nn.Module):
         with without_frozen_weights(self, args[0] if args else kwargs["fn"]):
             applied = super()._apply(*args, **kwargs)
         session.take_in()
-        session.warn_once(lost_masters(self))
+        session.warn_once(conversion_warning(self))
         return applied
 
     # -- copies stay rewritten --------------------------------------------------------

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
@@ -88,11 +89,13 @@ def frozen_note(model: nn.Module) -> str:
     return f"{len(half)} of {len(every)} parameters are {formats} already and frozen: ops that compute in {formats} stay as they are"
 
 
-def lost_masters(model: nn.Module) -> str:
-    """Return the warning for a rewritten model whose trainable parameters were converted to half precision; "" if none was."""
+def conversion_warning(model: nn.Module) -> str:
+    """Return the warning for a rewritten model with trainable parameters in half precision, or with all in fp64; "" for other models."""
     found = _trainable(named_parameters_in(model))
     if not found:
-        return ""
+        wide = {each.dtype for each in parameters_in(model)} == {torch.float64}
+        said = "all parameters are fp64, so the model computes in fp64, as under torch.autocast, and nothing is rewritten: call amp.float()"
+        return f"{type(model).__name__}: {said}" if wide else ""
     more = f" and {len(found) - 1} more are" if len(found) > 1 else " is"
     return (
         f"{type(model).__name__}: parameter {found[0][0]}{more} {dtype_name(found[0][1].dtype)} now: the fp32 master weights are "
