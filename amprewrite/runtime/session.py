@@ -137,10 +137,12 @@ class Session(GraphRewriter):
         """
         state = self.state
         self.cache.look(self.weight_names)
-        self._look_for_new_modules()
+        if self.children != self.root._modules:
+            self._take_in_new_modules()
         state.entry, state.forwards, state.given_up = entry.key, state.forwards + (not recomputes), given_up
         state.around, state.recomputed = regions_around(), asking_number() if recomputes else None
-        self.training.begin_forward()
+        if self.loss_scale.enabled:
+            self.training.begin_forward()
 
     def _run_watched(
         self, entry: Entry, recomputes: bool, given_up: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -149,28 +151,31 @@ class Session(GraphRewriter):
 
         `recomputes`: a backward repeats a forward. `given_up`: the number of frames that Dynamo gave up before the call.
         """
-        state, captured = self.state, entry.captured
-        outer = state.ran, state.failures
-        state.ran, state.depth, state.captured = [], state.depth + 1, state.captured + captured
-        failures = state.failures = []
+        state = self.state
+        ran: list[Region] = []
+        failures: list[Failure] = []
+        outer = _, _, depth, captured = state.ran, state.failures, state.depth, state.captured
+        state.ran, state.failures, state.depth, state.captured = ran, failures, depth + 1, captured + entry.captured
         try:
             result = self._run(entry, entry.graphs_of_forward if recomputes else entry.graphs, args, kwargs)
-            return result, tuple(state.ran), failures
+            return result, tuple(ran), failures
         except Exception:
             if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
                 entry.capture_anew(Anew.FAILED)  # try a new capture next time: the inputs may have been wrong, not the code
             raise
         finally:
-            (state.ran, state.failures), state.depth, state.captured = outer, state.depth - 1, state.captured - captured
-            if state.depth == 0:
-                self.training.end_forward()
+            state.ran, state.failures, state.depth, state.captured = outer
+            if depth == 0:
+                if self.loss_scale.enabled:
+                    self.training.end_forward()
                 state.entry = None
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
         """Update the state after an outermost call that returned `result` and ran the rewritten graphs `ran`."""
         if self.children is None:
-            self._look_for_new_modules()
-        self.training.await_backward(result)
+            self._take_in_new_modules()
+        if self.loss_scale.enabled:
+            self.training.await_backward(result)
         if ran != self.last:
             self._remember(entry, ran)
 
@@ -188,16 +193,14 @@ class Session(GraphRewriter):
         finally:
             self.state.transformed -= 1
 
-    def _look_for_new_modules(self) -> None:
-        """Rewrite the calls of modules that were added to the model since this method last ran, if there may be any.
+    def _take_in_new_modules(self) -> None:
+        """Rewrite the calls of modules that were added to the model since this method last ran.
 
-        It runs before every call, so it only compares the root's direct children with `self.children`. Each capture sets `self.children` to
-        None, so that the comparison fails once and modules that were added deeper in the model are found too.
+        It runs before a call if the root's direct children are not those in `self.children`. Each capture sets `self.children` to None, so
+        that the comparison fails once and modules that were added deeper in the model are found too.
         """
-        children = tuple(self.root._modules.values())
-        if self.children != children:
-            self.children = children
-            self.take_in()
+        self.children = dict(self.root._modules)
+        self.take_in()
 
     def _run(self, entry: Entry, graphs: Graphs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function of `graphs`. If capture fails before the code of `entry` began, run `entry` as written instead.
@@ -425,7 +428,7 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     An outer torch.compile breaks its graph here, because it must not capture the model into its own graph. A call that only asks for shapes
     (`asks_shapes`) runs as written.
     """
-    if torch.compiler.is_compiling() or dynamo.at_work():
+    if torch.compiler.is_dynamo_compiling() or dynamo.at_work():
         refuse_whole_graph(type(session.root).__name__)
         return _enter_alone(session, path, args, kwargs)
     if asks_shapes(session.root, args, kwargs):

@@ -49,7 +49,7 @@ class HookWatch:
 
     def changed(self) -> bool:
         """True if a hook was added or removed since the previous call of this method; at the first call, since this object was made."""
-        same = RemovableHandle.next_id - _OwnHookNumbers.taken == self._counter and list(self.root._modules.values()) == self._children
+        same = RemovableHandle.next_id - _OwnHookNumbers.taken == self._counter and self.root._modules == self._children
         if same and (not self._places or [len(place) for place in self._places] == self._sizes):
             return False
         before = self._mark
@@ -59,7 +59,7 @@ class HookWatch:
     def _look(self) -> None:
         with _OwnHookNumbers.lock:
             self._counter = RemovableHandle.next_id - _OwnHookNumbers.taken
-        self._children = list(self.root._modules.values())
+        self._children = dict(self.root._modules)
         self._places = [place for place in _places(self.root) if place]
         self._sizes = [len(place) for place in self._places]
         self._mark = [key for place in self._places for key in place]

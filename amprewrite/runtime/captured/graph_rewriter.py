@@ -5,6 +5,7 @@ All graphs of a model share one plan: `Agreement` stores the shared colours, and
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,9 +64,7 @@ class GraphRewriter(CallRecord):
 
     entries: dict[str, Entry] = field(default_factory=dict)
     checks: ReadChecks = field(default_factory=ReadChecks)
-    training: Training = field(init=False, repr=False, compare=False)
-    """The loss scaling of the model: made by `__post_init__` if there is a loss scale, otherwise when it is first read (`__getattr__`)."""
-    children: tuple[nn.Module | None, ...] | None = None
+    children: dict[str, nn.Module | None] | None = None
     """Children of the root at the latest search for new modules. None: search again after the running call, because it captured a graph."""
 
     def __post_init__(self) -> None:
@@ -83,21 +82,18 @@ class GraphRewriter(CallRecord):
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self._first = frozenset(map(id, parameters_in(self.root)))
         if self.loss_scale.enabled:
-            self._begin_training()  # before the first call: it may be in a step with a closure, whose optimizer must have its hooks already
+            _ = self.training  # made before the first call: it may be in a step with a closure, whose optimizer must have its hooks already
 
-    def __getattr__(self, name: str) -> Any:
-        """Make `training` when it is first read. Raises AttributeError for any other name."""
-        if name != "training":
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+    @functools.cached_property
+    def training(self) -> Training:
+        """The loss scaling of the model: made by `__post_init__` if there is a loss scale, otherwise when it is first read."""
         with self.lock:  # so that first calls in two threads get the same object
             if "training" not in self.__dict__:
-                self._begin_training()
-            return self.__dict__["training"]
-
-    def _begin_training(self) -> None:
-        self.training = Training(
-            self.root, self.loss_scale, self._first, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once
-        )
+                self.__dict__["training"] = Training(
+                    self.root, self.loss_scale, self._first, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once
+                )
+            training: Training = self.__dict__["training"]
+            return training
 
     def add_entry(
         self, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None, key: str | None = None

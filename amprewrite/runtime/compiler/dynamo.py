@@ -376,7 +376,7 @@ def reasons() -> dict[str, int]:
 
     The same dict object is returned until Dynamo gives a further reason.
     """
-    if counters["unimplemented"] != _READ[0]:
+    if dict.__ne__(counters["unimplemented"], _READ[0]):  # the `!=` of a Counter is a function of Python
         _READ[0] = dict(counters["unimplemented"])
     return _READ[0]
 
