@@ -90,9 +90,10 @@ def test_errors_are_at_most_twice_those_of_autocast(distances: str, use: str, dt
     assert worst(ours, want) <= 2 * worst(theirs, want) + FLOOR[dtype]
 
 
-@pytest.mark.parametrize("begins, colour", [("input", Colour.HIGH), ("norm", Colour.LOW), ("product", Colour.LOW)])
+@pytest.mark.parametrize("begins, colour", [("input", Colour.HIGH), ("norm", Colour.HIGH), ("product", Colour.LOW)])
 def test_a_stream_is_as_exact_as_what_it_begins_with(begins: str, colour: Colour) -> None:
-    """An input may have an offset, which goes through a stream. Behind a norm there is none, and a second branch may be rounded."""
+    """A sum is fp32 if it adds a product to an input or to the result of a norm, which are more exact than a product, as under
+    torch.autocast. A sum of products alone is rounded."""
 
     class Stream(nn.Module):
         def __init__(self) -> None:
