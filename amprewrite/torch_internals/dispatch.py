@@ -1,11 +1,8 @@
 """Queries about dispatch modes, transforms of torch.func, fake tensors and wrapper subclasses."""
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch._guards import _TLS, TracingContext
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
@@ -32,7 +29,7 @@ dispatch_modes = _get_current_dispatch_mode_stack
 """Return the list of active dispatch modes, the innermost last."""
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 """Return the number of active dispatch modes."""
-tracing_context: Callable[[], TracingContext | None] = functools.partial(getattr, _TLS, "tracing_context", None)
+tracing_context = TracingContext.try_get
 """Return the context of the trace that Dynamo or AOTAutograd runs now; None outside a trace."""
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 """True if autocast is on for any device type."""
