@@ -139,11 +139,13 @@ class _Reading:
         """True if rounding the sum `total` of a product and `name` counts as rounding the product.
 
         Then `name` is a mask, a learnt vector, or from a table with fewer numbers than a sample of the sum has, such as relative positions.
-        Other learnt values, looked-up rows and results of norms may be larger than the product, and the sum is rounded by its size. In a
-        file they count as biases, too, because each cast is a kernel, and there is no torch.autocast to be as exact as.
+        Rows of a table that are whole rows of the sum, as of an embedding of few words, are no bias. They, other learnt values and results
+        of norms may be larger than the product, and the sum is rounded by its size. In a file they count as biases, too, because each cast
+        is a kernel, and there is no torch.autocast to be as exact as.
         """
         seen, sizes = self.graph.seen(name), [side for side in total.shape[1:] if isinstance(side, int)]
         vector = sum(side != 1 for side in seen.shape) < 2
         sample = math.prod(sizes) if len(sizes) == len(total.shape) - 1 else total.numel
-        small = self.in_file or vector or seen.numel < sample
+        whole_rows = self.graph[name].numel == total.numel and seen.shape[-1:] == total.shape[-1:]
+        small = self.in_file or vector or (seen.numel < sample and not whole_rows)
         return self.graph[name].may_saturate or (seen.role != "op" and small) or (seen.op in NORMS and self.in_file)

@@ -51,6 +51,7 @@ def _widen(node: torch.fx.Node) -> None:
 
 class _ProductInsertion:
     """Inserts the fp8 copies and products of one plan into the edited graph."""
+
     def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         self.plan, self.graph, self.nodes = plan.quantised, edited.module.graph, edited.nodes
 
