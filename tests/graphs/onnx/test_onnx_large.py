@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from onnx_help import F16, colours, gemm_chain, node, run, value
 
 from amprewrite import CaptureError, EmitError, PolicyError
@@ -50,6 +51,22 @@ def test_external_data_is_read_and_written(given, outside, tmp_path):
     onnx.checker.check_model(str(result.path), full_check=True)
     inside = rewrite_onnx(outside, tmp_path / "whole.onnx", calibration=given.feed)
     assert run(inside.model, given.feed)[0].tolist() == session(str(result.path)).run(None, given.feed)[0].tolist()
+
+
+@pytest.mark.parametrize("outside", [True, "auto"])
+def test_small_constants_of_any_type_stay_in_the_model(outside, tmp_path, request):
+    """A shape, which every exporter writes, ended in an error as soon as the weights went into a file of their own."""
+    if outside == "auto":
+        request.getfixturevalue("low_limit")
+    nodes = [node("Reshape", ["h", "shape"], ["r"]), node("DequantizeLinear", ["q", "scale"], ["s"]), node("Mul", ["r", "s"], ["mid"])]
+    held = [numpy_helper.from_array(np.array([4, 16]), "shape"), helper.make_tensor("q", TensorProto.INT4, [16], list(range(-8, 8)))]
+    held += [numpy_helper.from_array(np.float32(0.1), "scale")]
+    held[0].doc_string = "rows, columns"
+    small = gemm_chain(*nodes, inits=held, opset=21)
+    result = rewrite_onnx(small.model, tmp_path / "out.onnx", external_data=outside, calibration=small.feed)
+    assert result.report.strict_error < 2e-3 and data_of(tmp_path / "out.onnx")
+    inside = {each.name: each for each in onnx.load(result.path, load_external_data=False).graph.initializer if not each.external_data}
+    assert {"shape", "q", "scale"} == set(inside) and inside["shape"].doc_string == "rows, columns"
 
 
 def test_a_model_may_replace_itself_and_its_data(given, outside):

@@ -221,7 +221,7 @@ def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | 
     try:
         ir.external_data.unload_from_model(model, made.parent, first.name, size_threshold_bytes=SMALL)
         for value, tensor in held:
-            if value.const_value is not None and tensor is not None:
+            if value.const_value is not None and tensor is not None and value.const_value is not tensor:
                 describe(value.const_value, tensor)
         proto = to_proto(model)
     finally:
