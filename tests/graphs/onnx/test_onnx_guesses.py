@@ -9,7 +9,7 @@ import onnx
 import onnx_ir
 import pytest
 from onnx import helper
-from onnx_help import BF16, BOOL, F16, F32, I64, Net, const, graph, node, noise, run, value, weight
+from onnx_help import BF16, BOOL, F16, F32, I64, Net, const, gemm_chain, graph, node, noise, run, value, weight
 
 from amprewrite import rewrite_onnx
 from amprewrite.graphs.onnx.run.compare import relative_error
@@ -93,6 +93,13 @@ def test_a_wrong_guess_of_onnx_is_in_no_file() -> None:
     want, got = run(given.model, given.feed)[0], run(result.model, given.feed)[0]
     assert got.shape == (1, 8, 9)
     np.testing.assert_allclose(got, want, rtol=0, atol=5e-3 * np.abs(want).max())
+
+
+def test_an_optional_gets_no_shape_without_a_type(caplog: pytest.LogCaptureFixture) -> None:
+    """ONNX Runtime says a shape of it, which no file can hold without a type: onnx_ir warned that it left it out."""
+    given = gemm_chain(node("Optional", ["h"], ["o"]), node("OptionalGetElement", ["o"], ["mid"]))
+    del given.model.graph.value_info[:]
+    assert rewrite_onnx(given.model, calibration=given.feed).report.strict_error < 2e-3 and not caplog.records
 
 
 def branching() -> Net:

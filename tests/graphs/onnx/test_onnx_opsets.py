@@ -146,6 +146,13 @@ def test_running_averages_of_a_batch_norm_stay_fp32(dtype: str) -> None:
     assert list(read)[3:] == ["m", "v"]
 
 
+def test_raising_an_opset_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """onnxscript warned of its fallback, onnx's converter, whose result is compared with the source."""
+    given = gemm_chain(node("TopK", ["h", "k"], ["mid", "at"]), inits=[const("k", [16], np.int64)], opset=13)
+    notes = rewrite_onnx(given.model, dtype="bf16", calibration=given.feed).report.notes
+    assert notes[0].startswith("opset raised from 13 to ") and not caplog.records
+
+
 def test_newer_opsets_are_left_alone() -> None:
     result = rewrite_onnx(gemm_chain(node("Add", ["h", "one"], ["mid"]), inits=[const("one", 1.0)]).model)
     assert result.model.opset_import[0].version == 18

@@ -12,10 +12,13 @@ This file has special code for ops that the converter raises wrongly: `PRelu`, `
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.graphs.onnx.check import invalid
 from amprewrite.graphs.onnx.ops import (
     OLDEST,
@@ -38,6 +41,8 @@ from amprewrite.tables.vocabulary import OpKind
 
 CASTS = 13
 """The opset given to a model that names none: the first whose Cast takes every format."""
+CONVERTERS = [logging.getLogger("onnxscript.version_converter")]
+"""Loggers that are silenced while an opset is raised: they report only which converter is used."""
 REMEDY = "raise it with onnx.version_converter.convert_version"
 """Advice at the end of an error message."""
 
@@ -152,7 +157,8 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 
 
     raised = model.clone()
     try:
-        version_converter.convert_version(raised, needed, fallback=True)
+        with Quiet(*CONVERTERS):
+            version_converter.convert_version(raised, needed, fallback=True)
     except Exception as error:
         return model, [f"{kept}: {one_line(error)}"]
     if raised.opset_imports[""] != needed:

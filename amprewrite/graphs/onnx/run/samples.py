@@ -284,8 +284,9 @@ def _fill_types(model: ir.Model, runnable: Runnable) -> None:
         return
     with contextlib.suppress(Exception):  # the sample run that follows says why ONNX Runtime does not load the model
         for found in runnable.session(untyped).get_outputs():
-            if found.name in untyped:
-                guess(untyped[found.name], spelled_type(found.type), ir.Shape(found.shape) if found.shape else None)
+            kind = spelled_type(found.type)
+            if found.name in untyped and kind is not None:
+                guess(untyped[found.name], kind, ir.Shape(found.shape) if found.shape else None)
 
 
 class _Observer:
