@@ -2,7 +2,7 @@
 
 1. Read a path, a protobuf or an onnx_ir model; refuse a broken or incomplete one. Make sparse constants dense (`densify`):
    onnx_ir cannot read sparse constants, and low kernels take only dense operands.
-2. Inline local functions; turn initialisers that are also inputs into constants.
+2. Inline local functions; give each value a name of its own; turn initialisers that are also inputs into constants.
 3. Fill in missing types; raise the opset (`opsets`).
 
 This file has special code for `Constant`, which may hold a sparse constant in an attribute.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import onnx_ir.passes.common as ir_passes
 from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands, memory
 from amprewrite.graphs.onnx.guesses import declared, mark_guesses
 from amprewrite.graphs.onnx.infer import infer_types
+from amprewrite.graphs.onnx.names import name_apart
 from amprewrite.graphs.onnx.ops import OLDEST, bodies, describe, format_of
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
@@ -145,6 +147,7 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
     dense = densify(proto, name)
     if dense:
         notes.append(f"{dense} sparse constants are dense now")
+    _refuse_twice(proto, name)
     if proto.training_info:
         notes.append("training_info was left out: it trains fp32 weights by their names, and the file is one for inference")
     model = ir.from_proto(proto)
@@ -170,6 +173,15 @@ def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
         held = onnx.GraphProto(value_info=kept)
         del graph.value_info[:]
         graph.value_info.extend(held.value_info)
+
+
+def _refuse_twice(proto: onnx.ModelProto, name: str) -> None:
+    """Raise CaptureError if a graph has two initialisers of one name. onnx.checker accepts them, and onnx_ir would drop one silently."""
+    for graph in (proto.graph, *_bodies(proto.graph.node)):
+        held = Counter(tensor.name for tensor in graph.initializer)
+        twice = next((each for each, count in held.items() if count > 1), None)
+        if twice is not None:
+            raise CaptureError(f"{name} has two initialisers named {printable(twice)}, of which only one can be meant; export it again")
 
 
 def _holds_map(kind: onnx.TypeProto) -> bool:
@@ -202,6 +214,7 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> 
     if model.functions:
         notes.append(f"{len(model.functions)} local functions were inlined")
         ir_passes.InlinePass()(model)
+    name_apart(model)
     if any(value.is_graph_input() for value in model.graph.initializers.values()):
         ir_passes.RemoveInitializersFromInputsPass()(model)
         model.ir_version = max(model.ir_version, 4)

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import describe_copy
+from amprewrite.graphs.onnx.names import FreshNames
 from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, add_constant, constant_tensor, describe, drop_unread_constants, insert_behind
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.read.weights import rounded
@@ -35,7 +36,7 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
         for key in (CAST, COLOUR, REASON):
             node.metadata_props.pop(key, None)
     _retype(reading, colours, low)
-    names = _FreshNames(model)
+    names = FreshNames(model)
     made: list[ir.Node] = []
     for cast in plan.casts:
         if constant_tensor(reading.values[cast.value]) is not None:
@@ -47,23 +48,6 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
     kept = [node for graph in model.graphs() for node in graph if CAST in node.metadata_props]
     if set(kept) != set(made):
         raise PassError(f"{plan.name}: the file has {len(kept)} casts and the plan {len(made)}; please report this model")
-
-
-class _FreshNames:
-    """Gives names that no value of the model has."""
-
-    def __init__(self, model: ir.Model) -> None:
-        self.taken = {value.name for graph in model.graphs() for value in graph.inputs} | {
-            value.name for graph in model.graphs() for node in graph for value in node.outputs
-        }
-        self.taken |= {name for graph in model.graphs() for name in graph.initializers}
-
-    def new(self, base: str) -> str:
-        name, count = base, 1
-        while name in self.taken:
-            name, count = f"{base}_{count}", count + 1
-        self.taken.add(name)
-        return name
 
 
 # -- 1. types -------------------------------------------------------------------------
@@ -91,7 +75,7 @@ def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
             slot.put(copy)
 
 
-def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
+def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
     """Store a constant low: under its own name if nothing reads it in fp32, otherwise as a second constant."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
@@ -118,7 +102,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
     _put(reading, cast, copy)
 
 
-def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _FreshNames) -> ir.Node:
+def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: FreshNames) -> ir.Node:
     """Insert one Cast right after the maker of a value, and let the users of `cast` read its result. Names of outputs do not change.
 
     If `cast` saturates, a Clip to the range of the low format precedes the Cast.

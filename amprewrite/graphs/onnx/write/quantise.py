@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import describe_copy
+from amprewrite.graphs.onnx.names import FreshNames
 from amprewrite.graphs.onnx.ops import add_constant, constant_tensor, drop_unread_constants, insert_behind
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.read.weights import NUMPY
@@ -38,7 +39,7 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
 
     `largest` has the largest magnitude of each value in samples. Raises PolicyError if a magnitude is missing or the opset is too old.
     """
-    opset = model.opset_imports.get("", 0)
+    opset, names = model.opset_imports.get("", 0), FreshNames(model)
     if opset < OPSET and plan.quantised.copies:
         raise PolicyError(f"fp8 products need opset {OPSET}, and this file has {opset}: export it with opset={OPSET}")
     for copy in plan.quantised.copies:
@@ -51,7 +52,7 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
                 f"no sample shows the range of {copy.value}, which {copy.readers[0]} reads in fp8: pass calibration= with batches on which "
                 "the model runs, or leave products= out"
             )
-        made = _stored(model, value, low) if copy.role == W else _quantised(model, value, largest[copy.value], low)
+        made = _stored(model, names, value, low) if copy.role == W else _quantised(model, names, value, largest[copy.value], low)
         for node in nodes:
             node.replace_input_with(place, made)
     drop_unread_constants(model.graph)
@@ -72,46 +73,39 @@ def scale_for(amax: float, low: Format) -> np.ndarray:
     return min(rounded(max(amax, SMALLEST) / E4M3.max, up=True), rounded(low.max / E4M3.max, up=False))
 
 
-def _stored(model: ir.Model, weight: ir.Value, low: Format) -> ir.Value:
+def _stored(model: ir.Model, names: FreshNames, weight: ir.Value, low: Format) -> ir.Value:
     """Store a weight in e4m3, and return its dequantised value."""
     tensor = constant_tensor(weight)
     assert tensor is not None
     numbers = np.asarray(tensor.numpy(), np.float32)
     scale = scale_for(float(np.abs(numbers).max(initial=0)), low)
     scaled = np.clip(numbers / scale.astype(np.float32), -E4M3.max, E4M3.max).astype(NUMBER)
-    stored = _constant(model, f"{weight.name}_{E4M3.name}", scaled)
-    return _read_back(model, stored, weight, _constant(model, f"{weight.name}_scale", scale), low)
+    stored = add_constant(model.graph, names.new(f"{weight.name}_{E4M3.name}"), scaled)
+    return _read_back(model, names, stored, weight, add_constant(model.graph, names.new(f"{weight.name}_scale"), scale), low)
 
 
-def _quantised(model: ir.Model, value: ir.Value, amax: float, low: Format) -> ir.Value:
+def _quantised(model: ir.Model, names: FreshNames, value: ir.Value, amax: float, low: Format) -> ir.Value:
     """Quantise a value of magnitudes up to `amax` to e4m3, right after its maker. Return its dequantised value in `low`."""
-    scale = _constant(model, f"{value.name}_scale", scale_for(amax, low))
-    node = ir.node("QuantizeLinear", [value, scale, _zero(model)], name=f"quantise_{value.name}")
+    scale = add_constant(model.graph, names.new(f"{value.name}_scale"), scale_for(amax, low))
+    node = ir.node("QuantizeLinear", [value, scale, _zero(model, names)], name=names.new(f"quantise_{value.name}"))
     made = node.outputs[0]
-    made.name = f"{value.name}_{E4M3.name}"
+    made.name = names.new(f"{value.name}_{E4M3.name}")
     describe_copy(made, value, ir.TensorType(STORED))
     insert_behind(model.graph, value.producer(), [node])
-    return _read_back(model, made, value, scale, low)
+    return _read_back(model, names, made, value, scale, low)
 
 
-def _read_back(model: ir.Model, made: ir.Value, like: ir.Value, scale: ir.Value, low: Format) -> ir.Value:
+def _read_back(model: ir.Model, names: FreshNames, made: ir.Value, like: ir.Value, scale: ir.Value, low: Format) -> ir.Value:
     """Insert the DequantizeLinear of the e4m3 value `made`, and return its result, which has the format `low`."""
-    node = ir.node("DequantizeLinear", [made, scale, _zero(model)], name=f"dequantise_{like.name}")
-    node.outputs[0].name = f"{made.name}_read"
+    node = ir.node("DequantizeLinear", [made, scale, _zero(model, names)], name=names.new(f"dequantise_{like.name}"))
+    node.outputs[0].name = names.new(f"{made.name}_read")
     describe_copy(node.outputs[0], like, ir.TensorType(ir.DataType[low.onnx]))
     insert_behind(model.graph, made.producer(), [node])
     return node.outputs[0]
 
 
-def _zero(model: ir.Model) -> ir.Value:
+def _zero(model: ir.Model, names: FreshNames) -> ir.Value:
     """Return the zero point of all quantised values, an e4m3 constant 0. It is added to the model at first use."""
     name = f"amprewrite_{E4M3.name}_zero"
-    return model.graph.initializers.get(name) or _constant(model, name, np.zeros((), NUMBER))
-
-
-def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
-    """Add an initialiser with these numbers to the model, under `name` or a longer name that is free, and return its value."""
-    while name in model.graph.initializers:  # the name is taken if a weight is stored twice, once transposed
-        name += "_"
-    return add_constant(model.graph, name, numbers)
+    return model.graph.initializers.get(name) or add_constant(model.graph, names.new(name), np.zeros((), NUMBER))
 
