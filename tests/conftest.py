@@ -39,17 +39,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_a_module_set_aside() -> Iterator[None]:
-    """After the tests of a file set aside what they left, too: modules that torch imported late, and its caches.
-
-    A file begins with autocast's cache on. torch's older ONNX exporter leaves it off when it fails, and then autocast casts a weight once
-    a read: it adds up gradients in fp32, and bars that follow its error are ten times as tight.
-    """
-    torch.set_autocast_cache_enabled(True)
+@pytest.fixture(autouse=True)
+def objects_of_a_test_set_aside() -> Iterator[None]:
+    """After each test set aside what it left, too: graphs that Dynamo keeps, modules that torch imported late, and its caches."""
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def autocasts_cache_on() -> None:
+    """A file begins with autocast's cache on.
+
+    torch's older ONNX exporter leaves it off when it fails, and then autocast casts a weight once a read: it adds up gradients in fp32, and
+    bars that follow its error are ten times as tight.
+    """
+    torch.set_autocast_cache_enabled(True)
 
 
 def _read_signatures_once() -> None:

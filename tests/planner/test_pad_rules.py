@@ -6,6 +6,7 @@ real part must come out as without; where it does, padding is zero, and so it is
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -145,7 +146,8 @@ INSIDE = {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 """Ops that contract a dim that is also one of their results'."""
 
 
-def captured(name: str) -> tuple[torch.fx.GraphModule, list[int]]:
+@functools.cache
+def capture_once(name: str) -> tuple[torch.fx.GraphModule, list[int]]:
     """The graph of an example, and which of its arguments each graph input is.
 
     Its results are copied: what is returned as a view of an input, or beside another view, is never padded.
@@ -164,6 +166,14 @@ def captured(name: str) -> tuple[torch.fx.GraphModule, list[int]]:
     with torch.no_grad():
         torch.compile(copied, backend=keep, fullgraph=True)(*inputs)
     return found[0]
+
+
+def captured(name: str) -> tuple[torch.fx.GraphModule, list[int]]:
+    """A copy of the graph of an example, to be padded, and which argument each graph input is."""
+    module, order = capture_once(name)
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return torch.fx.GraphModule(module, graph), order
 
 
 def test_every_row_has_an_example() -> None:
