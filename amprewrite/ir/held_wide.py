@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping, Set
 
 from amprewrite.ir.evidence.counts import ASKS
@@ -132,20 +131,16 @@ class _Reading:
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log is EXACT, because its operand's scale becomes its offset
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the relative error may change, so the result is not ROUNDED
         if node.op in SUMS:  # adding a number, or a PLAIN value that is no bias, changes the size of a sum but not its error
-            bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each, node) for each in given)
+            bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
-    def _is_bias(self, name: str, total: OpNode) -> bool:
-        """True if rounding the sum `total` of a product and `name` counts as rounding the product.
+    def _is_bias(self, name: str) -> bool:
+        """True if rounding a sum of a product and `name` counts as rounding the product.
 
-        Then `name` is a mask, a learnt vector, or from a table with fewer numbers than a sample of the sum has, such as relative positions.
-        Rows of a table that are whole rows of the sum, as of an embedding of few words, are no bias. They, other learnt values and results
-        of norms may be larger than the product, and the sum is rounded by its size. In a file they count as biases, too, because each cast
-        is a kernel, and there is no torch.autocast to be as exact as.
+        Then `name` is a mask or a learnt vector. Other learnt values, such as tables of relative positions, and results of norms may be
+        larger than the product, and the sum is rounded by its size. In a file they count as biases, too, because each cast is a kernel, and
+        there is no torch.autocast to be as exact as.
         """
-        seen, sizes = self.graph.seen(name), [side for side in total.shape[1:] if isinstance(side, int)]
+        seen = self.graph.seen(name)
         vector = sum(side != 1 for side in seen.shape) < 2
-        sample = math.prod(sizes) if len(sizes) == len(total.shape) - 1 else total.numel
-        whole_rows = self.graph[name].numel == total.numel and seen.shape[-1:] == total.shape[-1:]
-        small = self.in_file or vector or (seen.numel < sample and not whole_rows)
-        return self.graph[name].may_saturate or (seen.role != "op" and small) or (seen.op in NORMS and self.in_file)
+        return self.graph[name].may_saturate or (seen.role != "op" and (vector or self.in_file)) or (seen.op in NORMS and self.in_file)

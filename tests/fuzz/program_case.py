@@ -389,6 +389,8 @@ def _backward(program: Program, record: Record, index: int, result: Any, inputs:
         grads = torch.autograd.grad(terms[0], found[1:], allow_unused=True, retain_graph=True)
         for place, each in enumerate(grads):
             record.keep(f"{index} gradient_of_result {place}", _unscaled(each, scale))
+        for each in found:  # `grad` adds to what is retained if both are results of one autograd Function, and not else
+            each.grad = None
         terms[0].backward()
     elif program.loss == "inner" and inputs[0].requires_grad:
         (grad,) = torch.autograd.grad(sum(terms), inputs[0], create_graph=True, allow_unused=True)

@@ -136,6 +136,28 @@ def test_a_sum_of_a_product_and_a_larger_value_is_as_exact_as_under_autocast(
     assert_as_exact_as_autocast(net, tokens, x, dtype)
 
 
+class Scores(nn.Module):
+    """Attention with a table of relative positions, as trained: its numbers are larger than the products they are added to."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.positions = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width), nn.Embedding(32, 8)
+        nn.init.normal_(self.positions.weight, std=8)
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (8, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        places = torch.arange(x.shape[1], device=x.device)
+        table = self.positions((places[:, None] - places).clamp(-15, 16) + 15).permute(2, 0, 1)
+        return ((q @ k.mT / q.shape[-1] ** 0.5 + table).softmax(-1) @ v).square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("length", "width"), [(128, 256), pytest.param(1024, 1024, marks=pytest.mark.long)])
+def test_scores_and_a_table_of_relative_positions_are_as_exact_as_under_autocast(dtype: str, length: int, width: int) -> None:
+    assert_as_exact_as_autocast(Scores(width), torch.zeros(()), torch.randn(1, length, width), dtype)
+
+
 def test_what_has_no_gradients_costs_nothing() -> None:
     """The greatest of rounded values is the greatest value rounded."""
     net = Net(MADE["rows and places"], CHOSEN["amax"]).requires_grad_(False)
