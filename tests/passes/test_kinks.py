@@ -142,7 +142,8 @@ class Scores(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.q, self.k, self.v, self.positions = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width), nn.Embedding(32, 8)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.positions = nn.Embedding(32, 8)
         nn.init.normal_(self.positions.weight, std=8)
 
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
