@@ -20,6 +20,7 @@ from amprewrite.report.cast_plan import CastPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = '''
+import sys
 import torch
 from torch import nn
 
@@ -44,6 +45,7 @@ def batches():
     torch.manual_seed(1)
     return [torch.randn(2, 16) for _ in range(3)]
 
+def leaves(): sys.exit(0)
 def raises(): raise ValueError("the weights are on another machine")
 def needs(width, depth=2): ...
 def wrong(): return 42
@@ -60,6 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     name = f"models_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(MODELS)
     (tmp_path / "broken.py").write_text("import there_is_no_such_thing\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
     (tmp_path / "noise.onnx").write_bytes(b"\x00\x01 no protobuf")
     (tmp_path / "noise.pt2").write_bytes(b"PK no archive")
     (tmp_path / "noise.json").write_text("{")
@@ -197,6 +200,8 @@ BAD = {
     "calibrate {m}:good {m}:good": "batch 1 cannot be run: TypeError",
     "plan {m}:good --calibration gone.json": "no calibration at gone.json",
     "plan {m}:raises": "raised ValueError: the weights are on another machine (models_",
+    "plan {m}:leaves": "raised SystemExit: 0 (models_",
+    "plan script:model": "importing script raised SystemExit",
     "plan {m}:needs": "needs arguments (width); name a callable that takes none",
     "plan {m}:wrong": "returned an int; it should return (module, inputs)",
     "plan {m}:no_model": "returned a str as the model, not an nn.Module",
@@ -220,6 +225,18 @@ BAD = {
     "plan {m}:good --override gelo=deny --dtype bf16": "did you mean",
     "plan {m}:good --dtype bf16 --html gone/r.html": "gone/r.html cannot be written: No such file",
     "plan {m}:good --dtype bf16 --svg .": "is a folder; name a file in it",
+    "plan {m}:good --svg ''": "'' names no file; give a path",
+    "plan {m}:good --errors": "--errors goes into the report of --html",
+    "plan {m}:good --depth 1": "--depth is for the pictures of --svg and --png",
+    "plan {m}:good --time-limit 3": "--time-limit is for runs of ONNX files",
+    "plan noise.onnx --train": "--train is for PyTorch models",
+    "plan noise.onnx --plan gone.json": "there is no file gone.json",
+    "calibrate {m}:raises -o .": "is a folder; name a file in it",
+    "convert {m}:good out.pt2 --low-io": "--low-io is for .onnx files",
+    "convert {m}:good out.pt2 --time-limit 3": "--time-limit is for runs of ONNX files",
+    "debug {m}:good --max-rel-err 1e-3": "--max-rel-err is what --suggest aims at",
+    "lists softmax --override softmax=deny": "unrecognized arguments: --override",
+    "plan {m}:good --time-limit soon": "invalid seconds value: 'soon'",
     "plan {m}:good --code --ops": "not allowed with argument",
     "plan {m}:good --plan {m}.py": "is a file of a kind that is not read",
     "explain {m}:good lineer --dtype bf16": "no node and no module of the plan is called 'lineer'; did you mean linear",
@@ -238,7 +255,7 @@ BAD = {
 def test_bad_input_is_one_line_and_status_2(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
     if ".onnx" in line:
         pytest.importorskip("onnxscript", reason="pip install 'amprewrite[onnx]'")
-    status, out, err = ask(capsys, *line.format(m=models(folder)).split())
+    status, out, err = ask(capsys, *(word.strip("'") for word in line.format(m=models(folder)).split()))
     assert (status, out) == (2, ""), err
     assert len(err.splitlines()) == 1 and BAD[line] in err and "Traceback" not in err, err
 
@@ -251,6 +268,19 @@ def test_a_saved_plan_serves_where_no_model_is_needed(folder: Path, capsys: pyte
     assert ask(capsys, "diff", "p.json", "p.json")[:2] == (0, "")
     status, _, err = ask(capsys, "verify", "p.json")
     assert status == 2 and "a saved plan is none" in err
+
+
+@pytest.mark.parametrize("asked", ["--dtype fp16", "--override gelu=deny", "--train", "--plan p.json", "--run-on cpu", "--lists tf"])
+def test_a_saved_plan_takes_no_option_that_decides(folder: Path, capsys: pytest.CaptureFixture[str], asked: str) -> None:
+    """They did nothing, silently: the plan was shown as it was saved."""
+    good = f"{models(folder)}:good"
+    assert ask(capsys, "plan", good, "--dtype", "bf16", "-o", "p.json")[0] == 0
+    option, *rest = asked.split()
+    status, out, err = ask(capsys, "plan", "p.json", option, *rest)
+    assert (status, out) == (2, "") and err.startswith(f"amprewrite: {option} plans a model, and a saved plan is decided already")
+    if option != "--plan":  # diff has none
+        assert ask(capsys, "diff", "p.json", "p.json", option, *rest)[0] == 2
+        assert ask(capsys, "diff", "p.json", good, option, *rest)[0] in (0, 1)
 
 
 def test_an_exported_program_is_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,6 +305,32 @@ def test_an_onnx_file_is_a_model(folder: Path, capsys: pytest.CaptureFixture[str
     status, out, err = ask(capsys, "convert", "model.onnx", "worse.onnx", "--max-rel-err", "1e-12")
     assert status == 1 and not (folder / "worse.onnx").exists()
     assert ask(capsys, "verify", "model.onnx", "--max-rel-err", "1e-12")[0] == 1
+
+
+def test_a_plan_is_followed_for_an_onnx_file_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--plan did nothing for a file, silently."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    torch.onnx.export(model, (torch.randn(2, 8),), folder / "model.onnx", dynamo=True, verbose=False)
+    capsys.readouterr()
+    assert ask(capsys, "plan", "model.onnx", "--override", "Gemm=deny", "-o", "p.json")[0] == 0
+    status, out, err = ask(capsys, "plan", "model.onnx", "--plan", "p.json", "--json")
+    assert status == 0 and not CastPlan.from_json(out).diff(CastPlan.from_json((folder / "p.json").read_text())), err
+    assert json.loads(ask(capsys, "verify", "model.onnx", "--plan", "p.json", "--json")[1])["error"] == 0
+    assert ask(capsys, "plan", f"{models(folder)}:good", "--dtype", "fp16", "-o", "other.json")[0] == 0
+    status, _, err = ask(capsys, "verify", "model.onnx", "--plan", "other.json")
+    assert status == 2 and "the plan is for another model" in err
+
+
+def test_a_program_in_a_file_has_no_mode_to_advise_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch says that its module is in training, which it never leaves, and the advice was to call eval(), which it refuses."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
+    torch.export.save(torch.export.export(model, (torch.randn(2, 8),)), folder / "model.pt2")
+    status, out, err = ask(capsys, "convert", "model.pt2", "out.onnx", "--dtype", "fp16")
+    assert status == 0 and "training mode" not in out, err
 
 
 @pytest.mark.parametrize("command", EXAMPLES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import shutil
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -46,6 +47,11 @@ accuracy, onnx = partial(load_extra, "accuracy"), partial(load_extra, "ONNX")
 
 # -- plan, explain, diff ---------------------------------------------------------------------
 def plan(options: Options) -> int:
+    _check_targets(options.html, options.svg, options.png, options.dot, options.model_explorer, options.output)
+    if options.html is None:
+        _refuse(options, ("errors",), "goes into the report of --html")
+    if options.svg is None and options.png is None:
+        _refuse(options, ("depth",), "is for the pictures of --svg and --png")
     found, report = _plan_of(load(options.model, options.trust), options), None
     if options.html and options.errors:
         source = torch_model(load(options.model, options.trust), "plan --errors")
@@ -60,7 +66,7 @@ def plan(options: Options) -> int:
         (options.output, lambda path: write_text(path, found.to_json())),
     ]
     for path, write in written:
-        if path:
+        if path is not None:
             with working(f"writing {path}"):
                 write(path)
     if options.after:
@@ -123,7 +129,10 @@ def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
 
 def diff(options: Options) -> int:
     """Print the differences of two plans. Return 0 if there is no difference and 1 otherwise, like diff(1)."""
-    here, there = (_plan_of(load(word, options.trust), options) for word in (options.a, options.b))
+    sources = [load(word, options.trust) for word in (options.a, options.b)]
+    if all(isinstance(source, CastPlan) for source in sources):
+        _refuse(options, POLICY, DECIDED)
+    here, there = (_plan_of(source, options) for source in sources)
     lines = here.diff(there).splitlines()
     if options.json:
         as_json({"same": not lines, "differences": lines})
@@ -139,7 +148,9 @@ def convert(options: Options) -> int:
         raise UsageError("convert takes a model: name a callable, a .pt2 or an .onnx file")
     if out.suffix not in (".onnx", ".pt2") or (out.suffix == ".pt2" and isinstance(source, OnnxModel)):
         raise UsageError(f"{out}: name the result .onnx" + ("" if isinstance(source, OnnxModel) else ", or .pt2 for a PyTorch model"))
-    resolved(out)  # raise now, not after the work, if this is no file that can be written
+    _check_targets(out)
+    if out.suffix == ".pt2":
+        _refuse(options, ("low_io",), "is for .onnx files: a .pt2 file takes and gives what the model does")
     report = _converted(source, out, options)
     error = report["error"]
     met = options.max_rel_err is None or error <= options.max_rel_err
@@ -218,6 +229,8 @@ def verify(options: Options) -> int:
 
 def debug(options: Options) -> int:
     source = torch_model(load(options.model, options.trust), "debug")
+    if not options.suggest:
+        _refuse(options, ("max_rel_err",), "is what --suggest aims at")
     amp = _rewritten(source, options)
     with working("running low beside fp32"), _mode(options):
         report = accuracy("debug").debug(amp, source.args, source.kwargs, backward=options.train)
@@ -238,6 +251,7 @@ def debug(options: Options) -> int:
 
 
 def calibrate(options: Options) -> int:
+    _check_targets(options.output)
     source = torch_model(load(options.model, options.trust), "calibrate")
     batches = load_batches(options.batches) if options.batches else [None]
     source = _on_device(source, options)
@@ -248,7 +262,7 @@ def calibrate(options: Options) -> int:
     if options.run_on and options.batches:
         batches = (tree_map(lambda leaf: leaf.to(options.run_on) if isinstance(leaf, torch.Tensor) else leaf, b) for b in batches)
     found = accuracy("calibrate").calibrate(_set(source.model, options), batches, forward=None if options.batches else on_inputs)
-    if options.output:
+    if options.output is not None:
         write_text(options.output, found.to_json())
     if options.json:
         print(found.to_json())
@@ -303,10 +317,29 @@ def devices(options: Options) -> int:
 
 
 # -- shared --------------------------------------------------------------------------------------------
+POLICY = ("dtype", "lists", "override", "calibration", "time_limit", "train", "device", "run_on", "plan")
+"""Options that decide a plan."""
+DECIDED = "plans a model, and a saved plan is decided already: name the model"
+
+
+def _refuse(options: Options, names: Iterable[str], why: str) -> None:
+    """Raise UsageError if one of the options `names` is given, because it would do nothing here. `why` completes the message."""
+    for name in names:
+        if getattr(options, name, None) not in (None, False, [], "default", "auto"):
+            raise UsageError(f"--{name.replace('_', '-')} {why}")
+
+
+def _check_targets(*paths: Any) -> None:
+    """Raise an error now, not after the work, if a path is given to which no file can be written."""
+    for path in paths:
+        if path is not None:
+            resolved(path)
+
+
 def _plan_of(source: Source, options: Options) -> CastPlan:
     if isinstance(source, CastPlan):
-        if options.device and options.command != "diff":
-            raise UsageError(f"--device {options.device} plans a model, and a saved plan is decided already: name the model")
+        if options.command != "diff":
+            _refuse(options, POLICY, DECIDED)
         return source
     if isinstance(source, OnnxModel):
         with working("reading"):
@@ -340,22 +373,28 @@ def _rewrite_options(options: Options) -> dict[str, Any]:
     found: dict[str, Any] = {
         "dtype": options.dtype, "lists": options.lists, "overrides": _overrides(options), "device": options.device,
     }  # fmt: skip
-    if getattr(options, "plan", None):
-        source = load(options.plan)
-        if not isinstance(source, CastPlan):
-            raise UsageError(f"--plan {options.plan}: name a plan's .json file")
-        found["plan"] = source
-    if options.calibration:
+    if Path(getattr(options, "out", "")).suffix != ".onnx":
+        _refuse(options, ("time_limit",), "is for runs of ONNX files")
+    if options.calibration is not None:
         found["calibration"] = Calibration.load(options.calibration)
-    return found
+    return found | _given_plan(options)
 
 
 def _onnx_options(options: Options) -> dict[str, Any]:
-    if options.device or options.run_on:
-        asked = "--device" if options.device else "--run-on"
-        raise UsageError(f"{asked} is for PyTorch models: an ONNX file is planned for any device, and runs where you load it")
+    _refuse(options, ("device", "run_on"), "is for PyTorch models: an ONNX file is planned for any device, and runs where you load it")
+    _refuse(options, ("train",), "is for PyTorch models: an ONNX file is for inference")
     found = {"lists": options.lists, "overrides": _overrides(options), "calibration": options.calibration, "time_limit": options.time_limit}
-    return found | ({"dtype": options.dtype} if options.dtype else {})
+    return found | _given_plan(options) | ({"dtype": options.dtype} if options.dtype is not None else {})
+
+
+def _given_plan(options: Options) -> dict[str, CastPlan]:
+    """Return the plan that --plan names, as an option of `rewrite`; {} without --plan."""
+    if getattr(options, "plan", None) is None:
+        return {}
+    source = load(options.plan)
+    if not isinstance(source, CastPlan):
+        raise UsageError(f"--plan {options.plan}: name a plan's .json file")
+    return {"plan": source}
 
 
 def _overrides(options: Options) -> dict[str, str]:

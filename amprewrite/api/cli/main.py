@@ -101,13 +101,13 @@ def parser() -> argparse.ArgumentParser:
     _policy(made)
     _convert(command("convert", "write a model in mixed precision, as .onnx or .pt2"))
     made = command("verify", "measure what the plan costs in accuracy, with true rounding")
-    made.add_argument("--max-rel-err", type=_positive, metavar="X", help="status 1 where the output error exceeds X")
+    made.add_argument("--max-rel-err", type=number, metavar="X", help="status 1 where the output error exceeds X")
     made.add_argument("--top", type=int, default=20, metavar="N", help="rows in the JSON")
     made.add_argument("--plan", metavar="JSON", help="follow this plan")
     _policy(made)
     made = command("debug", "find what overflows, underflows or cancels; status 1 where something does")
     made.add_argument("--suggest", action="store_true", help="bisect to the fewest nodes to keep in fp32")
-    made.add_argument("--max-rel-err", type=_positive, metavar="X", help="the output error that --suggest aims at")
+    made.add_argument("--max-rel-err", type=number, metavar="X", help="the output error that --suggest aims at")
     _policy(made)
     made = command("calibrate", "watch a model's values on batches: what fp16 cannot hold", epilog=f"{BATCHES}\n\n{MODEL}")
     made.add_argument("batches", metavar="BATCHES", nargs="?", default="", help="the model's example inputs if left out")
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     _runs_on(made)
     made = command("lists", "print the op lists", model=False)
     made.add_argument("op", metavar="OP", nargs="?", default="")
-    _policy(made)
+    _formats(made)
     command("passes", "print the passes in their order", model=False)
     command("devices", "print the device table, and what this machine has", model=False)
     _devices(command("doctor", "print what this machine has and gains, and check numbers; status 1 if a check fails", model=False))
@@ -144,23 +144,29 @@ def _plan(made: argparse.ArgumentParser) -> None:
 
 def _convert(made: argparse.ArgumentParser) -> None:
     made.add_argument("out", metavar="OUT", help="the file to write: .onnx, or .pt2 for PyTorch models")
-    made.add_argument("--max-rel-err", type=_positive, metavar="X", help="status 1, and nothing written, where the error exceeds X")
+    made.add_argument("--max-rel-err", type=number, metavar="X", help="status 1, and nothing written, where the error exceeds X")
     made.add_argument("--low-io", action="store_true", help="inputs and outputs go low, too")
     _policy(made)
 
 
 def _policy(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("policy")
-    group.add_argument("--dtype", metavar="FORMAT", help="bf16 or fp16; the device's best if left out")
-    group.add_argument("--lists", default="default", metavar="NAME", help="default, tf, autocast, o2 or o3")
+    group = _formats(made)
     kinds = "softmax=deny, module:head=fp32, node:linear_3=low"
     group.add_argument("--override", action="append", default=[], metavar="KEY=KIND", help=kinds)
     ranges = "ranges.json of amprewrite calibrate; for an ONNX file an .npz of inputs by name"
     group.add_argument("--calibration", metavar="PATH", help=ranges)
     limit = "seconds that one sample run of an ONNX file may take, 'none' for any; 5 and more by its size if left out"
-    group.add_argument("--time-limit", type=_seconds, default="auto", metavar="X", help=limit)
+    group.add_argument("--time-limit", type=seconds, default="auto", metavar="X", help=limit)
     group.add_argument("--train", action="store_true", help="training mode, with gradients")
+
+
+def _formats(made: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options on which op lists depend, and return their group."""
+    group = made.add_argument_group("policy")
+    group.add_argument("--dtype", metavar="FORMAT", help="bf16 or fp16; the device's best if left out")
+    group.add_argument("--lists", default="default", metavar="NAME", help="default, tf, autocast, o2 or o3")
     _devices(group)
+    return group
 
 
 def _devices(made: argparse._ActionsContainer) -> None:
@@ -181,14 +187,14 @@ def _planned_for(word: str) -> str:
     return word.lower()
 
 
-def _positive(word: str) -> float:
+def number(word: str) -> float:
     value = float(word)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{word} is no error to allow; give a positive number")
     return value
 
 
-def _seconds(word: str) -> float | str | None:
+def seconds(word: str) -> float | str | None:
     if word in ("auto", "none"):
         return None if word == "none" else word
     value = float(word)

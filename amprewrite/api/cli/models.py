@@ -134,7 +134,7 @@ def _called(word: str, place: str, name: str, returns: str) -> Any:
         raise UsageError(f"{word} needs arguments ({', '.join(missing)}); name a callable that takes none")
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit is no Exception, and would end this command with the status of the model's code
         raise UsageError(f"{word} raised {type(error).__name__}: {first_line(error)}{_where(error)}") from error
 
 
@@ -168,7 +168,7 @@ def _imported(word: str, place: str, how: Callable[[], ModuleType]) -> ModuleTyp
         own = error.name is not None and (error.name == place or place.startswith(f"{error.name}."))
         hint = f"there is no module {error.name} here or installed" if own else f"it imports {error.name}, which is not installed"
         raise UsageError(f"{word}: {hint}{'' if own else f' (imported by {top})'}; the folder you stand in is searched first") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{word}: importing {place} raised {type(error).__name__}: {first_line(error)}{_where(error)}") from error
 
 

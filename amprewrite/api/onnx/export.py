@@ -67,7 +67,8 @@ def exported(
     device = next((t.device.type for t in (*parameters_in(plain), *buffers_in(plain))), "cpu")
     policy = session.policy_for(device)
     notes: tuple[str, ...] = ()
-    if plain.training:
+    # torch.export replaces eval() of a program's module by a method that refuses, since the graph is in one mode for ever
+    if plain.training and "eval" not in vars(plain):
         notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
     if policy.low is FP32:
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)

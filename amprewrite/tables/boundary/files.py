@@ -120,6 +120,8 @@ def resolved(path: Any) -> Path:
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise PolicyError(f"a path is a string or a Path, not {type(path).__name__}")
+    if not os.fspath(path):
+        raise EmitError("'' names no file; give a path")
     if "\0" in os.fspath(path):
         raise EmitError(f"{printable(path)} cannot be written: a path holds no NUL character; give another path")
     try:
