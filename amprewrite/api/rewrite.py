@@ -26,7 +26,7 @@ from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_ins
 from amprewrite.runtime.weights.half_parameters import half_put_back, refuse_trainable
 from amprewrite.runtime.weights.half_parameters import upcast as to_fp32
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, keywords, shown
-from amprewrite.tables.boundary.members import named_parameters_in
+from amprewrite.tables.boundary.members import named_modules_in, named_parameters_in
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import OpListError, PlanError, PolicyError
 from amprewrite.tables.extras import load_extra
@@ -285,7 +285,7 @@ def checked_options(
 
 def check_patterns(options: Options, module: nn.Module) -> None:
     """Raise PolicyError if a module pattern in `overrides`, `pad` or `products` matches no module of the model."""
-    paths = [path for path, _ in module.named_modules()]
+    paths = [path for path, _ in named_modules_in(module)]
     Policy(options.low or LOW_FORMATS[1], overrides=options.overrides).check("module", paths)
     options.pad.check_modules(paths)
     if options.products is not None:

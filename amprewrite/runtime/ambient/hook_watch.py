@@ -10,13 +10,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.modules.module as everywhere
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from amprewrite.tables.boundary.members import modules_in
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -65,7 +67,9 @@ class HookWatch:
         self._mark = [key for place in self._places for key in place]
 
 
-def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
+def _places(root: nn.Module) -> list[dict[int, Any]]:
+    """Return the tables of hooks of all modules below `root`."""
+    found: list[dict[int, Any]] = []
     seen, left = {root}, [*root._modules.values()]
     while left:  # not `modules()`, which takes twice as long: this search runs at each call of the model if the user sets tensor hooks
         module = left.pop()
@@ -73,24 +77,29 @@ def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
             continue
         seen.add(module)
         left += module._modules.values()
-        yield from (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        found += (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return found
 
 
 def may_differ(root: nn.Module) -> bool:
-    """True if modules of one class may differ in hooks: a module below `root` has hooks, or `root.modules()` does not list all modules."""
-    return any(_places(root)) or any(_unlisted(root))
+    """True if modules of one class may differ in hooks: a module below `root` has hooks, or not all modules are registered."""
+    return any(_places(root)) or _holds_unlisted(root)
 
 
-def _unlisted(root: nn.Module) -> Iterator[bool]:
-    """Yield a bool for each attribute of each module: True if it is, or contains, a module that `root.modules()` does not list.
+def _holds_unlisted(root: nn.Module) -> bool:
+    """True if an attribute of a module of `root` is, or contains, a module that is not registered.
 
     Lists, tuples, sets and dicts are searched one level deep.
     """
-    listed = {id(module) for module in root.modules()}
-    for module in root.modules():
+    modules = modules_in(root)
+    listed = set(map(id, modules))
+    for module in modules:
         for value in vars(module).values():
             inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
-            yield any(isinstance(each, nn.Module) and id(each) not in listed for each in inside)
+            for each in inside:
+                if isinstance(each, nn.Module) and id(each) not in listed:
+                    return True
+    return False
 
 
 @torch.compiler.assume_constant_result  # type: ignore[misc]

@@ -31,7 +31,7 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unsee
 from amprewrite.runtime.compiler.handlers import breaking_at_gradients, recurrent_layers_whole, sharing_sizes
 from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
-from amprewrite.tables.boundary.members import parameters_in
+from amprewrite.tables.boundary.members import modules_in, parameters_in
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.extras import load_extra
 from amprewrite.torch_internals.dispatch import disable_dispatch_modes, dispatch_modes, is_any_autocast_enabled, tracing_context
@@ -98,9 +98,10 @@ def compile_afresh(
     settings["record_runtime_overhead"] = False  # off, because this mark in profiles costs 3 us in each call
     if hooks_differ:
         settings["skip_nnmodule_hook_guards"] = False
-    if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
+    classes = set(map(type, modules_in(root)))
+    if recurrent and any(issubclass(cls, nn.RNNBase) for cls in classes):
         settings["allow_rnn"] = True
-    if any(has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
+    if any(has_logger(base.__module__) for cls in classes for base in cls.__mro__):
         settings["ignore_logging_functions"] = Unlogged(torch._dynamo.config.ignore_logging_functions, note)
     calls_that_captured, captured = 0, False
 

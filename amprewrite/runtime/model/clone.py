@@ -27,6 +27,8 @@ from torch import nn
 
 _GROWING = (dict, OrderedDict, defaultdict, list, set, deque)
 _CONTAINERS = (*_GROWING, tuple, frozenset)
+_PLAIN = {type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.device, torch.dtype}
+"""Classes of values that are shared and hold no module. Most attributes of a module are such values or empty containers."""
 
 
 def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
@@ -80,7 +82,14 @@ class _Cloning:
                 items = _items(current)
                 if owned:
                     self.owned.add(id(current))
-            stack.extend((item, owned) for item in items if _leads_on(item))
+            for item in items:
+                if type(item) in _PLAIN:
+                    continue
+                if type(item) in _CONTAINERS and not item:
+                    if owned:
+                        self.owned.add(id(item))
+                elif _leads_on(item):
+                    stack.append((item, owned))
         return list(found.values())
 
     def _fill(self, original: nn.Module) -> None:
@@ -88,7 +97,7 @@ class _Cloning:
         clone = self.of(original)
         for key, value in original.__dict__.items():
             if key != "_compiled_call_impl":
-                clone.__dict__[key] = self._carried(value)
+                clone.__dict__[key] = value if type(value) in _PLAIN else self._carried(value)
         for slot in _filled_slots(original):
             slot.__set__(clone, self._carried(slot.__get__(original)))
 
@@ -116,11 +125,13 @@ class _Cloning:
         if isinstance(value, tuple | frozenset):
             return self._rebuilt(value)
         kind: Any = type(value)
-        made = kind() if kind in (dict, list, set) else copy.copy(value) if kind in _GROWING else kind.__new__(kind)
+        simple = kind in (dict, list, set) or (kind is OrderedDict and not vars(value))
+        made = kind() if simple else copy.copy(value) if kind in _GROWING else kind.__new__(kind)
         self.made[id(value)] = made
         if isinstance(value, dict):
             made.clear()
-            made.update((self._carried(key), self._carried(item)) for key, item in value.items())
+            for key, item in value.items():
+                made[key if type(key) in _PLAIN else self._carried(key)] = item if type(item) in _PLAIN else self._carried(item)
         elif isinstance(value, set):
             made.clear()
             made.update(self._carried(item) for item in value)

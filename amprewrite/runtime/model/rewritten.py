@@ -27,7 +27,7 @@ from amprewrite.runtime.parts import part_paths
 from amprewrite.runtime.session import Session, enter
 from amprewrite.runtime.weights.freezing import brings_fp32, hook_states, refuse_frozen, unfreeze_weights, without_frozen_weights
 from amprewrite.runtime.weights.half_parameters import conversion_warning
-from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in, parameters_in
+from amprewrite.tables.boundary.members import named_buffers_in, named_modules_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
@@ -151,8 +151,11 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 def _refuse_sharded(model: nn.Module) -> None:
     """Raise CaptureError if FSDP or DeepSpeed manages the model, because their state belongs to the original module, not to a clone."""
-    for path, module in model.named_modules():
-        names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.distributed.")}
+    modules = named_modules_in(model)
+    sharding = {cls: _of_sharding(cls) for cls in {type(module) for _, module in modules}}
+    for path, module in modules:
+        if not (names := sharding[type(module)]):
+            continue
         place = path or "the model"
         if "FSDPModule" in names:
             raise CaptureError(
@@ -164,10 +167,17 @@ def _refuse_sharded(model: nn.Module) -> None:
                 f"{place} is wrapped in FSDP, which must come after the rewrite: amp = rewrite(model), then "
                 "FSDP(amp, use_orig_params=True)"
             )
-        if any(cls.__module__.partition(".")[0] == "deepspeed" for cls in type(module).__mro__) and hasattr(module, "zero_optimization"):
+        if "deepspeed" in names and hasattr(module, "zero_optimization"):
             raise CaptureError(f"{place} is a DeepSpeed engine; {_NO_DEEPSPEED}")
     if any(hasattr(parameter, "ds_id") for parameter in parameters_in(model)):
         raise CaptureError(f"DeepSpeed's ZeRO-3 has partitioned the parameters of this model; {_NO_DEEPSPEED}")
+
+
+def _of_sharding(cls: type[nn.Module]) -> set[str]:
+    """Return the names of the classes of torch.distributed among the bases of `cls`, and "deepspeed" if a base is of DeepSpeed."""
+    homes = {base: base.__module__.partition(".")[0] for base in cls.__mro__}
+    names = {base.__name__ for base in homes if base.__module__.startswith("torch.distributed.")}
+    return names | {"deepspeed"}.intersection(homes.values())
 
 
 _NO_DEEPSPEED = (
@@ -389,7 +399,7 @@ def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, 
     TorchScript modules are not yielded: the session lists them as unreadable.
     """
     scripted = ""
-    for path, module in amp.named_modules():
+    for path, module in named_modules_in(amp):
         if known.get(id(module)) is module:
             continue
         known[id(module)] = module
