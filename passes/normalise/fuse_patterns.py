@@ -20,7 +20,7 @@ It knows the ops of such patterns by name: `mul`, `div`, `square`, `pow`, `sqrt`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from amprewrite.graphs.fx.node_facts import (
 )
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.formats import FP32
-from amprewrite.tables.ops.op_lists import OpLists, op_name
+from amprewrite.tables.ops.op_lists import OpLists, Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.trees import tree_leaves
 
@@ -58,6 +58,10 @@ class Pattern:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     inside: set[Node] = field(default_factory=set)
+
+
+Match = Callable[[Node], Pattern | None]
+"""A function that returns the pattern of one kind that ends at a node; None if there is none."""
 
 
 class FusePatterns(Pass[Reading, EditedGraph]):
@@ -88,13 +92,25 @@ def fuse_patterns(edited: EditedGraph, lists: OpLists) -> None:
 
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
-    """Yield the patterns of a graph, without overlaps. The search starts at the last node, to find a norm together with its bias."""
+    """Yield the patterns of a graph, without overlaps. The search starts at the last node, to find a norm together with its bias.
+
+    A pattern is sought only if the graph has the ops that it needs, and only at ops that it may end with.
+    """
+    ops = {node: _op(node) for node in graph.nodes}
+    every = set(ops.values())
+    sought: dict[str, list[Match]] = {}
+    for match, ends, needs in _PATTERNS:
+        for end in ends if every.issuperset(needs) else ():
+            sought.setdefault(end, []).append(match)
+    if not sought:
+        return
     taken = _in_autocast(graph) | transformed_nodes(graph)
     last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
-        if node in taken or not _is_fp32(node):
+        matches = sought.get(ops[node])
+        if matches is None or node in taken or not _is_fp32(node):
             continue
-        for match in (_gelu, _softmax, _layer_norm, _rms_norm):
+        for match in matches:
             unit = match(node)
             if unit is not None and _closed(unit, last_write) and _allowed(unit, lists) and not unit.inside & taken:
                 taken |= unit.inside | {node}
@@ -391,3 +407,13 @@ def _width(node: Node) -> Any:
     """Return the size of the last dim; None if the size is symbolic or there is no dim."""
     shape = example_value(node).shape
     return shape[-1] if len(shape) and isinstance(shape[-1], int) else None
+
+
+_PRODUCTS = CONVERSIONS | ops_with(Trait.SCALES)
+_PATTERNS: tuple[tuple[Match, Set[str], tuple[str, ...]], ...] = (
+    (_gelu, _PRODUCTS, ("tanh",)),
+    (_softmax, {"div"}, ("exp", "sum")),
+    (_layer_norm, _PRODUCTS | {"add"}, ("mean", "sub")),
+    (_rms_norm, _PRODUCTS, ("mean",)),
+)
+"""(function that finds a pattern, ops that it may end with, ops that a graph with the pattern has)."""

@@ -189,8 +189,12 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     graph = torch.fx.Graph()
     for node in module.graph.nodes:
         copy = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        copy.args, copy.kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # later: create_node walks its arguments
-        copy.meta = kept_meta(node.meta)
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        if args:  # set later, because create_node walks its arguments; and only if there are any, because fx walks its tables of nodes
+            copy.args = args
+        if kwargs:
+            copy.kwargs = kwargs
+        copy.meta.update(kept_meta(node.meta))
     graph._codegen = module.graph._codegen
     copied = LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)

@@ -1,6 +1,6 @@
 """Facts about one fx node: value, dtype, role, the tensors it writes, and the shapes behind its FLOPs.
 
-All of these functions query one node, and most call each other. So they share a file.
+One file because all of these functions query one node, and most call each other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.fx
@@ -22,7 +23,6 @@ from amprewrite.torch_internals.dispatch import FakeTensor, is_wrapped_by_transf
 from amprewrite.torch_internals.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 from amprewrite.torch_internals.trees import tree_leaves
 
-Leaf = TypeVar("Leaf")
 NO_TREE = {type(None), bool, int, float, str}
 """Classes of values that contain neither tensors nor nodes, so that pytree need not search them."""
 SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
@@ -91,14 +91,17 @@ def example_value(node: torch.fx.Node) -> Any:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    return _leaves_of(torch.Tensor, value)
-
-
-def _leaves_of(kind: type[Leaf], value: Any) -> list[Leaf]:
-    """Return the leaves of `value` that are instances of `kind`. Most values are one leaf, so only structures go through pytree."""
-    if isinstance(value, kind):
+    """Return the tensors in `value`. Most values are one tensor, so only structures go through pytree."""
+    if isinstance(value, torch.Tensor):
         return [value]
-    return [] if type(value) in NO_TREE else [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+    return [] if type(value) in NO_TREE else [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _nodes_in(argument: Any) -> list[torch.fx.Node]:
+    """Return the nodes in an argument of a call."""
+    if isinstance(argument, torch.fx.Node):
+        return [argument]
+    return [] if type(argument) in NO_TREE else [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.fx.Node)]
 
 
 def is_checkpoint(node: torch.fx.Node) -> bool:
@@ -171,7 +174,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
-    if isinstance(node.target, HigherOrderOperator):
+    if is_higher_order(node.target):
         fact.dtype = ""  # a higher-order op returns a tuple; the getitems that pick its results have dtypes
     fact.writes, fact.writes_unsaid = written(node), written_unsaid(node)
     if value is None and fact.writes:  # setitem and similar ops return nothing, so take the tensor that they write
@@ -277,22 +280,32 @@ def is_held(node: torch.fx.Node) -> bool:
 
 def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
     """Return the operands that `node` writes in place, as its name, arguments, schema or body graphs show."""
-    written = _leaves_of(torch.fx.Node, node.kwargs.get("out"))
+    kwargs = node.kwargs
+    if "out" not in kwargs and not _may_write(node.target):
+        return ()
+    written = _nodes_in(kwargs.get("out"))
     first = node.args[0] if node.args else None
     if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):
         inplace = is_inplace(node.target)
         if not inplace and node.op == "call_function" and "inplace" in _parameters(node.target):
             at = _parameters(node.target).index("inplace")
-            inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
+            inplace = kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
     elif node.op == "call_function" and is_inplace(node.target):  # such as torch._foreach_mul_, which writes to all tensors of a list
-        written += _leaves_of(torch.fx.Node, first)
-    if isinstance(node.target, HigherOrderOperator):
+        written += _nodes_in(first)
+    if is_higher_order(node.target):
         written += _written_by_bodies(node)
     elif isinstance(node.target, OpOverload | OpOverloadPacket):
         written += [argument for argument in _written_by_schema(node) if argument not in written]
     return tuple(written)
+
+
+@lru_cache(maxsize=1024)
+def _may_write(target: Callable[..., Any] | str) -> bool:
+    """True if a call of `target` may write to an operand without the argument `out`; False for most ops, so that they need no search."""
+    by_class = isinstance(target, HigherOrderOperator | OpOverload | OpOverloadPacket)
+    return by_class or is_inplace(target) or (not isinstance(target, str) and "inplace" in _parameters(target))
 
 
 def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
@@ -332,7 +345,7 @@ def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
 
 def _unsaid_in_bodies(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     """Return the operands that `node`, or a node in its body graphs, writes although its name does not show it (`written_unsaid`)."""
-    return _written_by_bodies(node, _unsaid_in_bodies) if isinstance(node.target, HigherOrderOperator) else written_unsaid(node)
+    return _written_by_bodies(node, _unsaid_in_bodies) if is_higher_order(node.target) else written_unsaid(node)
 
 
 def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -343,13 +356,13 @@ def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
-            yield from _leaves_of(torch.fx.Node, given)
+            yield from _nodes_in(given)
 
 
 def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
     """Return the body graphs of a higher-order op (checkpoint, loop, condition); [] for any other node."""
     owner = node.graph.owning_module
-    if owner is None or not isinstance(node.target, HigherOrderOperator):
+    if owner is None or not is_higher_order(node.target):
         return []
     found = [getattr(owner, str(argument.target), None) for argument in node.all_input_nodes if argument.op == "get_attr"]
     return [body for body in found if isinstance(body, torch.fx.GraphModule)]
@@ -465,19 +478,24 @@ def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> to
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)
 
 
+@lru_cache(maxsize=1024)
+def is_higher_order(target: Callable[..., Any] | str) -> bool:
+    return isinstance(target, HigherOrderOperator)
+
+
 def is_opaque(node: Any) -> bool:
     """True if `node` runs a higher-order op."""
-    return isinstance(node, torch.fx.Node) and isinstance(node.target, HigherOrderOperator)
+    return isinstance(node, torch.fx.Node) and is_higher_order(node.target)
 
 
-def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
-    """Yield (parameter name, node) for every node among the arguments of `node`. The name is "" if it is unknown."""
+def arguments(node: torch.fx.Node) -> list[tuple[str, torch.fx.Node]]:
+    """Return (parameter name, node) for every node among the arguments of `node`. The name is "" if it is unknown."""
+    found: list[tuple[str, torch.fx.Node]] = []
     names = _parameters(node.target) if node.op in ("call_function", "call_method") else ()
-    for position, argument in enumerate(node.args):
-        name = names[position] if position < len(names) else ""
-        yield from ((name, leaf) for leaf in _leaves_of(torch.fx.Node, argument))
-    for name, argument in node.kwargs.items():
-        yield from ((name, leaf) for leaf in _leaves_of(torch.fx.Node, argument))
+    for name, argument in (*zip_longest(names[: len(node.args)], node.args, fillvalue=""), *node.kwargs.items()):
+        for leaf in (argument,) if isinstance(argument, torch.fx.Node) else _nodes_in(argument):
+            found.append((name, leaf))
+    return found
 
 
 def device_of(value: Any) -> str:
