@@ -76,7 +76,7 @@ EVIDENCE: tuple[Deciding, ...] = (
     RepaintByError(),  # keep in fp32 the ops that the accuracy search (`tolerance=`) found too inexact in the low format
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, several casts of a value with many readers
+    PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, divide the readers of a value that many read
     PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanEdits(),  # clamp constants of low ops that would become infinities, and change ops whose low CPU kernels are inexact
@@ -98,7 +98,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
-    SpreadCopies(),  # give a value with many readers several low copies, whose gradients autograd then adds up in fp32
+    SpreadCopies(),  # let autograd add up in fp32 the gradients of the readers of a value that many read, such as the weights of a cell
     SuitKernels(),  # give norms fp32 weights of one, pad before convolutions, and run recurrent layers in parts, where low would be inexact
     ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale leaving gradients
     FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster

@@ -62,8 +62,7 @@ class Problem:
     trained: frozenset[str] = frozenset()
     """Values for which the backward pass computes gradients."""
     read_by_many: tuple[str, ...] = ()
-    """Values with so many readers that the sum of the gradients from all readers would be inaccurate in the low format. Weights are left
-    out."""
+    """Values with so many readers that the sum of the gradients from all readers would be inaccurate in the low format."""
     matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
     """Products that fp8 kernels could run, by name; empty unless fp8 was asked for."""
     held: Mapping[str, Held] = field(default_factory=dict)

@@ -54,8 +54,8 @@ _EDITS = {
     "group heads": "reads each head of keys and values for a group of query heads, and no copies of it",
     "fp32 statistics": "gets fp32 weights of one, so that its statistics stay fp32",
     "pad apart": "is padded by an op of its own: its low backward leaves gradients unset of weights that meet its padding alone",
-    "run in parts": "runs in parts of 16 time steps, each with low copies of the weights, so that fp32 adds up the gradients of the parts",
-    "spread copies": "has a low copy for every two that read one, so that fp32 adds up the gradients of the copies",
+    "run in parts": "runs in parts of 16 time steps, so that fp32 adds up the gradients of its weights over the parts",
+    "spread copies": "has one low copy for groups of readers, and fp32 adds up the gradients of the groups",
     "wide product": "multiplies operands that are rounded to bf16, and its result is fp32",
     "clamp constants": "takes the ends of the low range for constants beyond it",
 }

@@ -20,7 +20,8 @@ from typing import Any
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
+from amprewrite.graphs.fx.ops.pad_ops import linked_copy
+from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product, relinked
 from amprewrite.graphs.fx.ops.wide_products import wide_linear
 from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
 from amprewrite.ir.pass_base import Pass
@@ -61,12 +62,13 @@ class _ProductInsertion:
             for reader in copy.readers if copy.role != G else ():
                 name, _, gemm = reader.rpartition(".")
                 node = self.nodes[name]
-                key = (copy.role, copy.write_version, self._operand(node, copy.role), copy.role == W and transposes(node), copy.largest)
+                value = _unlinked(self._operand(node, copy.role))
+                key = (copy.role, copy.write_version, value, copy.role == W and transposes(node), copy.largest)
                 read[key].add((node, gemm))
         made: dict[tuple[torch.fx.Node, str], torch.fx.Node] = {}
         for (role, _, value, _, largest), readers in read.items():
             quantised = self._quantise(value, role, readers, largest)
-            made |= {(node, role): quantised for node, _ in readers}
+            made |= {(node, role): self._linked(quantised, self._operand(node, role)) for node in sorted({node for node, _ in readers})}
         for product in self.plan.chosen:
             node = self.nodes[product.node]
             self._exchange(node, product, made.get((node, X)), made.get((node, W)))
@@ -88,6 +90,16 @@ class _ProductInsertion:
         copy.meta = {key: first.meta[key] for key in KEPT if key in first.meta}
         return copy
 
+    def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
+        """Return the fp8 copy for readers of `operand`: `copy` itself, or `copy` linked to the gradient of these readers alone."""
+        if operand.target is not linked_copy:
+            return copy
+        made = next((user for user in operand.users if user.target is relinked and user.args[0] is copy), None)
+        if made is None:
+            with self.graph.inserting_after(max(copy, operand)):
+                made = self.graph.call_function(relinked, (copy, operand))
+        return made
+
     def _exchange(self, node: torch.fx.Node, product: ProductPlan, x8: torch.fx.Node | None, w8: torch.fx.Node | None) -> None:
         """Turn `node` into a product that reads the fp8 copies `x8` and `w8` of its operands. A copy is None if no GEMM reads it."""
         wide = {role for each in product.gemms if not each.fp8 for role, _ in READS[each.gemm]}
@@ -96,3 +108,8 @@ class _ProductInsertion:
         gemms = tuple(gemm for gemm in GEMMS if product.takes(gemm))
         args = (x, w, bias_of(node), x8, w8, self.plan.recipe, gemms, transposes(node))
         node.op, node.target, node.args, node.kwargs = "call_function", quantised_product, args, {}
+
+
+def _unlinked(operand: torch.fx.Node) -> torch.fx.Node:
+    """Return the copy whose memory `operand` shares, if `operand` is a linked copy; otherwise `operand`."""
+    return operand.args[3] if operand.target is linked_copy else operand  # type: ignore[return-value]

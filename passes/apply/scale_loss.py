@@ -41,7 +41,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
     written_memory,
 )
-from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.ops.pad_ops import linked_copy, pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked, hooked_unscaled
 from amprewrite.graphs.fx.read.aliasing import same_tensor
@@ -186,7 +186,7 @@ def _fed(node: Node) -> list[Node]:
 
 def _crosses(reader: Node) -> bool:
     """True if a scaled gradient may flow back through `reader`. False for indices, comparisons and sizes, and for casts that unscale."""
-    if reader.target in (cast_in, pad_cast):
+    if reader.target in (cast_in, pad_cast, linked_copy):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))
     return reader.op != "output" and (floats or bool(written(reader)) or is_opaque(reader) or CAST in reader.meta)
@@ -237,7 +237,7 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
     """
     known = set(sources)
     for cast in list(graph.nodes):
-        if cast.target is pad_cast and cast.args[0] in known:
+        if cast.target in (pad_cast, linked_copy) and cast.args[0] in known:
             cast.args = (*cast.args, inverse)
         elif CAST in cast.meta and cast.target == "to" and cast.args[0] in known:
             cast.op, cast.target, cast.args = "call_function", cast_in, (*cast.args, inverse)

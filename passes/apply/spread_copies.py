@@ -1,10 +1,11 @@
-"""Split the low copy of each value that the plan names into several copies, one for every two readers.
+"""Let the readers of the low copy of each value that the plan names share it in groups, each with an autograd node of its own.
 
     before   to = x.to(bfloat16); a(to); b(to); c(to); d(to); ...
-    after    to = x.to(bfloat16); a(to); b(to); to_1 = x.to(bfloat16); c(to_1); d(to_1); ...
+    after    to = x.to(bfloat16); a(to); b(to); copy = linked_copy(x, bfloat16, (), to); c(copy); d(copy); ...
 
-Autograd adds the gradients of the readers of one copy in the low format, and the gradients of the copies in fp32. `plan-casts` decides
-which values need several copies.
+Autograd adds the gradients of the readers in one group in the low format, and the gradients of the groups in fp32. All groups read the same
+memory. A node stands before the first reader of its group, so in a backward it runs after the last: no gradient waits for other groups.
+`plan-casts` decides which values need groups.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.ops.pad_ops import resize
+from amprewrite.graphs.fx.flow.readers import MOST_READERS
+from amprewrite.graphs.fx.node_facts import Openings, outside, transform_openings
+from amprewrite.graphs.fx.ops.pad_ops import linked_copy, pad_cast, resize
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
@@ -20,16 +23,18 @@ from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Edit
 
 READERS = 2
-"""Number of readers of one copy. The sum of two gradients is rounded only once."""
+"""Readers in a group, for values that torch.autocast would cast for each reader: the sum of two gradients is rounded only once. It keeps
+one copy of a weight, and there groups of MOST_READERS are exact enough: each further group takes time in every backward."""
 
 
 class SpreadCopies(Pass[RegionPlan, EditedGraph]):
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
+        openings = transform_openings(edited.module.graph)
         copies = [copy for name in plan.edited(Edit.SPREAD_COPIES) for copy in edited.nodes[name].users if _is_low(copy)]
         for copy in copies:
             for padded in [reader for reader in copy.users if reader.target is resize]:
-                spread(padded)
-            spread(copy)
+                spread(padded, openings)
+            spread(copy, openings)
 
 
 def _is_low(copy: torch.fx.Node) -> bool:
@@ -37,18 +42,25 @@ def _is_low(copy: torch.fx.Node) -> bool:
     return copy.meta.get(CAST, FP32.name) != FP32.name
 
 
-def spread(copy: torch.fx.Node) -> None:
-    """Keep the first READERS readers of a copy, and give every READERS further readers a new copy."""
-    readers = sorted(copy.users)
-    for start in range(READERS, len(readers), READERS):
-        another = _another(copy)
-        for reader in readers[start : start + READERS]:
-            reader.replace_input_with(copy, another)
+def spread(copy: torch.fx.Node, openings: Openings) -> None:
+    """Let the first group of readers read `copy`, and each further group a linked copy of its own."""
+    readers = sorted(user for user in copy.users if user.target is not linked_copy)
+    size = MOST_READERS if copy.meta.get("weight") else READERS
+    for start in range(size, len(readers), size):
+        group = readers[start : start + size]
+        with copy.graph.inserting_before(outside(openings, copy, group[0])):
+            linked = _linked(copy)
+        for reader in group:
+            reader.replace_input_with(copy, linked)
 
 
-def _another(copy: torch.fx.Node) -> torch.fx.Node:
-    """Insert a second node that makes the same copy, and return it. If the copy is padded, its unpadded source is copied, too."""
+def _linked(copy: torch.fx.Node) -> torch.fx.Node:
+    """Insert a node that links a copy to the value that it was made of. If the copy is padded, its unpadded source is linked."""
     source = copy.args[0]
-    again = {source: _another(source)} if copy.target is resize and isinstance(source, torch.fx.Node) else {}
-    with copy.graph.inserting_after(copy):
-        return copy.graph.node_copy(copy, lambda node: again.get(node, node))
+    if copy.target is resize and isinstance(source, torch.fx.Node):
+        again = _linked(source)
+        return copy.graph.node_copy(copy, lambda node: again if node is source else node)
+    layout = copy.args[2] if copy.target is pad_cast else ()
+    linked = copy.graph.call_function(linked_copy, (source, copy.args[1], layout, copy))
+    linked.meta = dict(copy.meta)
+    return linked

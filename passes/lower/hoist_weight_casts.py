@@ -20,7 +20,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import bodies, example_value, is_checkpoint, memory_of, outside, transform_openings, written_memory
-from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.ops.pad_ops import linked_copy, pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache, kept_cast, marked
@@ -139,7 +139,7 @@ def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable
     """
     graph, openings = module.graph, transform_openings(module.graph)
     inputs = graph.find_nodes(op="placeholder")
-    casts = [(node, cast) for node, cast in weight_casts(module, True, chosen) if node.target is not unscale_gradient]
+    casts = [(node, cast) for node, cast in weight_casts(module, True, chosen) if node.target not in (unscale_gradient, linked_copy)]
     for node, (place, dtype, layout) in casts:
         inverse = node.args[2] if node.target is cast_in else node.args[3] if len(node.args) > 3 else None
         with graph.inserting_before(outside(openings, inputs[place], node)):
@@ -155,7 +155,7 @@ def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
     """Return the dtype and the padded layout of the copy that `node` makes of the weight `source`."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
-    layout: Any = node.args[2] if node.target is pad_cast else ()
+    layout: Any = node.args[2] if node.target in (pad_cast, linked_copy) else ()
     return dtype, layout
 
 
@@ -174,7 +174,7 @@ def _reads_low(source: torch.fx.Node, low: torch.dtype) -> bool:
 
 def _casts(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
     """True if `user` is a cast of `source` to `low` that the rewrite inserted."""
-    return CAST in user.meta and user.target in ("to", pad_cast, cast_in) and user.args[0] is source and user.args[1] == low
+    return CAST in user.meta and user.target in ("to", pad_cast, cast_in, linked_copy) and user.args[0] is source and user.args[1] == low
 
 
 def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
@@ -206,7 +206,7 @@ def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
     With `training`, also return a parameter whose gradient `node` unscales.
     """
     crosses = training and node.target is unscale_gradient
-    copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target is cast_in))
+    copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target in (cast_in, linked_copy)))
     if not node.meta.get("weight") or not (crosses or copies):
         return None
     source: Any = node.args[0]

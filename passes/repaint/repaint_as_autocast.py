@@ -14,7 +14,7 @@ no harm either if three conditions hold:
    ops, and results of the graph. Other norms, averages, products and casts to a low format do not magnify it.
 3. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
    a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
-   If the value stays fp32, `plan-casts` plans a low copy for every two readers.
+   If the value stays fp32, `plan-casts` lets fp32 add up the gradients of its readers, two by two.
 
 A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stay in force. Tied nodes share a colour.
 

@@ -41,12 +41,13 @@ def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Se
     """Return the names of fp32 values that get gradients from more than MOST_READERS readers. `trained` names all values with gradients.
 
     An example is the result of an encoder, which every layer of a decoder reads. torch.autocast casts such a value for every reader and
-    adds up the gradients of the copies in fp32. It keeps one copy of each weight, so parameters are left out.
+    adds up the gradients of the copies in fp32. Another is the weight of a cell that a loop calls in each time step: torch.autocast keeps
+    one copy of it, and adds up the gradients of all steps in the low format.
     """
     names = {node: name for name, node in nodes.items()}
     found = list[str]()
     for name in trained:
         many = sum(names.get(user) in trained for user in nodes[name].users) > MOST_READERS
-        if many and graph[name].carries_fp32 and graph[name].role != "parameter":
+        if many and graph[name].carries_fp32:
             found.append(name)
     return tuple(sorted(found, key=graph.rank.__getitem__))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, leaving
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.plans.pad_plan import Layout, physical
+from amprewrite.torch_internals.autograd import in_forward_mode
 from amprewrite.torch_internals.dispatch import is_plain
 
 
@@ -104,6 +105,15 @@ def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | No
         return _padded_copy(w, dtype, layout)
     made: Tensor = _PadCast.apply(w, dtype, layout, inverse, kept)
     return made
+
+
+def linked_copy(w: Tensor, dtype: torch.dtype, layout: Layout, copy: Tensor, inverse: Tensor | None = None) -> Tensor:
+    """Return `copy`, which is `pad_cast(w, dtype, layout)`, with an autograd node of its own that sends its gradient to `w`.
+
+    So autograd adds up the gradients of several linked copies in the dtype of `w`. They share the memory of `copy`, with two exceptions:
+    tensor subclasses and duals of forward-mode AD are cast anew. `inverse` is as for `pad_cast`.
+    """
+    return pad_cast(w, dtype, layout, inverse, copy.detach() if is_plain(w) and not in_forward_mode() else None)
 
 
 class _PadCast(torch.autograd.Function):

@@ -161,8 +161,12 @@ def quantise(
     """
     matrix = value.detach()  # copies and scales pass no gradient on; `link` passes the gradient to `value`
     matrix = matrix if transposed else matrix.reshape(-1, matrix.shape[-1])
-    link = _Straight.apply(value, _linked(value)) if torch.is_grad_enabled() else _linked(value)
-    return Quantised(link, *copies(matrix, role, RECIPES[recipe], gemms, transposed, largest))
+    return Quantised(_link(value), *copies(matrix, role, RECIPES[recipe], gemms, transposed, largest))
+
+
+def relinked(copy: Quantised, value: Tensor) -> Quantised:
+    """Return `copy` for readers whose gradient goes to `value`: the value that was quantised, with another autograd history."""
+    return copy._replace(link=_link(value))
 
 
 def copies(
@@ -197,6 +201,10 @@ def copies(
 def from_kept(value: Tensor, data: Tensor, scale: Tensor) -> Quantised:
     """Return a `Quantised` for `value` whose untransposed copy is the stored `data` with `scale`. It passes no gradient to `value`."""
     return Quantised(_linked(value), Scaled(data, scale), None)
+
+
+def _link(value: Tensor) -> Tensor:
+    return _Straight.apply(value, _linked(value)) if torch.is_grad_enabled() else _linked(value)
 
 
 def _linked(value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ A graph calls a layer over T time steps as one op.
    the final states, and its rows, repeated T times, have the shape of the whole result. Packed sequences work only in this way: their
    batch sizes are data, which fake tensors lack, but the shapes depend only on the number of rows.
 2. A CPU runs the steps as separate ops on real tensors, too. Each step reads the low copies of the weights, so autograd adds up T gradients
-   of each copy in the low format. In parts with a copy of its own each, fp32 adds up the gradients of the parts.
+   of each copy in the low format. In parts whose gradients leave the low format one by one, fp32 adds up the gradients of the parts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from amprewrite.graphs.fx.ops.pad_ops import linked_copy
 
 LAYERS: tuple[Callable[..., Any], ...] = (torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh)
 """Functions that run a recurrent layer over all time steps of its input."""
@@ -64,7 +66,7 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `layer`, one of LAYERS, in parts of STEPS time steps. Each part reads its own copies of the weights.
+    """Return a function that runs `layer`, one of LAYERS, in parts of STEPS time steps, and adds up the gradients of the parts in fp32.
 
     It takes the arguments in the form in which `nn.RNNBase` passes them. Its results are those of `layer`, bit by bit, with one exception:
     oneDNN runs the parts of a packed sequence in which no sequence ends, if `layer` is a bf16 LSTM, and rounds less often.
@@ -80,14 +82,13 @@ def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
             sizes, time = None, 1 if batch_first else 0
             rows = rows.transpose(0, time)
         states = [states] if isinstance(states, Tensor) else states
-        wide = [weight.float() for weight in weights]
-        each = len(wide) // (layers * (1 + both))
+        each = len(weights) // (layers * (1 + both))
         last: list[list[Tensor]] = []
         for depth in range(layers):
             sides = []
             for backwards in range(1 + both):
                 place = len(last)
-                given = [state[place : place + 1] for state in states], wide[place * each : (place + 1) * each]
+                given = [state[place : place + 1] for state in states], weights[place * each : (place + 1) * each]
                 out, state = _run_direction(layer, _turned(rows, sizes) if backwards else rows, sizes, *given, biased, training)
                 sides.append(_turned(out, sizes) if backwards else out)
                 last.append(state)
@@ -101,12 +102,12 @@ def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_direction(
-    layer: Callable[..., Any], rows: Tensor, sizes: Tensor | None, state: list[Tensor], wide: list[Tensor], biased: bool, training: bool
+    layer: Callable[..., Any], rows: Tensor, sizes: Tensor | None, state: list[Tensor], weights: list[Tensor], biased: bool, training: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return (results, final state) of one layer in one direction, run in parts. `wide` are its weights in fp32."""
-    done = []
+    """Return (results, final state) of one layer in one direction, run in parts. `weights` are its low weights."""
+    done, wide = [], [weight.float() for weight in weights]
     for part, *size in _parts(rows, sizes):
-        low = [weight.to(rows.dtype) for weight in wide]
+        low = [linked_copy(each, weight.dtype, (), weight) for each, weight in zip(wide, weights, strict=True)]
         live = [each[:, : size[0][0]] if size else each for each in state]  # in a packed sequence: of sequences that have not ended yet
         options = (biased, 1, 0.0, training, False) if size else (biased, 1, 0.0, training, False, False)
         out, *new = layer(part, *size, live if len(live) > 1 else live[0], low, *options)
