@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from tiers import long_beyond
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -123,7 +124,7 @@ class Hot(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", long_beyond(1, ["bf16", "fp16"]))
 def test_a_result_whose_shape_rounding_changes_is_told(dtype):
     class Selects(nn.Module):
         def __init__(self):

@@ -190,7 +190,9 @@ BACKWARDS = ((Product, Reason.UNSEEN), (Half, Reason.HALF), (Bounded, Reason.UNS
 
 
 @pytest.mark.parametrize("product, reason", BACKWARDS)
-@pytest.mark.parametrize("kind", ["function", "function in a condition", "function in a checkpoint", "function in a reentrant checkpoint"])
+@pytest.mark.parametrize(
+    "kind", long_beyond(3, ["function", "function in a condition", "function in a checkpoint", "function in a reentrant checkpoint"])
+)
 def test_gradients_below_fp16_are_not_lost_in_a_backward_of_the_user(kind, product, reason):
     """A linear one gets them scaled. Another sees them as they are: fp16 would flush those of a loss of 1e-7, and the plan says so."""
     torch.manual_seed(0)

@@ -112,7 +112,7 @@ class Deep(nn.Module):
         return F.layer_norm(x, (WIDE,))
 
 
-@pytest.mark.parametrize("blocks", [2, 3, 12, 40])
+@pytest.mark.parametrize("blocks", long_beyond(3, [2, 3, 12, 40]))
 @pytest.mark.parametrize("around", [False, True])
 def test_a_residual_stream_of_four_sums_or_more_is_summed_in_fp32(blocks: int, around: bool) -> None:
     """One of three sums is not. Norms in the branches and norms around the sums make no difference."""
@@ -140,8 +140,10 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("around", [False, True])
-@pytest.mark.parametrize(("blocks", "dtype"), [(4, "bf16"), (4, "fp16"), (12, "bf16")])
+@pytest.mark.parametrize(
+    ("blocks", "dtype", "around"),
+    long_beyond(3, [(4, "bf16", False), (4, "fp16", True), (12, "bf16", True), (4, "bf16", True), (4, "fp16", False), (12, "bf16", False)]),
+)
 def test_a_stream_much_larger_than_its_branches_is_as_exact_as_under_autocast(blocks: int, dtype: str, around: bool) -> None:
     """At 1,024 tokens and width 1,024. Each rounding of the stream is larger than all that autocast rounds in a branch."""
     net, ids = Language(blocks, 1024, around).eval(), torch.randint(0, 1000, (1, 1024))
@@ -316,7 +318,7 @@ class Noisy(nn.Module):
 
 @differs_in_2_11("low formats draw other numbers")
 @pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", long_beyond(1, ["bf16", "fp16"]))
 def test_noise_scales_small_steps(dtype: str, drawn: bool) -> None:
     net, given, found = Noisy(drawn), (torch.randn(64, 64) * 3, torch.randn(40, 64, 64) * 0.015), []
     for low, run in ((False, net), (True, net), (False, amprewrite.rewrite(net, dtype=dtype))):

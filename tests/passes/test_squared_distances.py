@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiers import long_beyond
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,8 +77,7 @@ def worst(got: list[Tensor], want: list[Tensor]) -> float:
     return max(float((one - other).norm() / other.norm()) for one, other in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["codes learnt", "codes given"])
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("dtype", "given"), long_beyond(2, [("bf16", True), ("fp16", False), ("fp16", True), ("bf16", False)]))
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("distances", DISTANCES)
 def test_errors_are_at_most_twice_those_of_autocast(distances: str, use: str, dtype: str, given: bool) -> None:

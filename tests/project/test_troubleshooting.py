@@ -22,6 +22,7 @@ def trees() -> tuple[ast.Module, ...]:
     return tuple(ast.parse(path.read_text()) for path in FILES)
 
 
+@cache
 def our_classes() -> set[str]:
     """The bases of all errors and warnings, and every class that derives from one, wherever it is defined."""
     bases = {

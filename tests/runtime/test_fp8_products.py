@@ -118,6 +118,8 @@ def quantised(amp: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("linear", LINEARS)
 @pytest.mark.parametrize("model", long_beyond(1, [llama, bert, vit]))
 def test_a_step_is_bit_for_bit_the_recipe(model: Any, linear: str, preset: str) -> None:
+    if linear == "torchao":
+        pytest.importorskip("torchao.float8.config")
     plain, kwargs = model()
     backend, swapped = swapping(LINEARS[linear], RECIPES[preset])
     wanted = step(amprewrite.rewrite(plain, dtype="bf16", backend=backend), kwargs)
@@ -129,9 +131,9 @@ def test_a_step_is_bit_for_bit_the_recipe(model: Any, linear: str, preset: str) 
     assert not torch.equal(got[1], low[1])
 
 
-@pytest.mark.parametrize(("preset", "copies"), long_beyond(1, [("fp8", 216), ("fp8-rowwise", 432), ("fp8-safe", 300)]))
-def test_a_llama_of_twelve_layers_makes_no_more_copies_than_it_needs(preset: str, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, kwargs = llama(12)
+@pytest.mark.parametrize(("preset", "copies"), long_beyond(1, [("fp8", 72), ("fp8-rowwise", 144), ("fp8-safe", 100)]))
+def test_a_llama_of_four_layers_makes_no_more_copies_than_it_needs(preset: str, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, kwargs = llama(4)
     amp = amprewrite.rewrite(plain, dtype="bf16", products={**always(preset), "module:lm_head": "bf16"})
     loss = amp(**kwargs).loss  # captures
     made = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from runtime_help import low
+from tiers import long_beyond
 from torch import nn
 from torch._higher_order_ops import scan
 from torch.nn import functional as F
@@ -112,7 +113,7 @@ def test_without_parity_they_do_not():
     assert not torch.equal(found["train"][0], found["no_grad"][0])
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", long_beyond(1, FORMATS))
 def test_activation_checkpoints_change_nothing(dtype):
     assert_alike(modes(low(writer(checkpointed=True), dtype=dtype), ids()))
 

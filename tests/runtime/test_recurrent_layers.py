@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import long_unless
+from tiers import long_beyond, long_unless
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -117,8 +117,7 @@ def test_errors_are_autocasts_at_two_thousand_steps(kind: str) -> None:
     check(model, (x,), "bf16")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("cls", [Layer, Packed])
+@pytest.mark.parametrize(("cls", "dtype"), long_beyond(2, [(Layer, "bf16"), (Packed, "fp16"), (Layer, "fp16"), (Packed, "bf16")]))
 @pytest.mark.parametrize("kind", long_unless(lambda kind: kind in ("gru both ways", "projected"), SUMMED_BY_STEPS))
 def test_gradients_of_all_steps_are_added_up_in_fp32(kind: str, cls: type[Layer], dtype: str) -> None:
     """They err at most 1.5 times as much as if each step had its own copies of the weights, and at most half as much as with one copy."""

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from runtime_help import MLP, Observer, data, low, matmul_dtypes, mlp, ran_low
+from tiers import long_beyond
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.hooks import RemovableHandle
@@ -243,7 +244,9 @@ class HookedOutside(HookedAlike):
 @pytest.mark.parametrize("how", ALIKE)
 @pytest.mark.parametrize("place", ["given", "made", "returned", "alone"])
 @pytest.mark.parametrize(
-    "options", [{}, {"lists": "o2"}, {"lists": "tf", "loss_scale": 16.0}, {"dtype": "fp16", "loss_scale": 16.0}], ids=str
+    "options",
+    long_beyond(2, [{}, {"dtype": "fp16", "loss_scale": 16.0}, {"lists": "o2"}, {"lists": "tf", "loss_scale": 16.0}]),
+    ids=str,
 )
 def test_a_hook_on_what_an_op_gave_back_of_outside_counts_for_all_its_readers(how, place, options):
     plain, amp, found = HookedOutside(ALIKE[how], place), low(HookedOutside(ALIKE[how], place), **options), []

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from runtime_help import Observer, data, low, mlp, ran_low
+from tiers import long_beyond
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -447,7 +448,7 @@ class Momentum(nn.Module):
         return before + self.key(x) + self.query(x)
 
 
-@pytest.mark.parametrize("cache_weights", [True, "step", False], ids=str)
+@pytest.mark.parametrize("cache_weights", long_beyond(2, [True, "step", False]), ids=str)
 @pytest.mark.parametrize("how", ["in place", "data", "new data", "view", "index", "out", "foreach"])
 def test_a_weight_that_the_graph_writes_is_cast_where_it_is_read(how, cache_weights):
     model, x = Momentum(how), data()
