@@ -213,7 +213,9 @@ class Job:
         lenient = order.verify or feeds is not None
         samples = self.sample(feeds, order.time_limit, lenient)
         if samples.invalid and lenient:
-            self.take_invalid(samples, "" if feeds is not None else ", or pass verify=False to have it neither run nor checked")
+            unshaped = any(value.shape is None for value in self.model.graph.inputs)
+            remedy = f"{', pass calibration= with inputs that fit' * unshaped}, or pass verify=False to have it neither run nor checked"
+            self.take_invalid(samples, remedy if feeds is None else "")
         asked = frozenset(o.pattern for o in self.policy.overrides if o.scope == "op")
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
         reading.graph = with_counts(reading, self.model, self.low)

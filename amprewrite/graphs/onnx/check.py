@@ -50,14 +50,14 @@ def same_complaint(one: str, other: str) -> bool:
 
 
 # -- constants -----------------------------------------------------------------------------
-def check_constants(model: ir.Model, name: str, folder: Path) -> None:
-    """Raise CaptureError if a constant has an invalid shape, or if its data is missing, outside of `folder`, or does not fit its shape."""
+def check_constants(model: ir.Model, name: str) -> None:
+    """Raise CaptureError if a constant has an invalid shape, or if its data is missing, not in its folder, or does not fit its shape."""
     for where, tensor in _constants(model, name):
         dims = [dim for dim in tensor.shape if isinstance(dim, int)]
         if len(dims) != len(tensor.shape) or min(dims, default=0) < 0:
             raise CaptureError(f"{where} has the shape {list(tensor.shape)}, which is none; export the model again")
         if isinstance(tensor, ir.ExternalTensor):
-            _check_external(tensor, where, folder)
+            _check_external(tensor, where)
         elif isinstance(tensor, ir.TensorProtoTensor | ir.StringTensor):
             try:
                 held = tensor.numpy().size
@@ -88,9 +88,9 @@ def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProto
                     yield from ((where, tensor) for tensor in attribute.as_tensors())
 
 
-def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path) -> None:
-    """Raise CaptureError if the file of an external tensor is missing, too short, outside of `folder`, or has a second hard link."""
-    base = folder.resolve()
+def _check_external(tensor: ir.ExternalTensor, where: str) -> None:
+    """Raise CaptureError if the file of an external tensor is missing, too short, outside of its folder, or has a second hard link."""
+    base = Path(tensor.base_dir).resolve()
     location = os.fspath(tensor.location)
     path = Path(tensor.path)
     outside = f"{where} is refused: {printable(location)}"

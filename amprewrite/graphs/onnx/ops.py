@@ -6,7 +6,7 @@ for `Pow`, whose exponent may make it another op, and for `Cast` and `Constant`,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -287,6 +287,17 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
         elif attribute.type == ir.AttributeType.GRAPHS:
             found += attribute.as_graphs()
     return found
+
+
+def tensors_of(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
+    """Yield all tensors of a graph or function in a protobuf, and of the subgraphs inside its nodes."""
+    if isinstance(graph, onnx.GraphProto):
+        yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for body in (attribute.g, *attribute.graphs):
+                yield from tensors_of(body)
 
 
 def is_float(value: ir.Value) -> bool:

@@ -73,6 +73,15 @@ def test_the_callers_samples_are_all_taken() -> None:
         rewrite_onnx(unknown().model, calibration=iter(feeds))
 
 
+def test_inputs_of_unknown_rank_are_asked_for() -> None:
+    """The made-up input is a number, on which this model does not run."""
+    source = without_shape()
+    source.model.graph.input[0].CopyFrom(helper.make_tensor_value_info("x", F32, None))
+    with pytest.raises(CaptureError, match="export it again, pass calibration= with inputs that fit, or pass verify=False"):
+        rewrite_onnx(source.model)
+    assert rewrite_onnx(source.model, calibration=source.feed).report.strict_error < 2e-3
+
+
 def unknown() -> Net:
     return given([node("MatMul", ["x", "w"], ["h"], name="mm"), node("NoSuchOp", ["h"], ["out"])], value("out", 4, 16))
 

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_help import F16, colours, gemm_chain, node, run, value
+from onnx_help import F16, colours, gemm_chain, net, node, run, value, weight
 
 from amprewrite import CaptureError, EmitError, PolicyError
 from amprewrite.api.onnx.convert import rewrite_onnx
@@ -67,6 +67,51 @@ def test_small_constants_of_any_type_stay_in_the_model(outside, tmp_path, reques
     assert result.report.strict_error < 2e-3 and data_of(tmp_path / "out.onnx")
     inside = {each.name: each for each in onnx.load(result.path, load_external_data=False).graph.initializer if not each.external_data}
     assert {"shape", "q", "scale"} == set(inside) and inside["shape"].doc_string == "rows, columns"
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_model_in_memory_reads_its_data_from_any_folder(given, outside, large, tmp_path, monkeypatch, request):
+    """onnx_ir reads a file without its data, which was looked for in the current folder."""
+    if large:
+        request.getfixturevalue("low_limit")
+    monkeypatch.chdir(tmp_path)
+    read = ir.load(outside)
+    result = rewrite_onnx(read, tmp_path / "out.onnx", calibration=given.feed)
+    assert 0 < result.report.strict_error < 2e-3
+    assert isinstance(read.graph.initializers["w0"].const_value, ir.ExternalTensor), "the caller's model changed"
+    outside.with_name("in.data").unlink()
+    with pytest.raises(CaptureError, match=r"the model: the data of w0 is missing: there is no .*in\.data; put it beside the model"):
+        rewrite_onnx(read)
+
+
+def test_a_model_in_the_cache_of_the_hub_is_two_links_into_one_folder(given, outside, tmp_path):
+    """The cache names files by content, and a snapshot holds links to them. ONNX Runtime reads that, too."""
+    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for name, blob in (("in.onnx", "1f"), ("in.data", "2e")):
+        outside.with_name(name).rename(blobs / blob)
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    result = rewrite_onnx(snapshot / "in.onnx", tmp_path / "out.onnx", calibration=given.feed)
+    want, got = run(given.model, given.feed)[0], run(result.model, given.feed)[0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-3 * np.abs(want).max())
+    (blobs / "2e").rename(tmp_path / "2e")
+    (snapshot / "in.data").unlink()
+    (snapshot / "in.data").symlink_to("../../2e")
+    with pytest.raises(CaptureError, match=r"the data of w0 is refused: in\.data is a link that leads out of the model's folder"):
+        rewrite_onnx(snapshot / "in.onnx")
+
+
+def test_a_function_reads_its_data_beside_the_file(tmp_path):
+    held = TensorProto(name="k", data_type=TensorProto.FLOAT, dims=[16, 16], data_location=TensorProto.EXTERNAL)
+    held.external_data.add(key="location", value="k.data")
+    (tmp_path / "k.data").write_bytes(np.eye(16, dtype=np.float32).tobytes())
+    inner = [node("Constant", [], ["k"], value=held), node("MatMul", ["a", "k"], ["b"])]
+    function = helper.make_function("own", "Times", ["a"], ["b"], inner, [helper.make_opsetid("", 18)])
+    nodes = [node("Times", ["x"], ["h"], domain="own"), node("MatMul", ["h", "w"], ["out"])]
+    made = net(nodes, [value("x", 4, 16)], [value("out", 4, 16)], [weight("w", 16, 16)], {}, functions=[function], domains=["own"])
+    (tmp_path / "m.onnx").write_bytes(made.model.SerializeToString())
+    assert rewrite_onnx(tmp_path / "m.onnx").report.strict_error < 2e-3
 
 
 def test_a_model_may_replace_itself_and_its_data(given, outside):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from amprewrite.graphs.onnx.check import check_constants, check_functions, check
 from amprewrite.graphs.onnx.guesses import declared, mark_guesses
 from amprewrite.graphs.onnx.infer import infer_types
 from amprewrite.graphs.onnx.names import name_apart
-from amprewrite.graphs.onnx.ops import OLDEST, bodies, describe, format_of
+from amprewrite.graphs.onnx.ops import OLDEST, bodies, describe, format_of, tensors_of
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable
@@ -68,15 +69,13 @@ def _version(source: Source) -> tuple[int, ...]:
 
 def _load(source: Source) -> ir.Model:
     """Read a model once and check it. Raises CaptureError if it is no whole ONNX model, PolicyError if `source` is of another type."""
-    if isinstance(source, ir.Model):
-        return source.clone()
-    if not isinstance(source, onnx.ModelProto | str | Path):
+    if not isinstance(source, ir.Model | onnx.ModelProto | str | Path):
         raise PolicyError(f"rewrite_onnx takes a path, a ModelProto or an onnx_ir.Model, not {type(source).__name__}")
     name = name_of(source)
     if _version(source) and not Path(source).is_file():  # type: ignore[arg-type]
         raise CaptureError(f"{name} cannot be read: it is no regular file; name an ONNX file")
     try:
-        model = _parsed(source)
+        model = source.clone() if isinstance(source, ir.Model) else _parsed(source)
     except CaptureError:
         raise
     except FileNotFoundError as error:
@@ -91,7 +90,7 @@ def _load(source: Source) -> ir.Model:
         raise CaptureError(f"{name} is no ONNX model, or a truncated one ({said}); export it again") from error
     if model.graph is None or not len(model.graph.outputs):
         raise CaptureError(f"{name} holds no ONNX graph with outputs; export it again")
-    check_constants(model, name, Path(source).parent if isinstance(source, str | Path) else Path())
+    check_constants(model, name)
     check_functions(model, name)
     check_operands(model, name)
     try:
@@ -143,6 +142,7 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
     for output in proto.graph.output:
         if output.name in inputs:
             output.type.CopyFrom(inputs[output.name])
+    folder = Path() if isinstance(source, onnx.ModelProto) else _folder_of_data(proto, Path(source))
     notes = []
     dense = densify(proto, name)
     if dense:
@@ -152,9 +152,26 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
         notes.append("training_info was left out: it trains fp32 weights by their names, and the file is one for inference")
     model = ir.from_proto(proto)
     model.meta[NOTES] = notes
-    if not isinstance(source, onnx.ModelProto):
-        ir.external_data.set_base_dir(model.graph, Path(source).parent)
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        ir.external_data.set_base_dir(graph, folder)
     return model
+
+
+def _folder_of_data(proto: onnx.ModelProto, path: Path) -> Path:
+    """Return the folder in which the external data of the file `path` lies, by default that of the file.
+
+    The file and its data may be links into one folder, as in the cache of the Hugging Face hub. Then that is the folder, and `proto` gets
+    the names of the files there.
+    """
+    home = Path(os.path.realpath(path)).parent
+    tensors = (tensor for graph in (proto.graph, *proto.functions) for tensor in tensors_of(graph))
+    places = [entry for tensor in tensors for entry in tensor.external_data if entry.key == "location"]
+    real = [Path(os.path.realpath(path.parent / place.value)) for place in places] if path.is_symlink() else []
+    if not real or not all(each.is_relative_to(home) for each in real):
+        return path.parent
+    for place, each in zip(places, real, strict=True):
+        place.value = str(each.relative_to(home))
+    return home
 
 
 def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:

@@ -26,7 +26,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import to_proto
-from amprewrite.graphs.onnx.ops import describe
+from amprewrite.graphs.onnx.ops import describe, tensors_of
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.files import (
     alone_in,
@@ -232,18 +232,8 @@ def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | 
     with first.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH // 2)).hexdigest()
     data = first.rename(made.with_name(f"{made.name}.{digest}.data"))
-    for tensor in _tensors(proto.graph):
+    for tensor in tensors_of(proto.graph):
         for entry in tensor.external_data:
             if entry.key == "location":
                 entry.value = data.name
     return proto, data
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Yield all tensors of a graph and of the subgraphs inside its nodes."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for body in (attribute.g, *attribute.graphs):
-                yield from _tensors(body)
