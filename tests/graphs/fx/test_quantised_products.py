@@ -59,6 +59,17 @@ def test_gradients_that_can_be_differentiated_are_the_same(preset: str) -> None:
 
 
 @PRESET
+def test_a_batch_of_gradients_gives_what_each_gradient_gives(preset: str) -> None:
+    leaves = operands()
+    y = product(*leaves, preset)
+    batch = torch.randn(3, *y.shape).to(BF16) * torch.tensor([1.0, 40.0, 0.3]).view(3, 1, 1, 1).to(BF16)
+    together = torch.autograd.grad(y, leaves, batch, retain_graph=True, is_grads_batched=True)
+    for place, gradient in enumerate(batch):
+        for mine, theirs in zip(together, torch.autograd.grad(y, leaves, gradient, retain_graph=True), strict=True):
+            torch.testing.assert_close(mine[place], theirs, rtol=0.01, atol=0.01 * float(theirs.abs().mean()))
+
+
+@PRESET
 def test_second_derivatives_are_near_those_of_fp32(preset: str) -> None:
     def penalty(y: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
         first = torch.autograd.grad(y.float().pow(2).sum(), leaves, create_graph=True)

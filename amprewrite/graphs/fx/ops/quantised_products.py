@@ -46,6 +46,7 @@ from amprewrite.tables.recipes import (
     G,
     Recipe,
 )
+from amprewrite.torch_internals.dispatch import is_legacy_batched
 
 EXPONENT = 0x7F800000
 """Exponent bits of an fp32 number. Masking a positive number with these bits rounds it down to a power of two."""
@@ -79,7 +80,14 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
         amax = finite.amax(-1, keepdim=True) if by_rows else finite.amax()
     # divided in fp64, because compilers replace a division in fp32 by a product with a rounded reciprocal
     scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
-    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
+    return power_below(scale) if power_of_two else scale
+
+
+def power_below(scale: Tensor) -> Tensor:
+    """Return `scale`, which is positive and fp32, rounded down to a power of two."""
+    if is_legacy_batched(scale):  # no rule batches a view of bits. No compiler sees such tensors, so the division is exact
+        return scale / (2 * torch.frexp(scale).mantissa)
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
 def constant_scale(like: Tensor, largest: float, fmt: Format, power_of_two: bool) -> Tensor:
