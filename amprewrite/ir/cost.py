@@ -51,14 +51,6 @@ class Measured:
     refused: int = 0
     """Number of calls of ops that cannot be timed alone. Their prices come from the device table."""
 
-    def op(self, node: OpNode, fmt: Format) -> float | None:
-        """Return the seconds of the op `node` in the format `fmt`; None if they were not measured."""
-        return self.ops.get((node.name, fmt.name))
-
-    def cast(self, numel: int, fmt: Format) -> float | None:
-        """Return the seconds of a cast of `numel` elements to the low format; None if they were not measured."""
-        return self.casts.get(numel)
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -99,7 +91,7 @@ class CostModel:
     def _seconds(self, node: OpNode, fmt: Format, read: int) -> float:
         if moves_nothing(node):
             return 0.0
-        measured = self.timings.op(node, fmt) if self.timings is not None else None
+        measured = self.timings.ops.get((node.name, fmt.name)) if self.timings is not None else None
         if measured is not None:
             return measured
         moved = (read + node.numel) * fmt.bytes / self.device.bandwidth
@@ -117,7 +109,7 @@ class CostModel:
     def _cast(self, node: OpNode, training: bool) -> int:
         if node.role == "parameter" and self.cached_weights and not training:
             return 0
-        measured = self.timings.cast(node.numel, self.low) if self.timings is not None else None
+        measured = self.timings.casts.get(node.numel) if self.timings is not None else None
         moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
         kept = node.numel * self.low.bytes * self.memory if training and node.role != "parameter" else 0.0
         return ticks((self.device.launch + moved if measured is None else measured) + kept)

@@ -27,17 +27,17 @@ SECONDS = 5.0
 """Default time limit in seconds for trying changes of nodes. Nodes that are not tried in time get only the condition of their reason."""
 
 
-def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
-    """Write the HTML report to `path`, and return the path.
-
-    `title` is the heading; "" for "Cast plan". `report`, a Report of `verify` or a DebugReport of the same model, adds errors. `seconds`
-    limits the time for trying changes of nodes. Raises EmitError if `path` cannot be written.
-    """
-    return write_text(path, html(plan, title, report, seconds))
+def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None) -> Path:
+    """Write the HTML report to `path`, and return the path. Raises EmitError if `path` cannot be written."""
+    return write_text(path, html(plan, title, report))
 
 
 def html(plan: ModelPlan, title: str = "", report: Any = None, seconds: float = SECONDS) -> str:
-    """Return the report as HTML text. The arguments are the same as for `to_html`."""
+    """Return the report as HTML text.
+
+    `title` is the heading; "" for "Cast plan". `report`, a Report of `verify` or a DebugReport of the same model, adds errors. `seconds`
+    limits the time for trying changes of nodes.
+    """
     data = json.dumps(payload(plan, title, report, seconds), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = asset("report.html")
     for mark, text in (("/*CSS*/", asset("report.css")), ("/*JS*/", asset("report.js")), ("/*DATA*/", data)):
@@ -52,7 +52,7 @@ def asset(name: str) -> str:
 
 # -- facts -----------------------------------------------------------------------------
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
-    """Return the data of the page as plain values for JSON. The arguments are the same as for `to_html`.
+    """Return the data of the page as plain values for JSON. The arguments are the same as for `html`.
 
     Keys of nodes are short, since there may be thousands of nodes.
     """

@@ -27,7 +27,6 @@ MAX_CONSECUTIVE_SKIPS = 50
 class Stuck:
     """Facts for the error that too many steps in a row have overflowed. Fields that end in `_finite` are None if the fact is unknown."""
 
-    skips: int
     scale: float
     floor: float
     dynamic: bool
@@ -165,7 +164,6 @@ class StepRecord:
         gradients = [p.grad for p in params_of(optimizer) if p.grad is not None]
         finite = {f"{name}_finite": bool(value) for name, value in self._facts.items()}
         stuck = Stuck(
-            skips,
             self.loss_scale.number,
             floor,
             self.loss_scale.kind == "dynamic",
