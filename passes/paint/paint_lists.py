@@ -60,7 +60,8 @@ def paint_lists(problem: Problem, decisions: Decisions) -> None:
         if asked is not None and (asked.word != "low" or movable):
             decisions.paint(node.name, Colour.LOW if asked.word == "low" else Colour.HIGH, Reason.ASKED, detail=asked.key)
         elif node.name in decisions.paints:
-            continue
+            if asked is not None and asked.scope == "node" and asked.pattern == node.name:
+                decisions.note(f"overrides[{asked.key!r}] does nothing here: {node.name} stays fp32 for the reason in its line")
         elif node.kind is OpKind.ALLOW:
             decisions.paint(node.name, Colour.LOW, Reason.ON_ALLOWLIST)
         elif node.kind is OpKind.DENY:

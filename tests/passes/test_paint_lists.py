@@ -152,6 +152,16 @@ def test_a_refused_node_is_high_and_says_what_refused() -> None:
     assert (paint.colour, paint.reason, paint.detail) == (Colour.HIGH, Reason.REFUSED, "no kernel")
 
 
+@pytest.mark.parametrize(("key", "told"), [("node:matmul", True), ("node:*", False), ("node:gelu", False)])
+def test_a_node_that_cannot_do_what_it_is_told_is_named(key: str, told: bool) -> None:
+    """The override did nothing, silently. A pattern may match such nodes among others."""
+    case = chain("matmul! gelu", LISTS, overrides={key: "low"})
+    paint(case)
+    assert case.paints["matmul"].colour is Colour.HIGH
+    note = "overrides['node:matmul'] does nothing here: matmul stays fp32 for the reason in its line"
+    assert case.decisions.notes == [note] * told
+
+
 def test_a_refused_node_beats_an_override() -> None:
     case = chain("matmul gelu", LISTS, overrides={"node:matmul": "low"})
     case.know(refused={"matmul": "no kernel"})
