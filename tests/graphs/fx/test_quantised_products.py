@@ -83,6 +83,21 @@ def test_second_derivatives_are_near_those_of_fp32(preset: str) -> None:
         assert (mine.float() - theirs).norm() / theirs.norm() < 0.06
 
 
+@PRESET
+def test_a_batch_of_gradients_can_be_differentiated(preset: str) -> None:
+    x, w, bias = operands()
+    y = product(x, w, bias, preset)
+    batch = torch.randn(3, *y.shape).to(BF16)
+
+    def penalty(of: Tensor, leaf: Tensor) -> Tensor:
+        return torch.autograd.grad(of.float().square().sum(), leaf, retain_graph=True)[0].float()
+
+    for leaf, other in ((x, w), (w, x)):
+        (together,) = torch.autograd.grad(y, leaf, batch, create_graph=True, is_grads_batched=True)
+        alone = sum(penalty(torch.autograd.grad(y, leaf, each, create_graph=True)[0], other) for each in batch)
+        assert (penalty(together, other) - alone).norm() / alone.norm() < 0.01
+
+
 @pytest.mark.parametrize("gemms", [(OUT,), (GRAD_IN,), (GRAD_WEIGHT,), (OUT, GRAD_WEIGHT), (GRAD_IN, GRAD_WEIGHT)])
 def test_each_gemm_by_itself(gemms: tuple[str, ...]) -> None:
     x, w, bias = operands()

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.functional import pad
 
 from amprewrite.graphs.fx.ops.fp8_units import by_kernel, multiplies_fp8, multiply_units
+from amprewrite.graphs.fx.ops.scale_ops import applied
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.tables.formats import Format
 from amprewrite.tables.recipes import (
@@ -323,5 +324,5 @@ def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tens
     x = x if x8 is None else _Straight.apply(x, x8.values().t().to(x.dtype).reshape(x.shape))
     w = w if w8 is None else _Straight.apply(w, (w8.values() if ctx.transposed else w8.values().t()).to(w.dtype))
     in_, weight = found
-    in_ = None if in_ is None else _Straight.apply(_exact_in(ctx, gradient, x, w), in_)
-    return in_, None if weight is None else _Straight.apply(_exact_weight(ctx, gradient, x), weight)
+    in_ = None if in_ is None else applied(_Straight, _exact_in(ctx, gradient, x, w), in_)
+    return in_, None if weight is None else applied(_Straight, _exact_weight(ctx, gradient, x), weight)

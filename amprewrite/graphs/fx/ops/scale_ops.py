@@ -88,20 +88,30 @@ def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     The result can be differentiated if gradients are recorded.
     """
     if torch.is_grad_enabled():
-        return _applied(_Times, gradient, factor, factor.clone(), dtype)
+        return applied(_Times, gradient, factor, factor.clone(), dtype)
     return _times(gradient, factor, dtype)
 
 
-def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others: Any) -> Tensor:
+def applied(function: type[torch.autograd.Function], gradient: Tensor, *others: Any) -> Tensor:
     """Return `function.apply(gradient, *others)`, which can be differentiated under `is_grads_batched=True` as well.
 
     With that option torch batches gradients by a vmap that keeps the autograd history inside its tensors. A Python `autograd.Function` does
-    not see this history, and its result would have no history. So the function gets the gradients of the whole batch as one tensor, and the
-    result is batched again.
+    not see this history, and its result would have no history. So the function gets the gradients of the whole batch as one tensor, as it
+    gets each batched tensor of `others`, and the result is batched again.
     """
     if not is_legacy_batched(gradient):
         result: Tensor = _forward_too(function).apply(gradient, *others)
         return result
+    gradient, levels = _unbatched(gradient)
+    others = tuple(_unbatched(each)[0] if isinstance(each, Tensor) and is_legacy_batched(each) else each for each in others)
+    result = function.apply(gradient, *others)
+    for level in reversed(levels):
+        result = torch._add_batch_dim(result, 0, level)
+    return result
+
+
+def _unbatched(gradient: Tensor) -> tuple[Tensor, list[int]]:
+    """Return (the gradients of the whole batch as one tensor, the levels that batch them, innermost first)."""
     depth = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     levels = []
@@ -110,10 +120,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
         if len(whole):  # `whole` is empty if this level does not batch the tensor
             gradient = whole
             levels.append(level)
-    result = function.apply(gradient, *others)
-    for level in reversed(levels):
-        result = torch._add_batch_dim(result, 0, level)
-    return result
+    return gradient, levels
 
 
 def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
@@ -154,7 +161,7 @@ class _Cross(torch.autograd.Function):
         factor = ctx.factor if ctx.by is None else ctx.factor * ctx.by
         if torch.is_grad_enabled():
             then = ctx.factor.clone() if ctx.by is None else factor
-            return _applied(_Times, gradient, ctx.factor, then, ctx.dtype), None, None, None
+            return applied(_Times, gradient, ctx.factor, then, ctx.dtype), None, None, None
         return _times(gradient, factor, ctx.dtype), None, None, None
 
 
@@ -178,7 +185,7 @@ class _Times(torch.autograd.Function):
             ctx.enters()
         by = ctx.then / ctx.factor
         if torch.is_grad_enabled():
-            return _applied(_Cross, gradient, ctx.dtype, ctx.factor, by), None, None, None
+            return applied(_Cross, gradient, ctx.dtype, ctx.factor, by), None, None, None
         return _times(gradient, by, ctx.dtype), None, None, None
 
 
@@ -210,4 +217,4 @@ def _forward_too(function: type[torch.autograd.Function]) -> Any:
     """
     if torch.compiler.is_compiling() or not in_forward_mode():
         return function
-    return _DUAL[function]
+    return _DUAL.get(function, function)
