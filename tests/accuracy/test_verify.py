@@ -289,6 +289,18 @@ def test_the_report_fits_its_page():
 
 
 @torch.no_grad()
+def test_results_that_are_nan_in_fp32_are_told() -> None:
+    """Without a note, a model whose results are all NaN has an error of zero."""
+
+    class Logs(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x @ x, (-(x @ x).square() - 1).log()
+
+    report = verify(amprewrite.rewrite(Logs(), dtype="bf16"), (torch.randn(8, 8),))
+    assert "results 1 hold NaN in fp32, too" in str(report)
+    assert not any("NaN" in note for note in verify(amprewrite.rewrite(Chain(), dtype="bf16"), (torch.randn(3, 8),)).notes)
+
+
 def test_control_flow_that_rounding_turns_is_said():
     class Forks(nn.Module):
         def __init__(self) -> None:

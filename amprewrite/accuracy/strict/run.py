@@ -118,6 +118,8 @@ class StrictRun:
         had, got = ([tuple(each.shape) for each in results] for results in (self.exact, outputs))
         if sizes := [f"{a} in fp32 and {b} here" for a, b in zip(had, got, strict=False) if a != b]:
             notes += (f"rounding changes the shapes of results, which depend on values, so their error is infinite: {', '.join(sizes)}",)
+        if unset := [str(place) for place, each in enumerate(self.exact) if each.isnan().any()]:
+            notes += (f"results {', '.join(unset)} hold NaN in fp32, too; numbers that are NaN in both runs count as no error",)
         error = relative_error(outputs, self.exact)
         several = len(self.regions) > 1
         rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]
