@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from tiers import long_beyond
 from torch import Tensor, nn
 
 import amprewrite
@@ -70,7 +71,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-@pytest.mark.parametrize(("width", "tokens"), [(64, 16), (1024, 128)])
+@pytest.mark.parametrize(("width", "tokens"), long_beyond(1, [(1024, 128), (64, 16)]))
 @torch.no_grad()
 def test_the_file_computes_what_its_scales_say_as_exactly_as_the_frozen_model(width: int, tokens: int, tmp_path: Path) -> None:
     block, x = Block(width).eval(), torch.randn(2, tokens, width)
@@ -164,7 +165,7 @@ def written_fp32(block: Block, x: Tensor, path: Path, opset: int = 18) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize(("width", "tokens"), [(64, 16), (1024, 128)])
+@pytest.mark.parametrize(("width", "tokens"), long_beyond(1, [(1024, 128), (64, 16)]))
 @torch.no_grad()
 def test_a_file_from_elsewhere_takes_fp8_products(width: int, tokens: int, dtype: str, tmp_path: Path) -> None:
     block, x = Block(width).eval(), torch.randn(2, tokens, width)
