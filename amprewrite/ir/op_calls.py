@@ -5,7 +5,7 @@ The op graph holds only the edges between fp32 values. Padding needs more, such 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -59,15 +59,17 @@ class Call:
         return tuple(dict.fromkeys(ref.name for ref in leaves((self.args, tuple(self.kwargs.values()))) if isinstance(ref, Ref)))
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested tuples, lists, dicts and slices. Anything else is a leaf."""
-    if isinstance(value, tuple | list):
-        for inner in value:
-            yield from leaves(inner)
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from leaves(inner)
-    elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
+def leaves(value: Any) -> list[Any]:
+    """Return the leaves of nested tuples, lists, dicts and slices. Anything else is a leaf."""
+    found, waiting = list[Any](), [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, tuple | list):
+            waiting += reversed(each)
+        elif isinstance(each, dict):
+            waiting += reversed(each.values())
+        elif isinstance(each, slice):
+            found += (each.start, each.stop, each.step)
+        else:
+            found.append(each)
+    return found

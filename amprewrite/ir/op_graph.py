@@ -149,11 +149,11 @@ class OpGraph:
 
     def readers(self, name: str) -> Iterator[OpNode]:
         """Yield the nodes that read the result of `name`."""
-        return (self.nodes[reader] for reader in self.digraph.successors(name))
+        return map(self.nodes.__getitem__, self.digraph.successors(name))
 
     def feeders(self, name: str) -> Iterator[OpNode]:
         """Yield the nodes whose results `name` reads."""
-        return (self.nodes[feeder] for feeder in self.digraph.predecessors(name))
+        return map(self.nodes.__getitem__, self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
         """Return {name of a precision group: names of its nodes}. The nodes of a group share one colour (low or high)."""
@@ -164,17 +164,22 @@ class OpGraph:
         return groups
 
 
-def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
-    """Yield (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour`.
+def wanted(node: OpNode, colour: Colour) -> list[tuple[Operand, Colour]]:
+    """Return (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour`.
 
     0-dim operands of a promoting op are left out if the op has operands with dims, because it then takes 0-dim operands in any format.
     """
-    free_scalars = any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
+    found = []
     for operand in node.operands:
-        if operand.demand is Demand.ANY or (operand.demand is Demand.PROMOTE and operand.scalar and free_scalars):
+        if operand.demand is Demand.ANY or (operand.demand is Demand.PROMOTE and operand.scalar and _has_dims(node)):
             continue
         high = operand.demand is Demand.HIGH or colour is not Colour.LOW
-        yield operand, Colour.HIGH if high else Colour.LOW
+        found.append((operand, Colour.HIGH if high else Colour.LOW))
+    return found
+
+
+def _has_dims(node: OpNode) -> bool:
+    return any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:

@@ -20,12 +20,12 @@ def tree_leaves(value: Any) -> list[Any]:
 
 def _gather(value: Any, found: list[Any]) -> None:
     kind = type(value)
-    if kind in _LISTS:
-        for each in value:
-            _gather(each, found)
-    elif kind in _DICTS:
-        for each in value.values():
-            _gather(each, found)
+    if kind in _LISTS or kind in _DICTS:
+        for each in value if kind in _LISTS else value.values():
+            if type(each) in _LEAVES:  # here, too, because most members are leaves, and a call for each would take most of the time
+                found.append(each)
+            else:
+                _gather(each, found)
     elif kind in _LEAVES or isinstance(value, torch.Tensor):
         found.append(value)
     else:  # leave it to torch, because the class may be registered as a pytree

@@ -37,6 +37,7 @@ from amprewrite.tables.formats import FORMATS, FP32, Format, is_far
 from amprewrite.tables.formats import saturate as saturate_value
 from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.tables.vocabulary import Colour, Edit
+from amprewrite.torch_internals.trees import tree_leaves
 
 CAST = "amprewrite_cast"
 """Key in a node's meta that marks the casts that this pass inserted."""
@@ -109,7 +110,7 @@ def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
         _aim_conversion(node, op, fmt)
     elif op in TAKES_SHAPE_ONLY and node.kwargs.get("dtype") is None:
         node.kwargs = {**node.kwargs, "dtype": fmt.dtype}
-    if fmt is FP32:
+    if fmt is FP32 or not (clamps or torch.float32 in tree_leaves((node.args, node.kwargs))):
         return
 
     def fit(leaf: Any) -> Any:

@@ -9,7 +9,15 @@ import torch
 import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from amprewrite.graphs.fx.node_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
+from amprewrite.graphs.fx.node_facts import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    GRAD_SWITCHES,
+    example_value,
+    is_opaque,
+    tensors,
+    transformed_nodes,
+)
 from amprewrite.graphs.fx.run.recurrent_layers import in_one_step
 from amprewrite.graphs.fx.run.repeated_calls import RepeatedCalls
 from amprewrite.graphs.log_quiet import Quiet
@@ -18,7 +26,6 @@ from amprewrite.passes.apply.insert_pads import PAD
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.dispatch import FakeTensor, exit_autocast
-from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
 class Refused(Exception):
@@ -55,23 +62,25 @@ class _DryRun(torch.fx.Interpreter):
             return value
         if n.op == "output":
             return super().run_node(n)
-        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:
+        op = op_name(n.target)
+        if n in self.transformed or n.target is torch.autograd.grad or op in GRAD_SWITCHES:
             return example_value(n)  # the value at capture: these nodes need gradients, which a dry run does not record
         want = self.expected.get(n)
-        changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
+        always = op in (ENTER_AUTOCAST, EXIT_AUTOCAST) or is_opaque(n)  # even with unchanged operands: a subgraph may be rewritten
+        changed = CAST in n.meta or PAD in n.meta or always or not self.touched.isdisjoint(n.all_input_nodes)
         if want is None and not changed:
             return example_value(n)
         self.touched.add(n)
-        for given in self.unknown.intersection(n.all_input_nodes):
+        for given in self.unknown.intersection(n.all_input_nodes) if self.unknown else ():
             raise Refused(n, f"capture left no example value on its input {given.name}")
         run = partial(super().run_node, n)
         try:
             value = run() if self.open_autocasts else self.repeated.give(n, self.env.__getitem__, run)
         except Exception as error:
             raise Refused(n, _short(error)) from error
-        if op_name(n.target) == ENTER_AUTOCAST:
+        if op == ENTER_AUTOCAST:
             self.open_autocasts.append(value)
-        elif op_name(n.target) == EXIT_AUTOCAST:
+        elif op == EXIT_AUTOCAST:
             closed = self.env.get(n.all_input_nodes[0])
             self.open_autocasts = [context for context in self.open_autocasts if context is not closed]
         got = {t.dtype for t in tensors(value) if t.is_floating_point()}
@@ -109,11 +118,6 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
         for context in reversed(run.open_autocasts):
             exit_autocast(context)
         torch.set_grad_enabled(grad)
-
-
-def _always_run(node: torch.fx.Node) -> bool:
-    """True if a node must run even with unchanged operands: it enters or leaves autocast, or calls a subgraph that may be rewritten."""
-    return op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST) or isinstance(node.target, HigherOrderOperator)
 
 
 def _short(error: BaseException) -> str:

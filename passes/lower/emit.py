@@ -61,29 +61,30 @@ def emit(
     cache: WeightCache | None,
     low: Format | None = None,
     training: bool = False,
+    own: bool = False,
 ) -> Emitted:
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
     `example_inputs` are the inputs of the captured graph and the inputs that passes added. `cache` holds low copies of weights, which the
     callable reads instead of casting weights; None if each weight is cast where it is read. `low` is the format of the casts, None if there
-    are none. `training` says that the graph was captured with gradients.
+    are none. `training` says that the graph was captured with gradients. `own` says that nobody else reads `module`, so that it may be
+    edited in place.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
     refused: Refusals = {}
-    run = _lower(module, example_inputs, backend, cache, training, refused)
+    run = _lower(EditedGraph(module, {}, own=own), example_inputs, backend, cache, training, refused)
     return Emitted(run, copies, low_alone, refused)
 
 
 def _lower(
-    module: torch.fx.GraphModule,
+    edited: EditedGraph,
     example_inputs: Sequence[Any],
     backend: CompiledFn | None,
     cache: WeightCache | None,
     training: bool,
     refused: Refusals,
 ) -> CompiledFn:
-    """Run the lowering passes on `module`, in place. Returns a callable that takes the captured inputs. The arguments are as for `emit`."""
-    edited = EditedGraph(module, {})
+    """Run the lowering passes on `edited`, in place. Returns a callable that takes the captured inputs. The arguments are as for `emit`."""
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
     switches = backend is None and not training  # each call chooses between casts and kept copies, see with_kept_weights
     target = Target(backend is None, training, None if switches else cache, frozen)

@@ -55,7 +55,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
             if target.eager and not target.training:
                 mark_copies(edited.module, chosen)
         elif target.training:
-            edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
+            edited.make_own()
             read_kept(edited.module, cache, chosen)
         else:
             edited.hoisted = hoist_weight_casts(edited.module, chosen=chosen)

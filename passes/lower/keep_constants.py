@@ -23,7 +23,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
+from amprewrite.graphs.fx.captured import EditedGraph, Target
 from amprewrite.graphs.fx.node_facts import example_value, memory_of, tensors, transformed_nodes, written
 from amprewrite.graphs.fx.ops.attention_masks import PURE
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
@@ -43,8 +43,8 @@ NAME = "amprewrite_constants"
 class KeepConstants(Pass[Target, EditedGraph]):
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if target.eager and (results := _results(edited.module)):
-            edited.module, copies = copy_graph(edited.module)  # edit a copy: users can inspect the original with its ops
-            keep_constants(edited.module, [copies[result] for result in results])
+            copy_of = edited.make_own()
+            keep_constants(edited.module, [copy_of(result) for result in results])
 
 
 def keep_constants(module: torch.fx.GraphModule, results: list[torch.fx.Node]) -> None:
@@ -71,10 +71,11 @@ def keep_constants(module: torch.fx.GraphModule, results: list[torch.fx.Node]) -
 
 def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     """Return the constants that other nodes read and that can be kept, in order; [] if the graph writes an integer in place."""
-    if any(_is_whole(target) for node in module.graph.nodes for target in written(node)):
-        return []
     constant = _constants(module.graph)
-    return [node for node in constant if any(user not in constant for user in node.users) and _can_be_kept(node)]
+    found = [node for node in constant if any(user not in constant for user in node.users) and _can_be_kept(node)]
+    if found and any(_is_whole(target) for node in module.graph.nodes for target in written(node)):
+        return []
+    return found
 
 
 def _constants(graph: torch.fx.Graph) -> dict[torch.fx.Node, None]:

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
+from amprewrite.graphs.fx.captured import EditedGraph, Target
 from amprewrite.graphs.fx.node_facts import example_value, held_value, memory_of, written_memory
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
@@ -37,7 +37,7 @@ class ReadFrozenWeights(Pass[Target, EditedGraph]):
             return
         _refuse_writes(edited.module, target.frozen)
         if target.training and target.weight_cache is None:
-            edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
+            edited.make_own()
         edited.stored = hoist_weight_casts(edited.module, target.training, target.frozen.__contains__)
         edited.cast_up = cast_up(edited.module, target.frozen)
         edited.module.recompile()

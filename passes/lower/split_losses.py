@@ -23,7 +23,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
+from amprewrite.graphs.fx.captured import EditedGraph, Target
 from amprewrite.graphs.fx.node_facts import example_value, hint, memory_of, named_arguments, transformed_nodes, written_memory
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.pass_base import Pass
@@ -41,7 +41,7 @@ class SplitLosses(Pass[Target, EditedGraph]):
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if not (target.eager and target.training) or not _large(edited.module.graph):
             return
-        edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its losses
+        edited.make_own()
         for node in _large(edited.module.graph):
             split_loss(edited.module, node)
         edited.module.recompile()

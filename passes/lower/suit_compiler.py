@@ -18,7 +18,7 @@ import torch
 import torch.fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from amprewrite.graphs.fx.captured import EditedGraph, Target, Widened, copy_graph
+from amprewrite.graphs.fx.captured import EditedGraph, Target, Widened
 from amprewrite.graphs.fx.node_facts import example_value
 from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
 from amprewrite.ir.pass_base import Pass
@@ -38,7 +38,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
 
     def _keep_low(self, edited: EditedGraph) -> None:
         """Let the graph return low values instead of fp32 casts of them, and mark its casts to fp32 for recomputation in the backward."""
-        edited.module, _ = copy_graph(edited.module)  # edit a copy: users can inspect the original with its casts
+        edited.make_own()
         edited.widened = return_low(edited.module.graph)
         for node in filter(widens, edited.module.graph.nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -65,14 +65,18 @@ class Roundings:
         """Maps a value to a reader that would magnify its rounding, or to the graph's name if that reader is outside (`needs_bits`)."""
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
+        data = {node.name: {operand.value for operand in data_of(node)} for node in self.graph}
+        moved_on: set[str] = set()
+        """Ops that round their operands, and moves of values that products alone read."""
         for node in reversed(list(self.graph)):  # backwards, so that all readers of a value are judged before the value
-            readers = [each for each in self.graph.readers(node.name) if any(node.name == operand.value for operand in data_of(each))]
+            readers = [each for each in self.graph.readers(node.name) if node.name in data[each.name]]
             harmed = next((each.name for each in readers if self._harms(each, node.name) or self._hands_harm_on(each, node.name)), "")
             if harmed:
                 self.magnifies.setdefault(node.name, harmed)
-            anyway = all(rounds(each) or (self._moves(each) and each.name in self.rounded_anyway) for each in readers)
-            if readers and anyway and node.name not in problem.needs_bits:
+            if readers and moved_on.issuperset([each.name for each in readers]) and node.name not in problem.needs_bits:
                 self.rounded_anyway.add(node.name)
+            if rounds(node) or (node.name in self.rounded_anyway and self._moves(node)):
+                moved_on.add(node.name)
 
     def is_free(self, node: OpNode) -> bool:
         """True if an op may run low, because rounding its result and its operands does no harm."""
@@ -85,8 +89,9 @@ class Roundings:
 
     def _moves(self, node: OpNode) -> bool:
         """True if rounding before an op equals rounding after it, because it only moves, selects or scales the elements of one value."""
-        alone = sum(not each.scalar for each in node.operands) == 1
-        return alone and (node.kind is OpKind.CLEAR or node.op in FACTORS) and not self._turns(node)
+        if node.kind is not OpKind.CLEAR and node.op not in FACTORS:
+            return False
+        return sum(not each.scalar for each in node.operands) == 1 and not self._turns(node)
 
     def _turns(self, node: OpNode) -> bool:
         """True if rounding an operand a little may change the result or a gradient a lot, as for `floor`, `topk`, or `relu` and `tanh` in

@@ -140,7 +140,7 @@ class EditedGraph:
     cast_up: list[int] = field(default_factory=list)
     """Positions of the frozen weights that the graph takes low and casts to fp32."""
     own: bool = False
-    """True if `make_own` has replaced `module` by a copy, so that passes may edit it in place."""
+    """True if nobody else reads `module`, for instance because `make_own` has replaced it by a copy: passes may edit it in place."""
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
@@ -148,7 +148,7 @@ class EditedGraph:
         return {node: name for name, node in self.nodes.items()}
 
     def make_own(self) -> Callable[[torch.fx.Node], torch.fx.Node]:
-        """Replace `module` by a copy, unless it is one already. Return a function from an old node to the node that replaces it."""
+        """Replace `module` by a copy, unless it is `own` already. Return a function from an old node to the node that replaces it."""
         if self.own:
             return lambda node: node
         (self.module, copies), self.own = copy_graph(self.module), True

@@ -162,6 +162,18 @@ def hint(size: Any) -> int:
     return int(known) if isinstance(known, int) else 64
 
 
+def hints(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the sizes of `tensor` as plain ints without adding a guard, each by `hint`."""
+    shape = tensor.shape
+    return tuple(map(hint, shape)) if torch.SymInt in map(type, shape) else tuple(shape)
+
+
+def named_sizes(tensor: torch.Tensor) -> tuple[int | str, ...]:
+    """Return the sizes of `tensor`: ints, and the texts of symbolic sizes."""
+    shape = tensor.shape
+    return tuple(s if isinstance(s, int) else str(s) for s in shape) if torch.SymInt in map(type, shape) else tuple(shape)
+
+
 def comparable(size: Any) -> Any:
     """Return `size` in a form that `==` compares without adding a guard: the expression of a symbolic size, or the int itself."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

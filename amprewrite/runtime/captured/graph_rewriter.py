@@ -208,7 +208,7 @@ class GraphRewriter(CallRecord):
         def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any]) -> Running:
             device = scale_device(rewritten.graph) if problem.scale_loss else None
             scales = () if device is None else self.training.forward_scale(device).on(device)
-            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad)
+            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, own=not scales)
             return made.run, rewritten if scales else None, self._reads(entry, made, inputs), made.refused
 
         region = Region(entry.place, self.training, self.checks, plan, *emitted(rewritten, example_inputs))

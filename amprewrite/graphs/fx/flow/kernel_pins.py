@@ -74,7 +74,7 @@ def _runs_by_steps(node: torch.fx.Node, low: Format, learning: Set[torch.fx.Node
 def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
     """True if the low backward of the op leaves gradients uninitialised on its device at some sizes."""
     row = find_op(op_name(node.target)) if node.op == "call_function" else None
-    return row is not None and f"{device_of(example_value(node))}:{low.name}" in row.unset
+    return row is not None and bool(row.unset) and f"{device_of(example_value(node))}:{low.name}" in row.unset
 
 
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
@@ -142,7 +142,7 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
-    device = device_of(fact.value)
+    device = device_of(fact.value) if fact.row.low_backward else ""
     sums = device in fact.row.low_backward and (fact.op != "getitem" or _takes_places(fact.node))
     exact = learning if sums and autocast_kinds(device).get(fact.op) is OpKind.DENY else trained
     read = Counter(node for parameter, node in arguments(fact.node) if node in exact and parameter not in fact.row.data)
@@ -163,9 +163,8 @@ def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
     None also if the user has an override for the op, if `lists` do not choose colours by cost, or if `kind`, the op's kind in the lists, is
     ALLOW, DENY or None (unlisted).
     """
-    device = device_of(fact.value)
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
         return None
-    if fact.row is None or device not in fact.row.uneven:
+    if fact.row is None or not fact.row.uneven or (device := device_of(fact.value)) not in fact.row.uneven:
         return None
     return Colour.HIGH, Reason.UNEVEN, f"{fact.op} on {device}"

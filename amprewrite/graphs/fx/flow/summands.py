@@ -16,18 +16,17 @@ It knows `div` by name: with a rounding mode, it is not linear.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import comparable, example_value
+from amprewrite.graphs.fx.node_facts import comparable, example_value, is_opaque
 from amprewrite.ir.evidence.summands import Factor, Summands, summands
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
-from amprewrite.torch_internals.operators import HigherOrderOperator
 
 RANDOM, NORMAL, FACTORS = ops_with(Trait.RANDOM), ops_with(Trait.DRAWS_NORMAL), ops_with(Trait.SCALES)
 
@@ -49,14 +48,8 @@ class _Factors:
         self.sizes = sizes
         self.heavy = {node for name, node in nodes.items() if graph[name].flops}
         self.exact, self.learnt, self.noise = set[torch.fx.Node](), set[torch.fx.Node](), set[torch.fx.Node]()
-        for node in nodes.values():
-            role = graph[self.names[node]].role
-            if self._is_noise(node, role):
-                self.noise.add(node)
-            if self._is_exact(node, role):
-                self.exact.add(node)
-            elif role == "parameter" or self._is_made_of(node, self.exact | self.learnt):
-                self.learnt.add(node)
+        for name, node in nodes.items():
+            self._read(node, graph[name].role)
 
     def summands(self, node: torch.fx.Node) -> Summands:
         op = op_name(node.target) if node.op.startswith("call") else ""
@@ -100,36 +93,29 @@ class _Factors:
         made = _applied(node, size) if row.kind is OpKind.CLEAR or _elements(node) == _elements(given[0]) else None
         return size if made is None and row.kind is OpKind.CLEAR else made
 
-    def _is_exact(self, node: torch.fx.Node, role: str) -> bool:
-        """True if a value is computed without parameters, gradients, products, random draws and booleans, so that it may be a schedule.
+    def _read(self, node: torch.fx.Node, role: str) -> None:
+        """Add `node`, whose role in the op graph is `role`, to the sets of the kinds of factors that it may be.
 
-        `role` is the role of `node` in the op graph. Buffers, constants and inputs that require no gradient count as such values, too.
+        Exact values may be schedules: they are computed without parameters, gradients, products, random draws and booleans. Buffers,
+        constants and inputs that require no gradient count, too. Learnt values are computed from exact and learnt ones, and parameters are
+        learnt. Noise is a normal draw, a floating input that requires no gradient, or computed from these alone, without a product.
         """
-        value = example_value(node)
-        if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or role == "output":
-            return False
-        if role != "op":
-            return role != "parameter" and not value.requires_grad
-        return self._is_made_of(node, self.exact)
-
-    def _is_noise(self, node: torch.fx.Node, role: str) -> bool:
-        """True if a value counts as noise: a normal draw, a floating input that requires no gradient, or computed from these alone.
-
-        A value that a product computes is no noise. `role` is the role of `node` in the op graph.
-        """
-        value = example_value(node)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or role == "output":
-            return False
-        if role != "op":
-            return role == "input" and not value.requires_grad
-        return op_name(node.target) in NORMAL or (bool(node.all_input_nodes) and self._is_made_of(node, self.noise))
-
-    def _is_made_of(self, node: torch.fx.Node, sources: Set[torch.fx.Node]) -> bool:
-        """True if `node` is a tensor, its op reads no tensors but `sources`, and the op is no product, random draw or higher-order op."""
-        if node in self.heavy or op_name(node.target) in RANDOM or isinstance(node.target, HigherOrderOperator):
-            return False
-        given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
-        return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)
+        value, op = example_value(node), op_name(node.target)
+        if role == "output" or not isinstance(value, torch.Tensor):
+            return
+        feeders = node.all_input_nodes
+        given = [each for each in feeders if isinstance(example_value(each), torch.Tensor)]
+        computed = node not in self.heavy and op not in RANDOM and not is_opaque(node)
+        if value.is_floating_point():
+            free = role == "input" and not value.requires_grad
+            made = op in NORMAL or (computed and bool(feeders) and self.noise.issuperset(given))
+            if made if role == "op" else free:
+                self.noise.add(node)
+        free = role != "parameter" and not value.requires_grad
+        if value.dtype != torch.bool and (computed and self.exact.issuperset(given) if role == "op" else free):
+            self.exact.add(node)
+        elif role == "parameter" or (computed and all(each in self.exact or each in self.learnt for each in given)):
+            self.learnt.add(node)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
         """True if the op `beside` may use `node` as a step size: it varies along one dim at most, and along fewer than the result.

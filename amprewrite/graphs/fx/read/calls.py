@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, tensors, transformed_nodes, written
-from amprewrite.ir.op_calls import Call, Ref, Shape, leaves
+from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, named_sizes, tensors, transformed_nodes, written
+from amprewrite.ir.op_calls import Call, Ref, leaves
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format, is_far
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
@@ -68,19 +68,15 @@ def _call(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.f
     return Call(
         name,
         vertex.op,
-        tuple(_plain(a, names) for a in node.args),
-        {key: _plain(a, names) for key, a in node.kwargs.items()},
-        tuple(_shape(t) for t in found),
+        _plain(node.args, names),
+        _plain(node.kwargs, names),
+        tuple(map(named_sizes, found)),
         not isinstance(value, torch.Tensor),
         bool(found) and all(t.is_floating_point() for t in found),
         node.args[1] if of_tuple and isinstance(node.args[1], int) else None,
         opaque,
         vertex.role,
     )
-
-
-def _shape(tensor: torch.Tensor) -> Shape:
-    return tuple(s if isinstance(s, int) else str(s) for s in tensor.shape)
 
 
 def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
@@ -91,7 +87,7 @@ def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
     if isinstance(argument, slice):
         return slice(*(_plain(a, names) for a in (argument.start, argument.stop, argument.step)))
     if isinstance(argument, tuple | list):
-        return tuple(_plain(a, names) for a in argument)
+        return tuple([_plain(a, names) for a in argument])
     if isinstance(argument, dict):
         return {key: _plain(a, names) for key, a in argument.items()}
     return argument
@@ -114,6 +110,9 @@ def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> d
     An in-place op on a value that is not read afterwards does not count, because it gives the same result as the op out of place. Nodes
     inside torch.func transforms (`transformed`) are skipped. Writes to inputs and weights, and by ops that return nothing, always count.
     """
+    writes = [(node, targets) for node in graph.nodes if node not in transformed and (targets := written(node))]
+    if not writes:
+        return {}
     place = {node: position for position, node in enumerate(graph.nodes)}
     sharing: dict[int, list[torch.fx.Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -122,8 +121,8 @@ def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> d
             for storage in memory_of(node) if found_here else ():
                 sharing[storage].append(node)
     found: dict[torch.fx.Node, str] = {}
-    for node in graph.nodes:
-        for target in written(node) if node not in transformed else ():
+    for node, targets in writes:
+        for target in targets:
             peers = {peer for storage in memory_of(target) for peer in sharing.get(storage, ())}
             before = [peer for peer in peers if place[peer] < place[node]]
             outside = any(peer.op in ("placeholder", "get_attr") for peer in before)

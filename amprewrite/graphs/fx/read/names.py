@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Modu
     return None
 
 
+@functools.lru_cache(maxsize=4096)  # ops of one module share a path
 def clean_path(text: str) -> str:
     """Return a module path without Dynamo's roots: "L['self']._modules['net']._modules['0']" and "L['self'].net.0" become "net.0"."""
     text = re.sub(r"^(?:L|G)\['[^']*'\]", "", _CALL.sub("", text))

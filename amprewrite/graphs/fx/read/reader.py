@@ -44,9 +44,10 @@ from amprewrite.graphs.fx.node_facts import (
     arguments,
     device_of,
     example_value,
-    hint,
+    hints,
     is_opaque,
     memory_of,
+    named_sizes,
     note_autocast,
     read_fact,
     tensors,
@@ -276,7 +277,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
     if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # a denied op is fp32 without a pin
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
-    device = device_of(fact.value)
+    device = device_of(fact.value) if fact.writes_unsaid or fact.row.no_kernel else ""
     if fact.writes_unsaid and device not in fact.row.mixed_on:  # a low op would write to a cast copy instead of the model's tensor
         return Colour.HIGH, Reason.WRITES_STATE, ""
     if f"{device}:{low.name}" in fact.row.no_kernel:
@@ -359,7 +360,6 @@ def _casts_back(fact: Fact) -> bool:
 def _vertex(fact: Fact, ties: Ties, entry: str) -> OpNode:
     node = fact.node
     found = tensors(fact.value)
-    shape = tuple(found[0].shape) if found and isinstance(fact.value, torch.Tensor) else ()
     group = ties.group.get(node)
     tie = group.name if group is not None and ties.size[group] > 1 and fact.dtype == "fp32" else ""
     return OpNode(
@@ -368,8 +368,8 @@ def _vertex(fact: Fact, ties: Ties, entry: str) -> OpNode:
         fact.kind,
         tuple(fact.operands),
         fact.dtype,
-        tuple(s if isinstance(s, int) else str(s) for s in shape),
-        sum(math.prod(hint(s) for s in t.shape) for t in found),
+        named_sizes(fact.value) if isinstance(fact.value, torch.Tensor) else (),
+        sum([math.prod(hints(t)) for t in found]),
         flops(fact.op, fact.node),
         found[0].device.type if found else "",
         module_path(node, entry) if fact.role == "op" else entry,

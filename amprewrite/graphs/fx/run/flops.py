@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import example_value, hint, tensors
+from amprewrite.graphs.fx.node_facts import example_value, hints, tensors
 from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.ops.products import chain_flops, einsum_flops, pair_flops
 from amprewrite.tables.vocabulary import OpKind
@@ -34,17 +34,17 @@ def flops(op: str, node: torch.fx.Node) -> int:
     if op not in _PRODUCTS and "conv" not in op:
         return 0
     shapes = _operands(node)
-    out = [math.prod(_shape(t)) for t in tensors(example_value(node))[:1]]
+    out = [math.prod(hints(t)) for t in tensors(example_value(node))[:1]]
     if not out or not shapes or not shapes[0]:
         return 0
     if op in ops_with(Trait.SUMS_LAST_DIM):
-        grouped = all(len(shape) == 2 for shape in shapes[:2]) and len(_shape(tensors(example_value(node))[0])) == 3
+        grouped = all(len(shape) == 2 for shape in shapes[:2]) and len(hints(tensors(example_value(node))[0])) == 3
         # in a grouped product (2-dim operands, 3-dim result) each group sums only its own part of the dim: divide by the number of groups
-        return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)
+        return 2 * out[0] * shapes[0][-1] // (hints(tensors(example_value(node))[0])[0] if grouped else 1)
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
     if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:
-        return _attention_flops(*(_shape(tensors(example_value(node.args[place]))[0]) for place in (0, 1)))  # type: ignore[arg-type]
+        return _attention_flops(*(hints(tensors(example_value(node.args[place]))[0]) for place in (0, 1)))  # type: ignore[arg-type]
     if op == "_transformer_encoder_layer_fwd":
         return _encoder_flops(shapes[0], [shape for shape in shapes[1:] if len(shape) == 2][:4])
     if op in ops_with(Trait.ATTENDS) and len(shapes) > 1:
@@ -59,7 +59,7 @@ def flops(op: str, node: torch.fx.Node) -> int:
         return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
     if op in ops_with(Trait.RECURRENT_STEP):
         weights = (tensors(example_value(node.args[place]))[0] for place in (2, 3))  # type: ignore[arg-type]
-        return 2 * math.prod(shapes[0][:-1]) * sum(math.prod(_shape(weight)) for weight in weights)
+        return 2 * math.prod(shapes[0][:-1]) * sum(math.prod(hints(weight)) for weight in weights)
     return _product_flops(op, node)
 
 
@@ -84,7 +84,7 @@ def _product_flops(op: str, node: torch.fx.Node) -> int:
     if op == "einsum":
         return einsum_flops(_equation(node), shapes)
     if op == "tensordot":
-        return pair_flops(shapes[0], shapes[1], _shape(tensors(example_value(node))[0]))
+        return pair_flops(shapes[0], shapes[1], hints(tensors(example_value(node))[0]))
     if op == "bilinear" and len(shapes) > 2:
         return 2 * math.prod(shapes[0][:-1]) * math.prod(shapes[2])
     if op in ops_with(Trait.MULTIPLIES_ALL):
@@ -95,7 +95,7 @@ def _product_flops(op: str, node: torch.fx.Node) -> int:
 def _operands(node: torch.fx.Node) -> list[Shape]:
     """Return the shapes of the tensor operands of `node`, in order. An operand that is passed twice is listed twice."""
     leaves = tree_leaves((node.args, dict(node.kwargs)))
-    return [_shape(t) for leaf in leaves if isinstance(leaf, torch.fx.Node) for t in tensors(example_value(leaf))[:1]]
+    return [hints(t) for leaf in leaves if isinstance(leaf, torch.fx.Node) for t in tensors(example_value(leaf))[:1]]
 
 
 def _equation(node: torch.fx.Node) -> str:
@@ -109,7 +109,3 @@ def _equation(node: torch.fx.Node) -> str:
 
 def _letters(dims: Any) -> str:
     return "".join("..." if each is Ellipsis else string.ascii_letters[each] for each in dims)
-
-
-def _shape(value: torch.Tensor) -> Shape:
-    return tuple(hint(size) for size in value.shape)

@@ -138,12 +138,11 @@ class RepeatedCalls:
         """
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)
-        values = [value_of(operand) for operand in operands]
         writes = written(node)
         key = None if self._off or is_opaque(node) or writes else self._alike.key(node, value_of)
         given = None if key is None else self._given.get(key)
         if given is None:
-            value = run()
+            values, value = [value_of(operand) for operand in operands], run()
             lies = storages(value)
             # The result of an in-place op shares memory only with the operands that the op writes. An operand that the op only reads may
             # have the same fake tensor as a written operand, because `give` reuses fake tensors, and yet has other memory in a real run.
