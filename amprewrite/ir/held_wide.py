@@ -38,9 +38,9 @@ LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_w
 
 def is_product(node: OpNode) -> bool:
     """True if torch.autocast runs `node`, or may run ops of a subgraph of `node`, in the low format. False for products of whole numbers
-    (`counted`), which amprewrite keeps in fp32."""
+    (`counted`), which amprewrite keeps in fp32, and for products of vectors such as `mv`, which gain nothing from a cast."""
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
-    return not node.counted and (node.kind is OpKind.ALLOW or node.flops > 0 or inside)
+    return not node.counted and (node.kind is OpKind.ALLOW or inside)
 
 
 def rounds(node: OpNode) -> bool:

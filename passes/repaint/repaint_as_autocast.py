@@ -5,14 +5,15 @@ rely on that: `(x - mean) / std` of large values, `1 - sigmoid(y.float())`, diff
 op about which nothing is known. An op runs low only if rounding its result and its operands does no harm.
 
 Rounding a value does no harm if products alone read it, directly or through views, because products round their operands anyway. It does
-no harm either if three conditions hold:
+no harm either if four conditions hold:
 
 1. The value has no offset of unknown size (`ir/held_wide.py`), because a product or a norm made it, or because it is learnt.
 2. No reader magnifies the rounding. Differences and batch norms magnify it, and so do ops that pass the value on to such a reader. If
    products have not yet rounded the value as far as the low format does, other readers magnify it as well: logarithms, softmax, ops whose
    result jumps (`floor`) or selects positions (`topk`), in training ops whose slope jumps (`relu`) or fades (`tanh`), denied and unlisted
    ops, and results of the graph. Other norms, averages, products and casts to a low format do not magnify it.
-3. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
+3. It is not arithmetic of several weights, as of a spectral norm: each step of it would round whole weights once more.
+4. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
    a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
    If the value stays fp32, `plan-casts` lets fp32 add up the gradients of its readers, two by two.
 
@@ -36,6 +37,7 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Held, OpKind, Reason
 
 STEPS, SLOPES, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.SLOPE_VARIES), ops_with(Trait.TAKES_BATCH_MEAN)
+LOOKS_UP = ops_with(Trait.LOOKS_UP)
 LEVEL = AVERAGES | NORMS
 """Averages and norms. Batch norms magnify every rounding, the others only the rounding of a value with an offset (`Held.EXACT`)."""
 WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
@@ -65,6 +67,15 @@ class Roundings:
         """Maps a value to a reader that would magnify its rounding, or to the graph's name if that reader is outside (`needs_bits`)."""
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
+        self.of_weights = {node.name for node in problem.graph if node.role in ("parameter", "buffer")}
+        """Weights, and what ops on weights alone return. Rows that are looked up do not count: their positions are no operands."""
+        for node in problem.graph:
+            given = [each.value for each in node.operands]
+            if not given or not self.of_weights.issuperset(given):
+                continue
+            whole = node.op not in LOOKS_UP and all(self.graph[each].numel == node.numel for each in given)
+            if whole or node.kind is not OpKind.CLEAR:
+                self.of_weights.add(node.name)
         data = {node.name: {operand.value for operand in data_of(node)} for node in self.graph}
         moved_on: set[str] = set()
         """Ops that round their operands, and moves of values that products alone read."""
@@ -80,12 +91,13 @@ class Roundings:
 
     def is_free(self, node: OpNode) -> bool:
         """True if an op may run low, because rounding its result and its operands does no harm."""
-        anyway = node.name in self.rounded_anyway
+        anyway, of_weights = node.name in self.rounded_anyway, node.name in self.of_weights and len(node.operands) > 1
+        if anyway and self._moves(node) and not of_weights:
+            return True
         if not anyway and (self.held[node.name] is Held.EXACT or node.name in self.magnifies):
             return False
         given = [each.value for each in data_of(node) if not each.scalar]
-        reads = all(self.held[each] > Held.EXACT and not self._harms(node, each) for each in given)
-        return reads or (anyway and self._moves(node))
+        return not of_weights and all(self.held[each] > Held.EXACT and not self._harms(node, each) for each in given)
 
     def _moves(self, node: OpNode) -> bool:
         """True if rounding before an op equals rounding after it, because it only moves, selects or scales the elements of one value."""

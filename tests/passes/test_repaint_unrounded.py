@@ -201,3 +201,41 @@ def test_bodies_know_what_products_made() -> None:
 def test_a_logarithm_of_a_product_has_an_offset(text, colours):
     """Its mean is the logarithm of a scale, and may dwarf the differences that a norm enlarges. torch.autocast holds it in fp32 on CUDA."""
     assert letters(decided(text, "default", device="cuda")) == colours
+
+
+class OfWeights(nn.Module):
+    """A product with a weight that two ops make of parameters."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.other, self.make = nn.Parameter(torch.randn(512, 512)), nn.Parameter(torch.randn(512, 512)), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.make(self.weight, self.other))
+
+
+MADE_OF_WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "standardized": lambda w, v: (w - w.mean(1, keepdim=True)) / (w.std(1, keepdim=True) + 1e-5),
+    "divided by its norm": lambda w, v: w / torch.vdot(v.sum(0), torch.mv(w, v.sum(1))).abs().sqrt(),
+    "a drawn weight": lambda w, v: w + v * v.abs(),
+    "two factors": lambda w, v: w * v + w,
+}
+
+
+@pytest.mark.parametrize("made", MADE_OF_WEIGHTS)
+def test_arithmetic_on_weights_alone_rounds_once(made: str) -> None:
+    """Each low op of it would round a whole weight once more, and cast each weight that it reads."""
+    net, x = OfWeights(MADE_OF_WEIGHTS[made]), torch.randn(1024, 512)
+    amp = amprewrite.rewrite(net, dtype="bf16", example_inputs=(x,))
+    amp(x).square().mean().backward()
+    ours = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs = net(x)
+    theirs.float().square().mean().backward()
+    for mine, parameter in zip(ours, net.parameters(), strict=True):
+        assert (mine is None) == (parameter.grad is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-4, atol=1e-6 * float(parameter.grad.abs().max()))
+    assert len(amp.plan.casts) == 3, [str(cast) for cast in amp.plan.casts]  # of the input, of the weight that is made, of the result
