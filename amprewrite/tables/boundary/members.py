@@ -22,6 +22,8 @@ def named_modules_in(model: nn.Module, remove_duplicate: bool = True) -> list[tu
 
     With `remove_duplicate`, a module with several paths is listed under the first path only.
     """
+    if type(model).named_modules is not nn.Module.named_modules:  # it may list modules that are not registered, as `CapturedModules` does
+        return list(model.named_modules() if remove_duplicate else model.named_modules(remove_duplicate=False))
     found: list[tuple[str, nn.Module]] = []
     _add_modules(model, "", found, set() if remove_duplicate else None)
     return found
@@ -71,16 +73,26 @@ def buffers_in(model: nn.Module) -> Iterator[Tensor]:
 
 def _members(model: nn.Module, table: str, method: str, remove_duplicate: bool) -> list[tuple[str, Any]]:
     """Return (name, member) for the members in `table` of all modules, then for further members that an overridden `method` returns."""
+    if type(model).named_modules is not nn.Module.named_modules:  # PyTorch's methods list the members of what that lists
+        found = list(getattr(nn.Module, method)(model, remove_duplicate=remove_duplicate))
+        known = {id(member) for _, member in found}
+    else:
+        found, known = _registered(model, table, remove_duplicate)
+    own = getattr(type(model), method)
+    if own is not getattr(nn.Module, method) and _takes_nothing(own):
+        found += [(name, member) for name, member in own(model) if id(member) not in known]
+    return found
+
+
+def _registered(model: nn.Module, table: str, remove_duplicate: bool) -> tuple[list[tuple[str, Any]], set[int]]:
+    """Return ((name, member) for the members in `table` of all registered modules, the ids of these members)."""
     found, known = list[tuple[str, Any]](), set[int]()
     for path, module in named_modules_in(model, remove_duplicate):
         for name, member in getattr(module, table).items():
             if member is not None and not (remove_duplicate and id(member) in known):
                 known.add(id(member))
                 found.append((f"{path}.{name}" if path else name, member))
-    own = getattr(type(model), method)
-    if own is not getattr(nn.Module, method) and _takes_nothing(own):
-        found += [(name, member) for name, member in own(model) if id(member) not in known]
-    return found
+    return found, known
 
 
 @functools.lru_cache(maxsize=64)
