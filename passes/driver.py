@@ -22,6 +22,7 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_g
 from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps, read_run_by_steps
 from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
 from amprewrite.graphs.fx.flow.repeated_heads import read_repeated_heads
+from amprewrite.graphs.fx.flow.strided_masks import read_strided_masks
 from amprewrite.graphs.fx.flow.summands import read_summands
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import MASK, argument, read_masks
@@ -143,7 +144,7 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """Return facts about attention calls, as fields of `Problem`: the edits that masks allow, and the ops that repeat heads.
+    """Return facts about attention calls, as fields of `Problem`: edits that masks allow, ops that repeat heads, strided masks.
 
     Returns {} if `fold_masks` is off. `around` maps the inputs of a body to the nodes of the surrounding graph that are passed for them.
     """
@@ -153,7 +154,8 @@ def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.
     masks = {names[call]: edit for call, edit in read_masks(graph, around or {}).items()}
     free = {call: ways for call, ways in read_repeated_heads(graph).items() if names[call] in masks or argument(call, MASK) is None}
     repeated = {names[call]: tuple(names[node] for way in ways for node in (way.whole, way.spread)) for call, ways in free.items()}
-    return {"masks": masks, "repeated_heads": repeated}
+    strided = {names[value]: tuple(names[call] for call in calls) for value, calls in read_strided_masks(graph).items()}
+    return {"masks": masks, "repeated_heads": repeated, "strided_masks": strided}
 
 
 def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:

@@ -47,6 +47,8 @@ class Problem:
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of an attention call → the ops that repeat the heads of its keys and values. Only calls without a mask, or with a mask in
     `masks`, are listed."""
+    strided_masks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Value → the attention calls that can have a fused GPU kernel if the value, which is their mask or its source, is contiguous."""
     bare_norms: tuple[str, ...] = ()
     """Norms without weights on a CPU. PyTorch's kernel computes their mean and variance in the input's dtype, which is inexact if that is
     low."""

@@ -33,6 +33,7 @@ class Edit(Enum):
     LOOK_UP_MASK = "look up mask"
     LOOK_AT_MASK = "look at mask"
     GROUP_HEADS = "group heads"
+    CONTIGUOUS_MASK = "contiguous mask"
     FP32_STATISTICS = "fp32 statistics"
     PAD_APART = "pad apart"
     RUN_IN_PARTS = "run in parts"
@@ -52,6 +53,7 @@ _EDITS = {
     "look up mask": "takes no mask at sizes at which its own, made of sizes alone, is causal or allows all positions",
     "look at mask": "takes no mask in a forward in which its own is causal or allows all positions",
     "group heads": "reads each head of keys and values for a group of query heads, and no copies of it",
+    "contiguous mask": "is copied so that the rows of attention masks lie in memory in order: fused kernels take no other masks",
     "fp32 statistics": "gets fp32 weights of one, so that its statistics stay fp32",
     "pad apart": "is padded by an op of its own: its low backward leaves gradients unset of weights that meet its padding alone",
     "run in parts": "runs in parts of 16 time steps, so that fp32 adds up the gradients of its weights over the parts",

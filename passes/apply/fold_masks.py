@@ -4,6 +4,7 @@
 2. Look up a mask: if a mask depends on sizes alone, compute it once for each set of sizes, and find out then if it can be dropped.
 3. Look at a mask: read the elements of a boolean CPU mask in every call, and drop the mask if its elements allow that.
 4. Group heads: if keys and values are repeated for several heads, let the call read the original ones, with `enable_gqa`.
+5. Copy a mask, or the value that it has its layout from, so that its rows lie in memory in order. Results keep the memory that they had.
 
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
@@ -21,7 +22,8 @@ import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.flow.repeated_heads import GROUPED, KEY, VALUE, read_repeated_heads
-from amprewrite.graphs.fx.node_facts import example_value, set_argument
+from amprewrite.graphs.fx.flow.strided_masks import returned_memory
+from amprewrite.graphs.fx.node_facts import example_value, memory_of, set_argument
 from amprewrite.graphs.fx.ops.attention_masks import (
     CAUSAL,
     MASK,
@@ -49,6 +51,19 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
                 fold_mask(edited.module, mask, chosen, f"amprewrite_masks_{place}")
         for name in plan.edited(Edit.GROUP_HEADS):
             group_heads(edited.nodes[name])
+        for name in plan.edited(Edit.CONTIGUOUS_MASK):
+            copy_strided(edited.nodes[name])
+
+
+def copy_strided(value: torch.fx.Node) -> None:
+    """Let all readers of `value` in the graph read a contiguous copy, apart from those whose results share memory with one of the graph."""
+    kept = returned_memory(value.graph)
+    readers = [node for node in value.graph.nodes if node in value.users and node.op != "output" and kept.isdisjoint(memory_of(node))]
+    with value.graph.inserting_before(readers[0]):
+        copy = value.graph.call_method("contiguous", (value,))
+    copy.meta["example_value"] = example_value(value).contiguous()
+    for reader in readers:
+        reader.replace_input_with(value, copy)
 
 
 def group_heads(call: torch.fx.Node) -> None:

@@ -6,6 +6,8 @@
 4. If the model repeats the heads of keys and values for a low call without a mask, the call reads the original heads, each for a group of
    query heads. This needs a GPU with flash attention (sm_80 and later). On a CPU heads stay repeated, because the kernel for groups adds up
    gradients in the low format.
+5. For a CUDA GPU, a mask whose rows do not lie in memory in order is copied, or the value that it has this layout from: without a fused
+   kernel attention multiplies in fp32, and keeps fp32 values for backward.
 
 Without capture, models skip such masks and copies by themselves. Exported graphs keep them.
 """
@@ -13,6 +15,7 @@ Without capture, models skip such masks and copies by themselves. Exported graph
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
@@ -30,6 +33,7 @@ class PlanMasks(Pass[Problem, Decisions]):
         for call, edit in found.items():
             decisions.edit(problem, call, edit)
         found |= _group_heads(problem, decisions)
+        _copy_strided(problem, decisions, found)
         for what, count in Counter(edit.what for edit in decisions.edits if edit.on and edit.node in found).items():
             decisions.note(f"{f'each of {count} attention calls' if count > 1 else 'an attention call'} {what.says}")
 
@@ -49,3 +53,12 @@ def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
     for call in chosen:
         decisions.edit(problem, call, Edit.GROUP_HEADS)
     return dict.fromkeys(chosen, Edit.GROUP_HEADS)
+
+
+def _copy_strided(problem: Problem, decisions: Decisions, without: Container[str]) -> None:
+    """Let attention calls, apart from those `without` a mask, read masks that fused GPU kernels take."""
+    if (problem.planned_for or device_row(problem.device)).type != "cuda":
+        return
+    for value, calls in problem.strided_masks.items():
+        if not all(call in without for call in calls):
+            decisions.edit(problem, value, Edit.CONTIGUOUS_MASK)

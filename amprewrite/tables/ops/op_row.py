@@ -36,6 +36,7 @@ class Trait(Enum):
     MAKES_MASK = "a pure op that builds attention masks: its result depends on its arguments alone"
     PASSES_MASK = "returns the values of a mask unchanged"
     KEEPS_ORDER = "returns the elements of its operand in their order, in another shape"
+    HANDS_LAYOUT_ON = "its result lies in memory as its operand does, or as its operands do if they lie alike"
     MAKES_SCORES = "may be between the sum of scores and mask, and the softmax"
     ZERO_MATTERS = "has another meaning if its constant is zero"
     FILLS = "writes its constant in some places"

@@ -24,6 +24,7 @@ TRAITS: dict[Trait, str] = {
     "minimum maximum eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not",
     Trait.PASSES_MASK: f"{_SAME_NUMBERS} slice select repeat",
     Trait.KEEPS_ORDER: "view reshape contiguous flatten",
+    Trait.HANDS_LAYOUT_ON: "add sub mul div neg where masked_fill clamp to type type_as float expand unsqueeze",
     Trait.MAKES_SCORES: f"{_SAME_NUMBERS} slice select repeat add sub mul div masked_fill where clamp maximum",
     # how an op uses numbers among its operands (filler, bound, epsilon), and what it does to very large and very small values
     Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
