@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.fx
 from torch import Tensor, nn
-from torch._C import DispatchKey
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
@@ -23,8 +19,7 @@ from amprewrite.tables.vocabulary import Edit
 
 HEADS, LENGTH, WIDTH = 4, 16, 32
 Bias = Callable[["Attention", Tensor], Tensor]
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
+FOLDER = Path(__file__).parents[3] / "examples" / "benchmarks"
 
 
 class Attention(nn.Module):
@@ -48,6 +43,11 @@ class Attention(nn.Module):
         at = torch.arange(LENGTH)
         found: Tensor = self.table((at[:, None] - at[None, :]).abs())
         return found
+
+
+class Summed(Attention):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).sum()
 
 
 def permuted(model: Attention, x: Tensor) -> Tensor:
@@ -88,51 +88,6 @@ STRIDED = [permuted, where_allowed, mask_added]
 LEFT = [contiguous, causal, written]
 
 
-@pytest.fixture
-def as_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """AOTAutograd decomposes attention as it does on a GPU (ATen, transformers/cuda/sdp_utils.cpp), as far as masks decide that."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False, **rest: Any) -> Any:
-        if mask is not None and mask.stride(-1) != 1:
-            return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, **rest)[0]
-        bias = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-        return EFFICIENT(q, k, v, bias, True, p, causal, scale=rest.get("scale"))[0]
-
-    monkeypatch.setitem(ATTENTION.py_kernels, DispatchKey.CompositeImplicitAutograd, attend)
-    ATTENTION._dispatch_cache.clear()
-    yield
-    monkeypatch.undo()
-    ATTENTION._dispatch_cache.clear()
-
-
-def traced(model: nn.Module, x: Tensor, ours: bool) -> Counter[str]:
-    """How often the graphs of a training step, as a compiler gets them, have each op, such as "bmm.default torch.float32"."""
-    found: Counter[str] = Counter()
-
-    def blank(module: torch.fx.GraphModule, _: Any) -> Callable[[list[Any]], list[Any]]:
-        """Return zeros: CPUs lack the kernel for GPUs."""
-        for node in module.graph.nodes:
-            first = next(iter(tree_leaves(node.meta.get("val"))), None)
-            if node.op == "call_function" and isinstance(first, Tensor):
-                found[f"{node.target.__name__} {first.dtype}"] += 1
-        (results,) = module.graph.output_node().args
-        values = [each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in results]
-
-        def run(_: list[Any]) -> list[Any]:
-            return [torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value for value in values]
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    backend = aot_autograd(fw_compiler=blank, bw_compiler=blank, decompositions=select_decomp_table())
-    torch._dynamo.reset()
-    model = copy.deepcopy(model)
-    run = amprewrite.rewrite(model, dtype="bf16", backend=backend, device="h100") if ours else torch.compile(model, backend=backend)
-    with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
-        run(x).sum().backward()
-    return found
-
-
 def copied(plan: amprewrite.ModelPlan) -> list[str]:
     """The values that a plan copies for masks."""
     regions = [part for region in plan.regions for part in region.flat(region.name)]
@@ -145,14 +100,14 @@ def planned(bias: Bias, device: str = "h100") -> amprewrite.ModelPlan:
 
 
 @pytest.mark.parametrize("bias", [*STRIDED, one_row])
-@pytest.mark.usefixtures("as_cuda")
-def test_a_compiler_gets_fused_attention_where_autocast_multiplies_in_fp32(bias: Bias) -> None:
+def test_a_compiler_gets_fused_attention_where_autocast_multiplies_in_fp32(bias: Bias, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    step = importlib.import_module("compiled_memory").step
     torch.manual_seed(0)
-    model, x = Attention(bias), torch.randn(2, LENGTH, WIDTH)
-    autocast, ours = (traced(model, x, each) for each in (False, True))
-    assert autocast["bmm.default torch.float32"] == 4
-    assert not any(ours[f"bmm.default {dtype}"] for dtype in (torch.float32, torch.bfloat16))
-    assert ours[f"{EFFICIENT.__name__} torch.bfloat16"] == 2
+    model, feed = Summed(bias), {"x": torch.randn(2, LENGTH, WIDTH)}
+    autocast, ours = (step(model, feed, "bf16", each, "h100") for each in (False, True))
+    assert (autocast.wide_products, ours.wide_products) == (4, 0)
+    assert ours.bytes < 0.95 * autocast.bytes
 
 
 @pytest.mark.parametrize("bias", STRIDED)
