@@ -368,6 +368,32 @@ def test_what_vjp_gives_is_called_behind_the_transform(options):
     assert want.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("call", [lambda pull: pull(torch.ones(3)), lambda pull: torch.func.vmap(pull)(torch.eye(3))], ids=["bare", "vmap"])
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16", "loss_scale": 16.0}, {"dtype": "fp16"}])
+def test_what_vjp_gives_is_called_behind_a_break(options, call):
+    """The graph before the break returns what the function reads, the next one reads it: no border of the loss scale is between them."""
+
+    class Pulled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.inner(x)
+            pull = torch.func.vjp(lambda t: (t * t).sum(-1), y)[1]
+            torch._dynamo.graph_break()
+            return call(pull)[0]
+
+    torch.manual_seed(0)
+    model, x, found = Pulled(), torch.randn(3, 4), []
+    for each in (model, amprewrite.rewrite(copy.deepcopy(model), **options)):
+        rows = each(x)
+        rows.sum().backward()
+        found.append((rows, each.inner.weight.grad))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
+
+
 class Batched(Energy):
     """Returns the Jacobian of its scores, all rows of it at once."""
 

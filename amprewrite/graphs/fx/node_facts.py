@@ -401,19 +401,37 @@ def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Ite
 
 
 def takes_gradients(graph: torch.fx.Graph) -> bool:
-    """True if `graph` computes gradients by torch.autograd, or by a torch.func.vjp function called outside of the transform."""
+    """True if `graph` computes gradients by torch.autograd or by a function of torch.func.vjp, or returns what such a function reads.
+
+    A call of the function inside a transform of the graph does not count, unless the function reads values from outside of it.
+    """
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
+    around = transform_openings(graph)
     pulled = graph.find_nodes(op="call_function", target=torch._functorch.eager_transforms._autograd_grad)
-    if pulled and not transformed_nodes(graph).issuperset(pulled):
+    if pulled and not around.keys() >= {*pulled, *tree_leaves([each.args[:2] for each in pulled])}:
+        return True
+    returned = (each for output in graph.find_nodes(op="output") for each in output.all_input_nodes if around)
+    if any(any(map(_opens_grad, around.get(each, ()))) and not _name(each).endswith(_UNWRAPS) for each in returned):
         return True
     return any(takes_gradients(body.graph) for node in graph.nodes for body in bodies(node))
 
 
 def differentiates(graph: torch.fx.Graph) -> bool:
     """True if `graph` computes gradients, by torch.autograd or torch.func. Under no_grad such a graph fails or returns zeros."""
-    names = (str(getattr(node.target, "__name__", "")) for node in graph.nodes)
-    return takes_gradients(graph) or any(name.endswith("_grad_increment_nesting") for name in names)
+    return takes_gradients(graph) or any(map(_opens_grad, graph.nodes))
+
+
+_UNWRAPS = ("_unwrap_for_grad", "_remove_batch_dim")
+"""Suffixes of the names of the ops that take a result out of a torch.func transform."""
+
+
+def _opens_grad(node: torch.fx.Node) -> bool:
+    return _name(node).endswith("_grad_increment_nesting")
+
+
+def _name(node: torch.fx.Node) -> str:
+    return str(getattr(node.target, "__name__", ""))
 
 
 def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
@@ -469,7 +487,7 @@ def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch
     """Return {node: nodes that open the transforms around it, outermost first} for all nodes inside torch.func transforms."""
     around, found = list[torch.fx.Node](), {}
     for node in graph.nodes:
-        name = str(getattr(node.target, "__name__", ""))
+        name = _name(node)
         around += [node] if name.endswith(OPENS) else []
         if around:
             found[node] = tuple(around)
