@@ -10,6 +10,7 @@ import torch
 from runtime_help import MLP, Broken, data, low, matmul_dtypes, mlp, ran_low
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from versions import TORCH
 
 from amprewrite import AmpRewriteWarning, CaptureError
 
@@ -130,7 +131,7 @@ def test_hook_on_a_tensor_sees_its_whole_gradient_unscaled_in_fp32(dtype):
             return self.second(torch.relu(y)) + side
 
     torch.manual_seed(0)
-    amp = check_training(Clipped(), data(), dtype=dtype, strict=True)
+    amp = check_training(Clipped(), data(), dtype=dtype, strict=TORCH >= (2, 13))  # before, the hook breaks the graph
     assert {node.colour.value for node in amp.plan.find("second")} == {"low"}
     with torch.no_grad():
         assert amp(data()).dtype == torch.float32

@@ -13,4 +13,4 @@ def differs_in_2_11(why: str, last: tuple[int, int] = (2, 11)) -> pytest.MarkDec
     return pytest.mark.xfail(last >= TORCH, reason=f"torch 2.11: {why}", strict=False)
 
 
-__all__ = ["differs_in_2_11"]
+__all__ = ["TORCH", "differs_in_2_11"]

@@ -28,7 +28,7 @@ from amprewrite.graphs.log_quiet import Unlogged, has_logger
 from amprewrite.ir.pass_base import no_collection
 from amprewrite.runtime.ambient.low_cache import shared_sizes
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
-from amprewrite.runtime.compiler.handlers import breaking_at_gradients, recurrent_layers_whole, sharing_sizes
+from amprewrite.runtime.compiler.handlers import breaking_at_gradients, breaking_at_hooks, recurrent_layers_whole, sharing_sizes
 from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.tables.boundary.members import modules_in, parameters_in
@@ -85,6 +85,7 @@ def compile_afresh(
         for a compiler Dynamo would leave the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
     12. Code of a compiler runs as written. Dynamo sees it if a forward takes gradients: a compiler compiles a backward when it first runs.
+    13. Before torch 2.13 a hook on a tensor that the code computes breaks the graph, because Dynamo would lose gradients of the hook.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
     """
@@ -123,10 +124,11 @@ def compile_afresh(
                 now["recompile_limit"] = RECOMPILE_LIMIT + more
                 now["accumulated_recompile_limit"] = torch._dynamo.config.accumulated_recompile_limit + more
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
+            hooks, layers = breaking_at_hooks(), recurrent_layers_whole()
             quick = no_collection() if eager else contextlib.nullcontext()  # not beside a compiler, which may run for minutes
             reporting = reporting_autocast_on(root, frame[0].f_locals, around())
             try:
-                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, recurrent_layers_whole(), quick:
+                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, hooks, layers, quick:
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)

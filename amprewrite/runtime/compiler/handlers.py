@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import builder
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
@@ -23,6 +25,8 @@ from amprewrite.torch_internals.dynamo import Unsupported
 
 _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignore[assignment]
 """Functions that Dynamo evaluates as constants, before it looks for a handler."""
+_CAPTURES_HOOKS = find_spec("torch._higher_order_ops.register_hook") is not None
+"""True if Dynamo captures a hook on a tensor by an op of its own, since torch 2.13."""
 
 
 @contextlib.contextmanager
@@ -84,6 +88,31 @@ def breaking_at_gradients() -> Iterator[None]:
 
     with handling({torch.autograd.grad: handle}):
         yield
+
+
+@contextlib.contextmanager
+def breaking_at_hooks() -> Iterator[None]:
+    """Context manager in which a hook on a tensor that the code computes breaks the graph, before torch 2.13. PyTorch then sets the hook.
+
+    Dynamo of torch 2.11 and 2.12 captures the hook as an autograd Function of this tensor alone. Without an error, a hook on
+    `x.contiguous()` misses other gradients of `x`, and the first of two hooks runs last.
+    """
+    if _CAPTURES_HOOKS:
+        yield
+        return
+    given: Callable[..., Any] = TensorVariable._method_register_hook
+
+    def handle(tensor: Any, *args: Any) -> Any:
+        if not tensor.source:
+            raise Unsupported("a hook on a tensor that the captured code computes")
+        return given(tensor, *args)
+
+    with compile_lock:
+        TensorVariable._method_register_hook = handle  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            TensorVariable._method_register_hook = given  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
