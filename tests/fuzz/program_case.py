@@ -173,18 +173,20 @@ def _scaled(program: Program, want: Record) -> Record | None:
 
 
 def _ours(program: Program, problem: Problem, got: Record | None, judged: Callable[[Record], Problem | None]) -> Problem | None:
-    """The problem, unless PyTorch has it alone: eager fp32 fails, or torch.compile without any rewrite is as wrong.
+    """The problem, unless PyTorch has it alone: eager fp32 fails, or torch.compile without any rewrite is as wrong, or raises that error.
 
     Numbers of a gradient are ours all the same: nobody is told of them.
     """
     start_clean()
+    raised: list[BaseException] = []
     with _quiet():
         eager = _tried(lambda: run(program, initialised(program)))
         with torch._dynamo.config.patch(suppress_errors=True):  # as the rewrite does: code that Dynamo fails on runs as written
-            compiled = _tried(lambda: run(program, _compiled(initialised(program))))
+            compiled = _tried(lambda: run(program, _compiled(initialised(program))), raised)
     if eager is None or judged(eager) is not None or REENTRANT in problem.text:
         return None
-    if compiled is None and ("region." in problem.where or "outside" in problem.where):
+    alike = any(failure(each).text == problem.text for each in raised)
+    if compiled is None and (alike or "region." in problem.where or "outside" in problem.where):
         return replace(problem, kind=f"PyTorch alone: {problem.kind}")  # no capture failed, so there is nothing to fall back to
     if problem.where == "gradient" and ".data." in program.source():  # autograd is not told: what a copy kept, fp32 reads as it is now
         asked = dict(program.options)
@@ -192,8 +194,8 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
         with _quiet():
             low = _tried(lambda: run(program, initialised(program), within=lambda: torch.autocast(program.device, LOW[program.dtype])))
-        alike = None if low is None or got is None else judged(replace(low, facts=got.facts))
-        if alike is not None and (alike.kind, alike.where) == (problem.kind, problem.where):
+        beside = None if low is None or got is None else judged(replace(low, facts=got.facts))
+        if beside is not None and (beside.kind, beside.where) == (problem.kind, problem.where):
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
     if problem.kind != "raises" and compiled is not None and (problem.kind, problem.where) != ("inexact", "gradient"):
         alone = judged(compiled)
@@ -416,10 +418,15 @@ def _write(record: Record, index: int, result: Any) -> None:
         record.keep(f"{index} written {place}", each)
 
 
-def _tried(call: Callable[[], Record]) -> Record | None:
+def _tried(call: Callable[[], Record], raised: list[BaseException] | None = None) -> Record | None:
+    """What the call gives; None if it raises. `raised` takes its error, and those that led to it."""
     try:
         return call()
-    except Exception:
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and raised is not None:
+            raised.append(cause)
+            cause = cause.__cause__ or cause.__context__
         return None
 
 

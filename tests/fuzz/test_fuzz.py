@@ -24,7 +24,7 @@ from torch._higher_order_ops import scan
 
 import amprewrite
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz import states, vocabulary
+from tests.fuzz import program_case, states, vocabulary
 from tests.fuzz.findings import foreign
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.mutants import MUTANTS, Mutant, prove
@@ -265,6 +265,24 @@ def test_a_mode_that_a_case_leaves_on_is_a_finding(monkeypatch: pytest.MonkeyPat
     found = check(Sequence(0, "Plain", False, (("dtype", "bf16"),), (("call", ("no_grad", 4)), ("mode", ("eval",)))))
     assert found is not None and (found.kind, found.where, found.at) == ("leaves on", "autocast", 1)
     start_clean()
+
+
+def test_an_error_of_an_op_that_torch_compile_meets_alone_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(model: nn.Module) -> nn.Module:
+        def forward(*_: Any) -> None:
+            try:
+                raise TypeError("no tangent")
+            finally:
+                raise RuntimeError("left open")  # as torch 2.11 puts its own error over that of an op inside a transform
+
+        model.forward = forward
+        return model
+
+    monkeypatch.setattr(program_case, "_compiled", compiled)
+    for text, alone in (("TypeError: no tangent", True), ("TypeError: another", False)):
+        problem = Problem("raises", "TypeError in first_run.run_node", text)
+        found = program_case._ours(generate(3), problem, None, lambda got: None)
+        assert found is not None and foreign(found.kind) == alone
 
 
 def test_parts_of_composite_ops_are_moved_in_inference_mode_too() -> None:
