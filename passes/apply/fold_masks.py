@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch.fx
@@ -52,13 +52,17 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
         for name in plan.edited(Edit.GROUP_HEADS):
             group_heads(edited.nodes[name])
         for name in plan.edited(Edit.CONTIGUOUS_MASK):
-            copy_strided(edited.nodes[name])
+            copy_strided(edited.nodes[name], set(edited.nodes.values()))
 
 
-def copy_strided(value: torch.fx.Node) -> None:
-    """Let all readers of `value` in the graph read a contiguous copy, apart from those whose results share memory with one of the graph."""
-    kept = returned_memory(value.graph)
-    readers = [node for node in value.graph.nodes if node in value.users and node.op != "output" and kept.isdisjoint(memory_of(node))]
+def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
+    """Let the readers of `value` in the graph read a contiguous copy, apart from views if the graph returns memory of `value`.
+
+    Nodes other than `captured` ones are casts, clamps and pads, and no views.
+    """
+    kept = returned_memory(value.graph) & memory_of(value)
+    views = {node for node in captured if not kept.isdisjoint(memory_of(node))}
+    readers = [node for node in value.graph.nodes if node in value.users and node.op != "output" and node not in views]
     with value.graph.inserting_before(readers[0]):
         copy = value.graph.call_method("contiguous", (value,))
     copy.meta["example_value"] = example_value(value).contiguous()

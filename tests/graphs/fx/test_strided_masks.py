@@ -151,21 +151,34 @@ def test_numbers_and_gradients_are_those_without_the_copy(bias: Bias, kind: type
 
 
 class Returned(Attention):
-    """Returns the bias, a view of the weights."""
-
-    def forward(self, x: Tensor) -> Any:
-        bias = self.table.weight[None].expand(LENGTH, -1, -1).permute(2, 0, 1)[None]
-        return super().forward(x), bias
+    """Returns the bias, a view of the weights, and the attention itself."""
 
     def __init__(self) -> None:
         super().__init__(lambda model, x: model.table.weight[None].expand(LENGTH, -1, -1).permute(2, 0, 1)[None])
 
+    def forward(self, x: Tensor) -> Any:
+        bias = self.bias(self, x)
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, bias), bias
 
-def test_a_returned_bias_stays_a_view() -> None:
-    amp = amprewrite.rewrite(Returned(), dtype="bf16", device="h100")
-    _, bias = amp(torch.randn(2, LENGTH, WIDTH))
+
+class ReturnedAgain(Returned):
+    """A checkpoint returns the bias that it reads."""
+
+    def forward(self, x: Tensor) -> Any:
+        result: Any = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+@pytest.mark.parametrize("kind", [Returned, ReturnedAgain])
+def test_a_returned_bias_stays_a_view(kind: type[Returned]) -> None:
+    amp = amprewrite.rewrite(kind(), dtype="bf16", device="h100")
+    result, bias = amp(torch.randn(2, LENGTH, WIDTH))
     assert copied(amp.plan)
-    assert bias.stride() == (4, 1, 0, 4) and bias.untyped_storage().data_ptr() == amp.table.weight.untyped_storage().data_ptr()
+    assert bias.stride() == (HEADS, 1, 0, HEADS)
+    assert kind is ReturnedAgain or bias.untyped_storage().data_ptr() == amp.table.weight.untyped_storage().data_ptr()
+    (result.sum() + bias.sum()).backward()
+    assert amp.table.weight.grad is not None
 
 
 def test_a_plan_that_keeps_the_layout_is_followed() -> None:
