@@ -16,6 +16,7 @@ from amprewrite.passes.apply.keep_views import KeepViews
 from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.apply.spread_copies import SpreadCopies
 from amprewrite.passes.apply.suit_kernels import SuitKernels
+from amprewrite.passes.lower.group_weights import GroupWeights
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
 from amprewrite.passes.lower.keep_constants import KeepConstants
 from amprewrite.passes.lower.keep_quantised import KeepQuantised
@@ -24,7 +25,6 @@ from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
 from amprewrite.passes.lower.split_losses import SplitLosses
 from amprewrite.passes.lower.suit_compiler import SuitCompiler
 from amprewrite.passes.lower.tidy import Tidy
-from amprewrite.passes.lower.unscale_together import UnscaleTogether
 from amprewrite.passes.normalise.follow_writes import FollowWrites
 from amprewrite.passes.normalise.free_backwards import FreeBackwards
 from amprewrite.passes.normalise.fuse_patterns import FusePatterns
@@ -116,7 +116,7 @@ LOWER: tuple[Lowering, ...] = (
     SuitCompiler(),  # for a compiler, record the source of each input, and let it save low values for backward instead of fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
-    UnscaleTogether(),  # without a compiler, unscale the gradients of many weights by one node, because Python for each costs time
+    GroupWeights(),  # without a compiler, cast many small weights and their gradients together, which saves launches and Python code
 )
 
 

@@ -1,7 +1,7 @@
 """Extras: parts of amprewrite that can be removed. Delete an extra's files, its line in EXTRAS, and the lines of pyproject.toml that end in
 "# extra:" and its name. All other parts still work.
 
-Passes that only save time are extras as well: `FusePatterns`, `SplitLosses`, `KeepConstants` and `UnscaleTogether`, each with a line in
+Passes that only save time are extras as well: `FusePatterns`, `SplitLosses`, `KeepConstants` and `GroupWeights`, each with a line in
 `passes/__init__.py`.
 """
 

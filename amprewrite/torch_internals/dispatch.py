@@ -1,5 +1,8 @@
 """Queries about dispatch modes, transforms of torch.func, fake tensors and wrapper subclasses."""
 
+import operator
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
@@ -9,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 __all__ = [
     "FakeTensor",
+    "are_plain",
     "count_dispatch_modes",
     "current_transform",
     "disable_dispatch_modes",
@@ -49,3 +53,14 @@ def is_plain(tensor: Tensor) -> bool:
         return False
     wrapped = is_wrapped_by_transform(tensor) or is_legacy_batched(tensor)
     return not (wrapped or torch._is_functional_tensor(tensor))
+
+
+_PLAIN, _STRIDED, _layout = {Tensor, Parameter}, {torch.strided}, operator.attrgetter("layout")
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """True if `is_plain` holds for each of `tensors`. It takes less time than a call for each."""
+    if not (_PLAIN.issuperset(map(type, tensors)) and _STRIDED.issuperset(map(_layout, tensors))):
+        return False
+    wrapped = any(map(is_wrapped_by_transform, tensors)) or any(map(is_legacy_batched, tensors))
+    return not (wrapped or any(map(torch._is_functional_tensor, tensors)))

@@ -20,6 +20,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import bodies, example_value, is_checkpoint, memory_of, outside, transform_openings, written_memory
+from amprewrite.graphs.fx.ops.many_weights import cross_together
 from amprewrite.graphs.fx.ops.pad_ops import linked_copy, pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
@@ -127,6 +128,9 @@ def hoist_weight_casts(
             made[cast] = last
         node.replace_all_uses_with(made[cast])
         graph.erase_node(node)
+    for group in graph.find_nodes(op="call_function", target=cross_together):
+        if not group.users:
+            graph.erase_node(group)
     if made:
         module.recompile()
     return list(made)
@@ -155,6 +159,8 @@ def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
     """Return the dtype and the padded layout of the copy that `node` makes of the weight `source`."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
+    if node.target is operator.getitem:  # of cross_together
+        dtype = node.args[0].args[0]  # type: ignore[union-attr]
     layout: Any = node.args[2] if node.target in (pad_cast, linked_copy) else ()
     return dtype, layout
 
@@ -207,9 +213,11 @@ def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
     """
     crosses = training and node.target is unscale_gradient
     copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target in (cast_in, linked_copy)))
+    source: Any = node.args[0] if node.args else None
+    if node.target is operator.getitem and getattr(source, "target", None) is cross_together and source.args[0] is not None:
+        copies, source = True, source.args[2 + node.args[1]]  # type: ignore[operator]
     if not node.meta.get("weight") or not (crosses or copies):
         return None
-    source: Any = node.args[0]
     return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
 
 

@@ -449,12 +449,15 @@ def shown(program: Program) -> str:
     moved = "" if program.device == "cpu" else moved
     begins = f"torch.set_default_device({program.device!r})" if program.everything_there and moved else ""
     grads = [each.grad for each in program.inputs]
+    grouped = "group_weights.WITHOUT_LAUNCHES, group_weights.LEAST = set(), 2" if program.seed % 2 else ""
     return f"""{program.source()}
 
 # loss {program.loss}, calls {program.calls}, also looked at {program.checks}, inputs with gradients {grads}, huge weight {program.huge}
 if __name__ == "__main__":
     import amprewrite
+    from amprewrite.passes.lower import group_weights
 
+    {grouped}
     {begins}
 {"    torch._dynamo.config.trace_autograd_ops = True" if program.traced else ""}
     for low in (False, True):

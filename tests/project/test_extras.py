@@ -25,7 +25,7 @@ from amprewrite.tables.extras import EXTRAS, load_extra
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = {
     "FusePatterns": "normalise/fuse_patterns.py", "SplitLosses": "lower/split_losses.py", "KeepConstants": "lower/keep_constants.py",
-    "UnscaleTogether": "lower/unscale_together.py",
+    "GroupWeights": "lower/group_weights.py",
 }  # fmt: skip
 USE = """
 import torch, amprewrite
