@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -142,6 +143,17 @@ def test_a_step_casts_all_small_weights_by_a_few_launches() -> None:
         with amp.frozen_weights():
             kept = amp(x)
             assert launches(lambda: amp(x)) <= 4 and torch.equal(kept, amp(x))  # two look whether the copies are fresh
+
+
+@pytest.mark.usefixtures("launching")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_calls_without_gradients_give_what_casts_one_by_one_give(mode, monkeypatch) -> None:
+    model, x = Layers(4, 64), torch.randn(4, 64)
+    with mode():
+        grouped = [amprewrite.rewrite(copy.deepcopy(model), dtype="bf16")(x) for _ in range(2)]
+        monkeypatch.setattr(group_weights, "WITHOUT_LAUNCHES", {"cpu"})
+        alone = amprewrite.rewrite(copy.deepcopy(model), dtype="bf16")(x)
+    assert all(torch.equal(each, alone) for each in grouped)
 
 
 @pytest.mark.usefixtures("launching")
