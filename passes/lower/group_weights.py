@@ -2,7 +2,7 @@
 
 1. `cross_together` makes the low copies of a group of weights in one launch, and their fp32 gradients in another. With a loss scale it also
    unscales these gradients. Another such node unscales the gradients of weights that the graph reads in fp32. On a CPU, where a cast is no
-   launch, casts without a loss scale stay where they are.
+   launch, casts stay where they are, and the node unscales in place the fp32 gradients that their backward makes.
 2. A node stands before the first op that reads a weight of its group. In backward each gradient waits for the last one of the group, so a
    group has at most ELEMENTS elements. A larger weight keeps a node of its own: a launch of its own costs it little.
 3. All weights of a group are on one device, since autograd runs a node on one device.
@@ -42,6 +42,8 @@ LEAST = 4
 WITHOUT_LAUNCHES = {"cpu"}
 """Types of devices on which a cast is no launch."""
 _CROSS = ("to", cast_in, unscale_gradient)
+SHARES = (None, torch.float32)
+"""Formats of groups whose results share the memory of the weights."""
 Node = torch.fx.Node
 
 
@@ -66,35 +68,52 @@ def group_weights(module: torch.fx.GraphModule) -> None:
     graph, openings = module.graph, transform_openings(module.graph)
     inverse = next((node for node in graph.find_nodes(op="placeholder") if node.target == INVERSE), None)
     for dtype, group in _groups(module):
-        weights: list[Any] = [node.args[0] for node in group]
-        with graph.inserting_before(outside(openings, weights[0], min(group[0].users))):
+        weights: list[Any] = [nodes[0].args[0] for nodes in group]
+        with graph.inserting_before(outside(openings, weights[0], _reader(group[0], dtype))):
             made = graph.call_function(cross_together, (dtype, inverse, *weights))
             items = [graph.call_function(operator.getitem, (made, place)) for place in range(len(group))]
-        for node, item in zip(group, items, strict=True):
-            item.meta = dict(node.meta)
-            node.replace_all_uses_with(item)
-            graph.erase_node(node)
+        for weight, nodes, item in zip(weights, group, items, strict=True):
+            item.meta = {key: value for key, value in weight.meta.items() if key in ("example_value", "val")}
+            for node in nodes:
+                if node.target is cast_in and dtype in SHARES:
+                    node.op, node.target, node.args = "call_method", "to", (item, node.args[1])
+                    continue
+                item.meta = dict(node.meta)
+                node.replace_all_uses_with(item)
+                graph.erase_node(node)
     module.recompile()
 
 
-def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[Node]]]:
-    """Yield (format, nodes) for each group of nodes that cast small fp32 weights, or unscale their gradients (None)."""
-    nodes = list(module.graph.nodes)
-    stretch = dict(zip(nodes, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in nodes), strict=True))
+def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
+    """Return the first node that will read a weight from its group: a cast that stays, or the first user of a node that goes."""
+    return min(each for node in nodes for each in ([node] if node.target is cast_in and dtype in SHARES else node.users))
+
+
+def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
+    """Yield (format, group) for each group of small fp32 weights, as lists of the nodes that cast a weight or unscale its gradient.
+
+    The format is that of the copies. It is fp32 if all casts stay, and None if other ops read the weights, too.
+    """
+    every = list(module.graph.nodes)
+    stretch = dict(zip(every, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in every), strict=True))
     inputs = [example_value(node) for node in module.graph.find_nodes(op="placeholder")]
-    rooms, groups = dict[Any, int](), defaultdict[Any, list[list[Node]]](list)
-    crossings = [(min(node.users), node, place) for node, (place, *_) in weight_casts(module, True) if node.target in _CROSS and node.users]
-    for reader, node, place in sorted(crossings):
+    crossings = defaultdict[Any, list[Node]](list)
+    for node, (place, *_) in weight_casts(module, True):
         value = inputs[place]
-        if value.dtype != torch.float32 or value.numel() > ELEMENTS or stretch[node] != stretch[reader]:
+        stays = value.device.type in WITHOUT_LAUNCHES
+        if node.target not in _CROSS or not node.users or (node.target == "to" and stays) or stretch[node] != stretch[min(node.users)]:
             continue
-        if node.target == "to" and value.device.type in WITHOUT_LAUNCHES:
-            continue
-        kind = None if node.target is unscale_gradient else node.args[1], value.device, stretch[node]
+        if value.dtype == torch.float32 and value.numel() <= ELEMENTS:
+            crossings[place, stays or node.target is unscale_gradient or node.args[1], stretch[node]].append(node)
+    rooms, groups = dict[Any, int](), defaultdict[Any, list[list[list[Node]]]](list)
+    for (place, how, where), nodes in sorted(crossings.items(), key=lambda each: min(user for node in each[1] for user in node.users)):
+        value = inputs[place]
+        dtype = how if how is not True else None if any(node.target is unscale_gradient for node in nodes) else torch.float32
+        kind = dtype, value.device, where
         if rooms.get(kind, -1) < value.numel():
             groups[kind].append([])
             rooms[kind] = ELEMENTS
         rooms[kind] -= value.numel()
-        groups[kind][-1].append(node)
+        groups[kind][-1].append(nodes)
     for (dtype, *_), made in groups.items():
-        yield from ((dtype, group) for group in made if len(group) >= (LEAST if group[0].target == "to" else 2))
+        yield from ((dtype, group) for group in made if len(group) >= (LEAST if group[0][0].target == "to" else 2))

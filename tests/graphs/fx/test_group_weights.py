@@ -22,6 +22,11 @@ Crossed = Sequence[Tensor]
 CROSSINGS: dict[str, tuple[Callable[..., Crossed], Callable[[Tensor], Tensor], Tensor]] = {
     "casts": (lambda *w: cross_together(torch.bfloat16, None, *w), lambda w: pad_cast(w, torch.bfloat16, ()), torch.tensor(1.0)),
     "scaled": (lambda *w: cross_together(torch.float16, INVERSE, *w), lambda w: pad_cast(w, torch.float16, (), INVERSE), SCALE),
+    "stays": (
+        lambda *w: [each.half() for each in cross_together(torch.float32, INVERSE, *w)],
+        lambda w: pad_cast(w, torch.float16, (), INVERSE),
+        SCALE,
+    ),
     "unscales": (lambda *w: cross_together(None, INVERSE, *w), lambda w: unscale_gradient(w, INVERSE), SCALE),
 }
 every = pytest.mark.parametrize(("together", "alone", "scale"), CROSSINGS.values(), ids=CROSSINGS)

@@ -31,8 +31,8 @@ _NO_CONTEXT = contextlib.nullcontext()
 def cross_together(dtype: torch.dtype | None, inverse: Tensor | None, *weights: Tensor) -> Sequence[Tensor]:
     """Return `weights`, which are fp32, as `dtype`, in one launch. Their gradients are cast to fp32 in another launch.
 
-    If `dtype` is None, the results share the memory of the weights. `inverse`, a 0-dim fp32 tensor, multiplies the gradients; with None
-    they are only cast.
+    If `dtype` is None or fp32, the results share the memory of the weights. With fp32 their gradients may be overwritten: only casts read
+    the results. `inverse`, a 0-dim fp32 tensor, multiplies the gradients; with None they are only cast.
 
     A weight with a hook on its gradient has a node of its own, because autograd calls the hook whenever the node runs. In a shared node the
     hook would get None if only other weights have gradients in a backward. All weights have nodes of their own if one is not plain dense
@@ -55,8 +55,8 @@ def cross_together(dtype: torch.dtype | None, inverse: Tensor | None, *weights: 
 
 def _alone(weight: Tensor, dtype: torch.dtype | None, inverse: Tensor | None) -> Tensor:
     """Return what a weight with a node of its own is for the graph."""
-    if dtype is not None:
-        return pad_cast(weight, dtype, (), inverse)
+    if dtype not in (None, torch.float32):
+        return pad_cast(weight, dtype, (), inverse)  # type: ignore[arg-type]
     return weight if inverse is None else unscale_gradient(weight, inverse)
 
 
@@ -67,7 +67,7 @@ class _Together(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype | None, inverse: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.inverse = dtype, inverse
-        if dtype is None:
+        if dtype is None or dtype is torch.float32:
             return tuple(map(Tensor.detach, weights))
         copies = tuple(map(partial(torch.empty_like, dtype=dtype), weights))
         copy_tensors(copies, weights)
@@ -83,12 +83,12 @@ class _Together(torch.autograd.Function):
         else:
             if factor is not None and factor.device != present[0].device:
                 factor = on_device(factor, present[0].device)
-            if ctx.dtype is not None:
+            if ctx.dtype is not None and ctx.dtype is not torch.float32:
                 made = list(map(partial(torch.empty_like, dtype=torch.float32), present))
                 copy_tensors(made, present)
-                if factor is not None:
-                    torch._foreach_mul_(made, factor)
-            elif factor is not None:
+            if factor is not None and ctx.dtype is None:
                 made = list(torch._foreach_mul(present, factor))
+            elif factor is not None:
+                torch._foreach_mul_(made, factor)
         rest = iter(made)
         return None, None, *(made if len(made) == len(gradients) else [None if each is None else next(rest) for each in gradients])
