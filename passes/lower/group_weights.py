@@ -27,7 +27,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target
 from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, example_value, outside, transform_openings
-from amprewrite.graphs.fx.ops.many_weights import cross_together
+from amprewrite.graphs.fx.ops.many_weights import SHARES, cross_together
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.ir.pass_base import Pass
 from amprewrite.passes.apply.scale_loss import INVERSE
@@ -42,8 +42,6 @@ LEAST = 4
 WITHOUT_LAUNCHES = {"cpu"}
 """Types of devices on which a cast is no launch."""
 _CROSS = ("to", cast_in, unscale_gradient)
-SHARES = (None, torch.float32)
-"""Formats of groups whose results share the memory of the weights."""
 Node = torch.fx.Node
 
 
@@ -69,7 +67,8 @@ def group_weights(module: torch.fx.GraphModule) -> None:
     inverse = next((node for node in graph.find_nodes(op="placeholder") if node.target == INVERSE), None)
     for dtype, group in _groups(module):
         weights: list[Any] = [nodes[0].args[0] for nodes in group]
-        with graph.inserting_before(outside(openings, weights[0], _reader(group[0], dtype))):
+        first = min(_reader(nodes, dtype) for nodes in group)
+        with graph.inserting_before(outside(openings, weights[0], first)):
             made = graph.call_function(cross_together, (dtype, inverse, *weights))
             items = [graph.call_function(operator.getitem, (made, place)) for place in range(len(group))]
         for weight, nodes, item in zip(weights, group, items, strict=True):

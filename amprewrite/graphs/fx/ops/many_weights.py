@@ -23,6 +23,8 @@ from amprewrite.torch_internals.autograd import in_forward_mode
 from amprewrite.torch_internals.dispatch import are_plain, count_dispatch_modes, current_transform
 from amprewrite.torch_internals.kernels import copy_tensors
 
+SHARES = (None, torch.float32)
+"""Formats with which the results of `cross_together` share the memory of the weights."""
 _learns, _hooks, _last_hooks = map(operator.attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _is_there: Callable[[Any], bool] = partial(operator.is_not, None)
 _NO_CONTEXT = contextlib.nullcontext()
@@ -55,7 +57,7 @@ def cross_together(dtype: torch.dtype | None, inverse: Tensor | None, *weights: 
 
 def _alone(weight: Tensor, dtype: torch.dtype | None, inverse: Tensor | None) -> Tensor:
     """Return what a weight with a node of its own is for the graph."""
-    if dtype not in (None, torch.float32):
+    if dtype not in SHARES:
         return pad_cast(weight, dtype, (), inverse)  # type: ignore[arg-type]
     return weight if inverse is None else unscale_gradient(weight, inverse)
 
@@ -67,7 +69,7 @@ class _Together(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype | None, inverse: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.inverse = dtype, inverse
-        if dtype is None or dtype is torch.float32:
+        if dtype in SHARES:
             return tuple(map(Tensor.detach, weights))
         copies = tuple(map(partial(torch.empty_like, dtype=dtype), weights))
         copy_tensors(copies, weights)
@@ -83,7 +85,7 @@ class _Together(torch.autograd.Function):
         else:
             if factor is not None and factor.device != present[0].device:
                 factor = on_device(factor, present[0].device)
-            if ctx.dtype is not None and ctx.dtype is not torch.float32:
+            if ctx.dtype not in SHARES:
                 made = list(map(partial(torch.empty_like, dtype=torch.float32), present))
                 copy_tensors(made, present)
             if factor is not None and ctx.dtype is None:
