@@ -303,17 +303,24 @@ class Session(GraphRewriter):
     def _check_overrides(self) -> None:
         """Raise PolicyError if an override names a node that is in no captured graph.
 
-        Warn if it names a module from which no captured graph has an op with fp32 values.
+        Warn if it names an op or a module, and no captured graph has such an op, or an op of such a module, with fp32 values.
         """
         self._check_node_overrides()
         plans = [part for region in self.regions for part in region.plan.flat("")]
-        modules = {node.module for plan in plans for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN}
-        for asked in (each for each in self.options.overrides if each.scope == "module"):
-            if not any(map(asked.matches_module, modules)):
-                self.warn_once(
-                    f"overrides[{shown(asked.key)}] decides nothing so far: the graphs have no op with fp32 values of that module. It did "
-                    "not run, runs as written (plan.skipped), or only holds weights that other modules read; print(amp.plan) lists all ops"
-                )
+        nodes = [node for plan in plans for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
+        ops, modules = {node.op for node in nodes}, {node.module for node in nodes}
+        for asked in self.options.overrides:
+            if asked.scope == "op" and asked.pattern not in ops:
+                what = f"op {asked.pattern} with fp32 values"
+                causes = "It did not run, or another op does its work, as fused attention does a softmax"
+            elif asked.scope == "module" and not any(map(asked.matches_module, modules)):
+                what = "op with fp32 values of that module"
+                causes = "It did not run, runs as written (plan.skipped), or only holds weights that other modules read"
+            else:
+                continue
+            self.warn_once(
+                f"overrides[{shown(asked.key)}] decides nothing so far: the graphs have no {what}. {causes}; print(amp.plan) lists all ops"
+            )
 
     def _check_node_overrides(self) -> None:
         if any(override.scope == "node" for override in self.options.overrides):

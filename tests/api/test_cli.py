@@ -385,13 +385,28 @@ def test_a_device_that_is_not_planned_for(command: list[str], option: list[str],
     assert stopped.value.code == 2 and says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["plan", "{}:good"], ["explain", "{}:good", "0"], ["diff", "{}:good", "{}:good"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [["plan", "{}:good"], ["explain", "{}:good", "0"], ["diff", "{}:good", "{}:good"], ["lists", "gelu"], ["doctor"]]
+)
 def test_a_device_that_is_not_here(command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = next(folder.glob("models_*.py")).stem
     assert main([*(word.format(module) for word in command), "--run-on", "h100"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("amprewrite: --run-on h100: ") and len(said.splitlines()) == 1
     assert main([*(word.format(module) for word in command), "--run-on", "cpu", *["--json"] * (command[0] == "doctor")]) in (0, 1)
+
+
+@pytest.mark.parametrize("out", ["mixed.pt2", "mixed.onnx"])
+def test_convert_follows_a_plan(out: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = next(folder.glob("models_*.py")).stem
+    assert main(["plan", f"{module}:good", "--dtype", "fp16", "--override", "linear=deny", "-o", "saved.json"]) == 0
+    errors = []
+    for given in ([], ["--plan", "saved.json"]):
+        capsys.readouterr()
+        assert main(["convert", f"{module}:good", out, "--dtype", "fp16", "--json", *given]) == 0
+        errors.append(json.loads(capsys.readouterr().out)["error"])
+    assert errors[0] > 1e-5 > errors[1]  # the plan keeps all products in fp32
+    assert main(["convert", "saved.json", out]) == 2 and "a saved plan as --plan" in capsys.readouterr().err
 
 
 def test_what_is_decided_or_any_devices_takes_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

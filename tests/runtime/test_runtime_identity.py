@@ -384,6 +384,17 @@ def test_a_module_override_without_an_op_is_said_once():
     assert [node.colour.value for node in amp.plan.nodes if node.module == "aux" and node.op == "linear"] == ["high"]
 
 
+def test_an_op_override_without_an_op_is_said_once():
+    """A softmax inside fused attention is no op of its own: who asks for it in fp32 is told that nothing changed."""
+    amp = low(Beside().eval(), overrides={"softmax": "fp32", "linear": "fp32"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            amp(data(2, 8))
+    said = [str(each.message) for each in caught if "decides nothing so far" in str(each.message)]
+    assert len(said) == 1 and said[0].startswith("overrides['softmax'] decides nothing so far: the graphs have no op softmax")
+
+
 def test_contradicting_overrides_name_both():
     with pytest.raises(PolicyError, match=r"first.*fir|fir.*first"):
         low(mlp(), overrides={"module:firs?": "high", "module:fi?st": "low"})(data())

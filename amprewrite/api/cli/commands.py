@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
+from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, first_line, load, load_batches, torch_model
 from amprewrite.api.cli.output import as_json, say, table, text, working
 from amprewrite.api.cli.pt2 import save_program
 from amprewrite.api.rewrite import plan as make_plan
@@ -145,7 +145,7 @@ def diff(options: Options) -> int:
 def convert(options: Options) -> int:
     source, out = load(options.model, options.trust), Path(options.out)
     if isinstance(source, CastPlan):
-        raise UsageError("convert takes a model: name a callable, a .pt2 or an .onnx file")
+        raise UsageError("convert takes a model: name a callable, a .pt2 or an .onnx file, and a saved plan as --plan")
     if out.suffix not in (".onnx", ".pt2") or (out.suffix == ".pt2" and isinstance(source, OnnxModel)):
         raise UsageError(f"{out}: name the result .onnx" + ("" if isinstance(source, OnnxModel) else ", or .pt2 for a PyTorch model"))
     _check_targets(out)
@@ -276,7 +276,7 @@ def calibrate(options: Options) -> int:
 # -- lists, passes, devices --------------------------------------------------------------------------
 def lists(options: Options) -> int:
     fmt = parse_format(options.dtype or DEFAULT_LOW)
-    held = op_lists(options.lists, fmt, named_device(options.device).type if options.device else options.run_on or "cuda")
+    held = op_lists(options.lists, fmt, named_device(options.device).type if options.device else _type(options.run_on or "cuda"))
     if options.op and find_op(options.op) is None:
         raise UsageError(f"there is no op {options.op!r}{did_you_mean(options.op, sorted(OPS), likeness=0.5)}")
     rows = [OPS[find_op(options.op).name]] if options.op else [OPS[name] for name in sorted(OPS)]  # type: ignore[union-attr]
@@ -290,6 +290,13 @@ def lists(options: Options) -> int:
     cells = [(op, kind, _cut(why, room)) for op, kind, why in shown]
     say(table(("op", f"list ({fmt.name})", "why"), cells, [colour.get(kind, "") for _, kind, _ in shown]))
     return 0
+
+
+def _type(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        raise UsageError(f"--run-on {device}: {first_line(error)}; name a device of PyTorch, such as cpu or cuda:0") from error
 
 
 def passes(options: Options) -> int:

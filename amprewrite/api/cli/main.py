@@ -103,8 +103,7 @@ def parser() -> argparse.ArgumentParser:
     made = command("verify", "measure what the plan costs in accuracy, with true rounding")
     made.add_argument("--max-rel-err", type=number, metavar="X", help="status 1 where the output error exceeds X")
     made.add_argument("--top", type=int, default=20, metavar="N", help="rows in the JSON")
-    made.add_argument("--plan", metavar="JSON", help="follow this plan")
-    _policy(made)
+    _policy(made, plan=True)
     made = command("debug", "find what overflows, underflows or cancels; status 1 where something does")
     made.add_argument("--suggest", action="store_true", help="bisect to the fewest nodes to keep in fp32")
     made.add_argument("--max-rel-err", type=number, metavar="X", help="the output error that --suggest aims at")
@@ -138,19 +137,21 @@ def _plan(made: argparse.ArgumentParser) -> None:
     made.add_argument("-o", "--output", metavar="PATH", help="write the plan as JSON")
     made.add_argument("--depth", type=int, metavar="N", help="module levels that pictures open")
     made.add_argument("--errors", action="store_true", help="run the model and put ranges and errors into --html")
-    made.add_argument("--plan", metavar="JSON", help="follow this plan")
-    _policy(made)
+    _policy(made, plan=True)
 
 
 def _convert(made: argparse.ArgumentParser) -> None:
     made.add_argument("out", metavar="OUT", help="the file to write: .onnx, or .pt2 for PyTorch models")
     made.add_argument("--max-rel-err", type=number, metavar="X", help="status 1, and nothing written, where the error exceeds X")
     made.add_argument("--low-io", action="store_true", help="inputs and outputs go low, too")
-    _policy(made)
+    _policy(made, plan=True)
 
 
-def _policy(made: argparse.ArgumentParser) -> None:
+def _policy(made: argparse.ArgumentParser, plan: bool = False) -> None:
+    """Add the options that decide a plan; with `plan`, also --plan."""
     group = _formats(made)
+    if plan:
+        group.add_argument("--plan", metavar="JSON", help="follow this plan")
     kinds = "softmax=deny, module:head=fp32, node:linear_3=low"
     group.add_argument("--override", action="append", default=[], metavar="KEY=KIND", help=kinds)
     ranges = "ranges.json of amprewrite calibrate; for an ONNX file an .npz of inputs by name"
