@@ -20,7 +20,7 @@ from dataclasses import replace
 from amprewrite.ir.cost import TICK, Prices
 from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import Demand, OpNode
-from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.pass_base import Pass, run_passes
 from amprewrite.ir.plans.plan import LEFT, Candidate, RegionPlan
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import BY_COST
@@ -90,8 +90,7 @@ def _on_parity(problem: Problem, colours: dict[str, Colour]) -> Iterator[str]:
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return
     free = Decisions()
-    for each in BY_COST:
-        each(alone, free)
+    run_passes(BY_COST, alone, free, alone.name)
     prices = Prices(alone.graph, alone.costs)
     here, there = prices.of(colours).total * TICK, prices.of(free.colours).total * TICK
     if here > there * (1 + LEAST_TOLD):
@@ -115,8 +114,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
     if lists.name != problem.lists.name:
         graph = graph.exchanged({node.name: _relisted(node, lists) for node in graph})
     relisted, decisions = replace(problem, graph=graph, lists=lists), Decisions()
-    for each in (*PAINTERS[lists.rule], *(SOUND if lists.name == problem.lists.name else ())):
-        each(relisted, decisions)
+    run_passes((*PAINTERS[lists.rule], *(SOUND if lists.name == problem.lists.name else ())), relisted, decisions, problem.name)
     return decisions.colours
 
 

@@ -10,6 +10,7 @@ import gc
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import ClassVar, Generic, TypeVar
 
 from amprewrite.tables.errors import AmpRewriteError, PassError
@@ -26,6 +27,10 @@ class Pass(Generic[Read, Edited]):
     name: ClassVar[str]
     """Name of the pass in messages and in `amprewrite passes`: that of its class in small letters, such as "repaint-by-cost"."""
 
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the object that the pass reads, such as "policy.products". If none of them is set, the pass has nothing to do and is
+    not called. () for a pass that always runs."""
+
     def __init_subclass__(cls) -> None:
         cls.name = re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
@@ -35,11 +40,13 @@ class Pass(Generic[Read, Edited]):
 
 
 def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited, where: str = "graph") -> None:
-    """Run passes in order. `where` is the name of the graph in error messages.
+    """Run the passes that have something to do, in order. `where` is the name of the graph in error messages.
 
     An unexpected exception becomes a PassError that names the pass and the passes that ran before it.
     """
     for place, each in enumerate(passes):
+        if each.needs and not any(attrgetter(name)(read) for name in each.needs):
+            continue
         before = ", ".join(earlier.name for earlier in passes[:place]) or "nothing"
         with failing_as_pass(f"pass {each.name}", f" on {where} after {before}"), no_collection():
             each(read, edited)

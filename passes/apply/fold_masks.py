@@ -43,6 +43,8 @@ DROPPED = (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK)
 
 
 class FoldMasks(Pass[RegionPlan, EditedGraph]):
+    needs = ("edits",)
+
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         asked = {edited.nodes[name]: what for name, what in plan.edited(*DROPPED, Edit.LOOK_UP_MASK, Edit.LOOK_AT_MASK).items()}
         for place, (mask, calls) in enumerate(mask_readers(edited.module.graph).items()):

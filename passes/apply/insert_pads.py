@@ -35,9 +35,10 @@ FRESH = ops_with(Trait.FRESH) | {"cast"}
 
 
 class InsertPads(Pass[RegionPlan, EditedGraph]):
+    needs = ("pads",)
+
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
-        if plan.pads:
-            _Insertion(plan, edited).run()
+        _Insertion(plan, edited).run()
 
 
 class _Insertion:

@@ -38,6 +38,8 @@ KEPT = ("nn_module_stack", "stack_trace")
 
 
 class InsertProducts(Pass[RegionPlan, EditedGraph]):
+    needs = ("quantised", "edits")
+
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         _ProductInsertion(plan, edited).run()
         for name in plan.edited(Edit.WIDE_PRODUCT):

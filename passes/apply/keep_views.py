@@ -22,10 +22,12 @@ from amprewrite.passes.apply.insert_casts import CAST
 
 
 class KeepViews(Pass[RegionPlan, EditedGraph]):
+    needs = ("training",)
+
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         graph = edited.module.graph
         output = graph.find_nodes(op="output")[0]
-        copies = [node for node in output.all_input_nodes if plan.training and _is_copy(node) and list(node.users) == [output]]
+        copies = [node for node in output.all_input_nodes if _is_copy(node) and list(node.users) == [output]]
         made = [node for node in copies if is_view(_copied(node))]
         for node in made:
             with graph.inserting_after(node):  # right after the copy, so that both run in the same grad mode

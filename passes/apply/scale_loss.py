@@ -58,9 +58,9 @@ SCALE, INVERSE = "amprewrite_scale", "amprewrite_inverse"
 
 
 class ScaleLoss(Pass[RegionPlan, EditedGraph]):
+    needs = ("scales_loss",)
+
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
-        if not plan.scales_loss:
-            return
         weights = {edited.nodes[node.name] for node in plan.nodes if node.role == "parameter"}
         high = {edited.nodes[node.name] for node in plan.nodes if node.colour is not Colour.LOW}
         scale_loss(edited.module.graph, weights, high)

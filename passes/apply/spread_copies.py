@@ -28,6 +28,8 @@ one copy of a weight, and there groups of MOST_READERS are exact enough: each fu
 
 
 class SpreadCopies(Pass[RegionPlan, EditedGraph]):
+    needs = ("edits",)
+
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         openings = transform_openings(edited.module.graph)
         copies = [copy for name in plan.edited(Edit.SPREAD_COPIES) for copy in edited.nodes[name].users if _is_low(copy)]

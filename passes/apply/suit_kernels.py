@@ -28,6 +28,8 @@ from amprewrite.tables.vocabulary import Edit
 
 
 class SuitKernels(Pass[RegionPlan, EditedGraph]):
+    needs = ("edits",)
+
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         for name in plan.edited(Edit.FP32_STATISTICS):
             _give_ones(edited.nodes[name])

@@ -46,8 +46,10 @@ Node = torch.fx.Node
 
 
 class GroupWeights(Pass[Target, EditedGraph]):
+    needs = ("eager",)
+
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        if target.eager and any(map(_launches, edited.module.graph.find_nodes(op="placeholder"))):
+        if any(map(_launches, edited.module.graph.find_nodes(op="placeholder"))):
             edited.make_own()
             group_weights(edited.module)
 

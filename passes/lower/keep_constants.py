@@ -41,8 +41,10 @@ NAME = "amprewrite_constants"
 
 
 class KeepConstants(Pass[Target, EditedGraph]):
+    needs = ("eager",)
+
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        if target.eager and (results := _results(edited.module)):
+        if results := _results(edited.module):
             copy_of = edited.make_own()
             keep_constants(edited.module, [copy_of(result) for result in results])
 

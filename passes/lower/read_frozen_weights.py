@@ -32,9 +32,9 @@ CompiledFn = Callable[..., Any]
 
 
 class ReadFrozenWeights(Pass[Target, EditedGraph]):
+    needs = ("frozen",)
+
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        if not target.frozen:
-            return
         _refuse_writes(edited.module, target.frozen)
         if target.training and target.weight_cache is None:
             edited.make_own()

@@ -19,9 +19,10 @@ from amprewrite.ir.pass_base import Pass
 
 
 class RestoreCheckpoints(Pass[Target, EditedGraph]):
+    needs = ("eager",)
+
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        if target.eager:
-            restore_checkpoints(edited.module)
+        restore_checkpoints(edited.module)
 
 
 def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) -> None:

@@ -38,8 +38,10 @@ _PLAIN: dict[str, Any] = {"weight": None, "size_average": None, "reduce": None, 
 
 
 class SplitLosses(Pass[Target, EditedGraph]):
+    needs = ("eager",)
+
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        if not (target.eager and target.training) or not _large(edited.module.graph):
+        if not target.training or not _large(edited.module.graph):
             return
         edited.make_own()
         for node in _large(edited.module.graph):

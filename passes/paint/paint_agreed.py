@@ -18,6 +18,8 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class PaintAgreed(Pass[Problem, Decisions]):
+    needs = ("agreed.places",)
+
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         whys = problem.agreed.whys_of(problem.graph)
         for name, colour in problem.agreed.of(problem.graph).items():

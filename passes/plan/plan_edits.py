@@ -18,6 +18,8 @@ from amprewrite.tables.vocabulary import Edit
 
 
 class PlanEdits(Pass[Problem, Decisions]):
+    needs = ("far_constants", "bare_norms", "bare_taps", "run_by_steps")
+
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         decisions.edit_low(problem, problem.far_constants, Edit.CLAMP_CONSTANTS)
         decisions.edit_low(problem, problem.bare_norms, Edit.FP32_STATISTICS)

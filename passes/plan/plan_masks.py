@@ -28,6 +28,8 @@ FIXED = (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK)
 
 
 class PlanMasks(Pass[Problem, Decisions]):
+    needs = ("masks", "repeated_heads", "strided_masks")
+
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         found = {call: edit for call, edit in problem.masks.items() if edit in FIXED or problem.fold_masks == "any"}
         for call, edit in found.items():

@@ -56,6 +56,8 @@ RANKS, SHARES = ops_with(Trait.RANKS), ops_with(Trait.SHARES_OUT)
 
 
 class PlanProducts(Pass[Problem, Decisions]):
+    needs = ("matrix_products", "given", "policy.products")
+
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
         wide = [name for name in problem.matrix_products if _is_wide(problem, decisions, name)]
         for name in wide:

@@ -20,9 +20,9 @@ MARGIN = 0.05
 
 
 class DeclineSmallGraphs(Pass[Problem, Decisions]):
+    needs = ("policy.may_decline",)
+
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
-        if not problem.policy.may_decline:
-            return
         colours = decisions.colours
         if Colour.LOW in problem.agreed.of(problem.graph).values():
             return

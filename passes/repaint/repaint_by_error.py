@@ -15,9 +15,10 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class RepaintByError(Pass[Problem, Decisions]):
+    needs = ("keep_high",)
+
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
-        if problem.keep_high is None:
-            return
+        assert problem.keep_high is not None
         keep = problem.keep_high.of(problem.graph)
         if keep is None:
             decisions.note("the search for an accuracy never ran this graph: it is planned without regard to accuracy")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from amprewrite.ir.decisions import Decisions
+from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import pipeline
@@ -71,7 +72,7 @@ def _progress(region: RegionPlan, name: str) -> Progress:
     problem, decisions, by = _problem(region), Decisions(), dict[str, str]()
     for each in pipeline(problem):
         before = dict(decisions.paints)
-        each(problem, decisions)
+        run_passes((each,), problem, decisions, region.name)
         by |= {node: each.name for node, painted in decisions.paints.items() if before.get(node) != painted}
         if each.name == name:
             break
