@@ -19,18 +19,16 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
+from amprewrite.graphs.fx.flow.attention_calls import read_repeated_heads, read_strided_masks
 from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps, read_run_by_steps
 from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
-from amprewrite.graphs.fx.flow.repeated_heads import read_repeated_heads
-from amprewrite.graphs.fx.flow.strided_masks import read_strided_masks
 from amprewrite.graphs.fx.flow.summands import read_summands
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
-from amprewrite.graphs.fx.ops.attention_masks import MASK, argument, read_masks
+from amprewrite.graphs.fx.ops.attention_masks import ATTENTION, MASK, argument, read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
-from amprewrite.graphs.fx.read.counts import read_counts
-from amprewrite.graphs.fx.read.magnitudes import factors, magnitudes, offsets
 from amprewrite.graphs.fx.read.matrix_products import read_matrix_products
+from amprewrite.graphs.fx.read.number_facts import factors, magnitudes, offsets, read_counts
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.range_dangers import exchanges_infinities
 from amprewrite.ir.decisions import Decisions
@@ -146,9 +144,10 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
     """Return facts about attention calls, as fields of `Problem`: edits that masks allow, ops that repeat heads, strided masks.
 
-    Returns {} if `fold_masks` is off. `around` maps the inputs of a body to the nodes of the surrounding graph that are passed for them.
+    Returns {} if `fold_masks` is off or nothing attends. `around` maps the inputs of a body to the nodes of the surrounding graph that are
+    passed for them.
     """
-    if not captured.problem.fold_masks:
+    if not captured.problem.fold_masks or not any(node.op == ATTENTION for node in captured.problem.graph):
         return {}
     names, graph = captured.names, captured.module.graph
     masks = {names[call]: edit for call, edit in read_masks(graph, around or {}).items()}

@@ -1,22 +1,35 @@
-"""The functions of this package that other packages call. `search_options` serves the options of `rewrite` that run the model on data."""
+"""The functions of this package that other packages call. `search_options` serves the options of `rewrite` that run the model on data.
+
+`calibrate` records the ranges of a model's values on sample batches, to show where fp16 would overflow or underflow:
+
+1. Capture the model as `rewrite` does, so that graphs and nodes have the names of the plan.
+2. Run every batch in fp32, op by op. Merge the range of every fp32 result (`ValueRange.of`) into the record, and free the result.
+3. If a loss is given, run backward too, and record the range of every result's gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from amprewrite.accuracy.calibrate import calibrate
 from amprewrite.accuracy.debug import debug
 from amprewrite.accuracy.frontier import search
 from amprewrite.accuracy.sensitivity import sensitivity
 from amprewrite.accuracy.strict.metric import parse_metric
-from amprewrite.accuracy.trial import CallArguments, tee
+from amprewrite.accuracy.trial import Batches, CallArguments, Forward, Loss, Trial, loss_of, tee
 from amprewrite.accuracy.verify import verify
+from amprewrite.graphs.fx.run.observer import Observer
+from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
+from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
-from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.boundary.consoles import bar
+from amprewrite.tables.boundary.members import parameters_in
+from amprewrite.tables.errors import CalibrationError, PolicyError
+from amprewrite.tables.formats import LOW_FORMATS
 
 
 def search_options(
@@ -50,4 +63,67 @@ def search_options(
     return replace(options, keep_high=search(module, batches, options, tolerance, accuracy, metric=metric).keep_high)
 
 
-__all__ = ["calibrate", "debug", "search_options", "sensitivity", "verify"]
+
+def calibrate(
+    model: nn.Module | torch.export.ExportedProgram,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Calibration:
+    """Record the range of every fp32 value of `model` on `batches`, for `rewrite(model, calibration=...)`.
+
+    The model runs in fp32, in its current mode (train or eval). Its parameters, gradients, buffers and random state do not change.
+    Memory use does not grow with the number of batches.
+
+    Args:
+        batches: an iterable such as a DataLoader. A batch that is a tensor is passed as the only argument, a tuple or list as positional
+            arguments, a mapping as keyword arguments. Sizes may differ between batches; structure and dtypes must not.
+        loss: a function that takes the model's result and returns a tensor with one element, e.g. `lambda out: out.loss`. If given,
+            backward runs too, and the calibration has the ranges of all gradients.
+        forward: a function that calls the model on a batch in another way: `lambda model, batch: model(batch[0])`.
+        progress: show a progress bar on a terminal or in a notebook.
+
+    Raises:
+        CalibrationError: there is no batch; batches differ in structure, hold NaN or infinities, or do not fit the model; no part of
+            the model can be captured; the loss is not a tensor with one element, or depends on no parameter that takes gradients.
+    """
+    module = module_of(model)
+    trial = Trial(module, Options(LOW_FORMATS[0]), forward)
+    watch = Observer(gradients=loss is not None)
+    checked = Batches(batches, module, forward is not None)
+    count = 0
+    with bar("calibrating", len(checked) or None, progress) as advance:
+        for batch in checked:
+            with torch.set_grad_enabled(loss is not None):
+                try:
+                    result = trial.run(batch, watch)
+                except (TypeError, ValueError, RuntimeError, LookupError) as error:
+                    said = f"batch {count + 1} cannot be run: {type(error).__name__}: {error}"
+                    raise CalibrationError(f"{said}; forward= says how to call the model on a batch") from error
+                if loss is not None:
+                    _backward(loss, result, module)
+            count += 1
+            advance()
+    trial.check_captured()
+    return Calibration(trial.name, parameters_fingerprint(module), count, tuple(watch.regions.values()))
+
+
+def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
+    """Run backward from `loss(result)`, so that the observer's hooks see each gradient. No `.grad` changes.
+
+    Raises CalibrationError if the loss cannot be computed, is not a tensor with one element, or depends on no parameter that takes
+    gradients.
+    """
+    value = loss_of(loss, result, CalibrationError)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CalibrationError(f"loss= must give a scalar tensor, not {what}")
+    parameters = [p for p in parameters_in(module) if p.requires_grad]
+    if not value.requires_grad or not parameters:
+        raise CalibrationError("loss= gives a value that does not depend on any parameter that takes gradients")
+    torch.autograd.grad(value, parameters, allow_unused=True)
+
+
+__all__ = ["Calibration", "calibrate", "debug", "search_options", "sensitivity", "verify"]

@@ -11,8 +11,7 @@ from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.constants import ConstantRead
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.evidence.summands import Summands
-from amprewrite.ir.op_calls import Call
-from amprewrite.ir.op_graph import OpGraph
+from amprewrite.ir.op_graph import Call, OpGraph
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy

@@ -28,7 +28,6 @@ class Extra:
 
 _BACKEND = ("amprewrite/api/compile_backend.py", "amprewrite/runtime/torch_compile.py")
 _DRAWINGS = tuple(f"amprewrite/report/{name}" for name in ("drawings.py", "html", "pictures"))
-_GATHERS = ("amprewrite/api/gather_low.py", "amprewrite/runtime/weights/low_gather.py")
 _ONNX = ("amprewrite/api/onnx", "amprewrite/graphs/onnx", "amprewrite/tables/ops/onnx_names.py")
 _MEASURED = ("amprewrite/graphs/fx/run/measure.py",)
 EXTRAS: dict[str, Extra] = {
@@ -39,7 +38,7 @@ EXTRAS: dict[str, Extra] = {
     "command line": Extra("amprewrite.api.cli.main", ("amprewrite/api/cli", "amprewrite/__main__.py")),
     "training log": Extra("amprewrite.api.training_log", ("amprewrite/api/training_log.py",), ("TrainingLog",)),
     "measured prices": Extra("amprewrite.graphs.fx.run.measure", _MEASURED),
-    "low gathers": Extra("amprewrite.api.gather_low", _GATHERS, ("LowGathers", "gather_low")),
+    "low gathers": Extra("amprewrite.api.gather_low", ("amprewrite/api/gather_low.py",), ("LowGathers", "gather_low")),
     "ONNX": Extra("amprewrite.api.onnx.door", _ONNX, ("rewrite_onnx",)),
     "integrations": Extra("amprewrite.integrations", ("amprewrite/integrations",)),
 }

@@ -21,8 +21,7 @@ from typing import Any
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.flow.repeated_heads import GROUPED, KEY, VALUE, read_repeated_heads
-from amprewrite.graphs.fx.flow.strided_masks import returned_memory
+from amprewrite.graphs.fx.flow.attention_calls import GROUPED, KEY, VALUE, read_repeated_heads, returned_memory
 from amprewrite.graphs.fx.node_facts import example_value, memory_of, set_argument
 from amprewrite.graphs.fx.ops.attention_masks import (
     CAUSAL,

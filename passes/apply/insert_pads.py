@@ -17,7 +17,7 @@ import torch.fx
 from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.node_facts import LEAVES, Openings, example_value, outside, tensors, transform_openings
 from amprewrite.graphs.fx.ops.pad_ops import batch_norm_padded, pad_cast, resize
-from amprewrite.ir.op_calls import Call, Shape
+from amprewrite.ir.op_graph import Call, Shape
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout, PadCopy, extents, physical
 from amprewrite.ir.plans.plan import RegionPlan

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from amprewrite.ir.decisions import Decisions
-from amprewrite.ir.op_calls import Call, Ref
+from amprewrite.ir.op_graph import Call, Ref
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import KINDS, Layout, PadCopy, PaddedValue, PadPlan, PadRegion
 from amprewrite.ir.plans.plan import Cast

@@ -17,10 +17,9 @@ from torch import nn
 import amprewrite
 from amprewrite import AccuracyError, CalibrationError, PolicyError
 from amprewrite.accuracy.error_cut import Chain
-from amprewrite.accuracy.frontier import NEIGHBOURS, bisect, search
+from amprewrite.accuracy.frontier import NEIGHBOURS, bisect, planned, search
 from amprewrite.accuracy.sensitivity import measure_edges
 from amprewrite.accuracy.strict.metric import Metric
-from amprewrite.accuracy.strict.score import planned
 from amprewrite.accuracy.trial import Trial
 from amprewrite.accuracy.verify import verify
 from amprewrite.graphs.fx.captured import Captured

@@ -26,7 +26,7 @@ from torch import nn
 import amprewrite
 from amprewrite import Calibration, CaptureError, EmitError, PolicyError
 from amprewrite.api.cli.main import main
-from amprewrite.api.cli.pt2 import save_program
+from amprewrite.api.cli.models import save_program
 from amprewrite.graphs.onnx.read.load import load
 from amprewrite.graphs.onnx.run.onnx_runtime import session
 from amprewrite.graphs.onnx.write.save import written

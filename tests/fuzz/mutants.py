@@ -75,14 +75,14 @@ MUTANTS = (
     ),
     Mutant(
         "clipping-hides-overflow", "what left the graph non-finite is forgotten once the loop clips it away", ("states",), ("'fp16'", "'value'", "net='Single'"),
-        (("amprewrite/runtime/training/overflow_control.py", "                note.ended(share)\n        if self.adopt and",
+        (("amprewrite/runtime/training/training.py", "                note.ended(share)\n        if self.adopt and",
           "                pass\n        if False and"),),
     ),
     Mutant(
         "closure-unguarded", "the first step of a closure loop is not guarded", ("states",), ('closure', "'fp16'"),
         (("amprewrite/runtime/training/forward_scale.py", "        if known or look():\n", "        if True:\n"),
-         ("amprewrite/runtime/training/overflow_control.py", "            guard_of(optimizer).resume()\n        learns", "            guard_of(optimizer).resume()\n        _BEFORE_STEPS.add(self._adopt)\n        learns"),
-         ("amprewrite/runtime/training/overflow_control.py", "        if self.adopt and self.loss_scale.enabled:\n            _BEFORE_STEPS.add(self._adopt)\n", "")),
+         ("amprewrite/runtime/training/training.py", "            guard_of(optimizer).resume()\n        learns", "            guard_of(optimizer).resume()\n        _BEFORE_STEPS.add(self._adopt)\n        learns"),
+         ("amprewrite/runtime/training/training.py", "        if self.adopt and self.loss_scale.enabled:\n            _BEFORE_STEPS.add(self._adopt)\n", "")),
     ),
     Mutant(
         "write-to-input-inside", "a write in place to an input is not on the path of its low readers", ("programs", "states"), ('inplace', 'break', "'fp16'"),

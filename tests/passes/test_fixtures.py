@@ -51,8 +51,7 @@ from amprewrite.ir.evidence.constants import ConstantRead, Loss
 from amprewrite.ir.evidence.ranges import KeepHigh, fingerprint
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.policies.pad_policy import parse_pad
-from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.policies.product_policy import parse_products
+from amprewrite.ir.policies.policy import Policy, parse_products
 from amprewrite.passes import CLEAN_EXPORTED, NORMALISE, plan_region
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.lower.dry_run import dry_run

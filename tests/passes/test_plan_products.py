@@ -14,8 +14,7 @@ from amprewrite import passes
 from amprewrite.ir.evidence.agreed import Agreed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.plans.product_plan import ProductReason, QuantisedProducts
-from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.policies.product_policy import parse_products
+from amprewrite.ir.policies.policy import Policy, parse_products
 from amprewrite.ir.product_cost import ProductPrices
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan import plan_products

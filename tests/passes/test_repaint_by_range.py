@@ -9,7 +9,7 @@ import torch
 from chains import Case, chain, letters
 
 import amprewrite
-from amprewrite.graphs.fx.read.magnitudes import largest
+from amprewrite.graphs.fx.read.number_facts import largest
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, ValueRange, fingerprint
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
 from amprewrite.tables.vocabulary import Colour, Reason

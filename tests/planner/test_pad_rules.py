@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.ops.pad_ops import pad_dims, resize
-from amprewrite.ir.op_calls import Call
+from amprewrite.ir.op_graph import Call
 from amprewrite.ir.plans.pad_plan import PadPlan
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy
@@ -334,7 +334,7 @@ def test_padding_of_a_constant_gives_what_the_rule_says(name: str, constant: flo
 )  # fmt: skip
 def test_what_would_not_stay_finite_is_a_hazard(name: str, content: Any) -> None:
     x = Call("x", "input", shapes=((4, 6),), role="input")
-    from amprewrite.ir.op_calls import Ref
+    from amprewrite.ir.op_graph import Ref
 
     call = Call("y", name, (Ref("x"),), {}, ((4, 6),))
     rule = RULES[name](View(call, {"x": x, "y": call}))

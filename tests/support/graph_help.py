@@ -21,7 +21,7 @@ import amprewrite.runtime.captured.region
 import amprewrite.runtime.captured.weight_watch
 import amprewrite.runtime.training.loss_scale
 import amprewrite.runtime.training.optimizers.optimizer_hooks
-import amprewrite.runtime.training.overflow_control
+import amprewrite.runtime.training.training
 from amprewrite.runtime.training.loss_scale import LossScale
 
 SYNCS = {

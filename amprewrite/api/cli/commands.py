@@ -18,9 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, first_line, load, load_batches, torch_model
+from amprewrite.api.cli.models import (
+    OnnxModel,
+    Source,
+    TorchModel,
+    UsageError,
+    first_line,
+    load,
+    load_batches,
+    save_program,
+    torch_model,
+)
 from amprewrite.api.cli.output import as_json, say, table, text, working
-from amprewrite.api.cli.pt2 import save_program
 from amprewrite.api.rewrite import plan as make_plan
 from amprewrite.api.rewrite import rewrite
 from amprewrite.ir.evidence.ranges import Calibration, as_text

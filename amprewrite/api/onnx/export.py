@@ -20,7 +20,7 @@ from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.compare import relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
 from amprewrite.graphs.onnx.run.samples import Feed
-from amprewrite.graphs.onnx.write.quantise import OPSET
+from amprewrite.graphs.onnx.write.apply_plan import OPSET
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.runtime.ambient.kept_state import state_kept

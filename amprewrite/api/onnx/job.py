@@ -43,15 +43,13 @@ from amprewrite.graphs.onnx.run.onnx_runtime import (
 )
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
-from amprewrite.graphs.onnx.write.apply_plan import apply_plan
-from amprewrite.graphs.onnx.write.quantise import OPSET, insert_quantised
+from amprewrite.graphs.onnx.write.apply_plan import OPSET, apply_plan, insert_quantised
 from amprewrite.graphs.onnx.write.save import Written, written
 from amprewrite.ir.evidence.constants import Loss
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, fingerprint
 from amprewrite.ir.follow_plan import may_quantise
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
-from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.policies.product_policy import ProductPolicy, parse_products
+from amprewrite.ir.policies.policy import Policy, ProductPolicy, parse_products
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan

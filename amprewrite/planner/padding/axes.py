@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from amprewrite.ir.op_calls import Size
-from amprewrite.ir.op_graph import DisjointSets
+from amprewrite.ir.op_graph import DisjointSets, Size
 
 
 class Axes:

@@ -14,8 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from amprewrite.ir.op_calls import Call
-from amprewrite.ir.op_graph import DisjointSets
+from amprewrite.ir.op_graph import Call, DisjointSets
 from amprewrite.ir.plans.pad_plan import Factors, Layout, PadCopy, extents
 from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
 from amprewrite.planner.padding.axes import Axes

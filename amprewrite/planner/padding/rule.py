@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from amprewrite.ir.op_calls import Call, Ref, Shape
+from amprewrite.ir.op_graph import Call, Ref, Shape
 
 MIXED = "mixed"
 Content = float | str

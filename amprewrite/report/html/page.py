@@ -1,7 +1,9 @@
-"""The HTML report: one self-contained file that loads nothing from the network.
+"""A plan in HTML: the report, one self-contained file that loads nothing from the network, and the fragment that a notebook shows.
 
-This module collects the data of the page, and `assets/report.*` draw the page. The data is JSON with `<` escaped, so that no name in a
+This module collects the data of the report, and `assets/report.*` draw it. The data is JSON with `<` escaped, so that no name in a
 model can end the script or add markup.
+
+The fragment holds the summary, a table of modules, and the graph if it is small.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ import math
 import time
 from collections import Counter
 from functools import cache
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, shape_of
-from amprewrite.report.counts import by_impact, cast_kind, casts_by_kind, module_tree, node_bytes
+from amprewrite.report.counts import amount, by_impact, cast_kind, casts_by_kind, folded, module_tree, node_bytes, share
 from amprewrite.report.pictures.graph import Drawing, draw
+from amprewrite.report.pictures.svg import HIGH, LOW, to_svg
 from amprewrite.report.questions.explain import bare_name, region_of, what_would_change
 from amprewrite.report.questions.what_if import WhatIf
 from amprewrite.tables.boundary.files import write_text
+from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.vocabulary import Colour
 
 SECONDS = 5.0
@@ -147,3 +152,36 @@ def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[
         trial = asked.get(region.name) if time.monotonic() < until else None
         found[node.name] = what_would_change(node, bare_name(plan, node), plan.low, trial)
     return found
+
+
+MOST_DRAWN = 60
+"""Largest number of ops of a plan whose graph is drawn below the table."""
+ROWS = 24
+"""Largest number of rows of the table of modules."""
+
+
+def to_notebook(plan: ModelPlan, summary: str) -> str:
+    """Return the plan as an HTML fragment with inline styles, which needs no stylesheet and no script. `summary` is the text at its top."""
+    cell = 'style="padding:2px 10px;text-align:right;white-space:nowrap"'
+    first = 'style="padding:2px 10px;text-align:left;white-space:nowrap"'
+    rows = []
+    for depth, row in folded(module_tree(plan), ROWS):
+        name = "&nbsp;" * 3 * depth + escape(printable(row.name) or "the model") + (f" ({row.times}×)" if row.times > 1 else "")
+        whole = max(row.low + row.high, 1)
+        bar = (
+            f'<div style="width:70px;height:7px;border-radius:3px;overflow:hidden;background:{HIGH if row.high else "#ccc"}">'
+            f'<div style="width:{100 * row.low / whole:.0f}%;height:7px;background:{LOW}"></div></div>'
+        )
+        flops = amount(row.flops) if row.flops else "-"
+        values = (str(row.ops), str(row.casts), str(row.weight_casts), flops, share(row.low_flops, row.flops))
+        cells = "".join(f"<td {cell}>{value}</td>" for value in values)
+        rows.append(f"<tr><td {first}>{name}</td><td {first}>{bar}</td>{cells}</tr>")
+    titles = "".join(f"<th {cell}>{title}</th>" for title in ("ops", "casts", "weights", "FLOPs", "low"))
+    head = f"<tr><th {first}>module</th><th {first}>low, high</th>{titles}</tr>"
+    table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    lines = "<br>".join(escape(line) for line in summary.splitlines())
+    drawing = ""
+    if sum(node.role == "op" for node in plan.nodes) <= MOST_DRAWN:
+        frame = "max-width:100%;overflow:auto;background:#fff"
+        drawing = f'<details><summary>graph</summary><div style="{frame}">{to_svg(plan)}</div></details>'
+    return f'<div><p style="margin:4px 0">cast plan, low = {escape(plan.low)}: {lines}</p>{table}{drawing}</div>'

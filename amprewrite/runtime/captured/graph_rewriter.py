@@ -273,8 +273,8 @@ class GraphRewriter(CallRecord):
 
     def policy_for(self, device: str) -> Policy:
         """Return the policy for a model on `device`, such as "cuda". Each restriction gives a note, such as a device without a gain."""
-        kept = self.cache.block() is not None
-        return policy_on(self._row(device), self.options, self.note, kept, runnable(self.options.products, device, self.note))
+        kept, products = self.cache.block() is not None, self.options.products
+        return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 
     def _in_parts(self) -> bool:
         """True if code of the model may run between the graphs of this forward."""

@@ -26,7 +26,7 @@ from amprewrite.graphs.fx.node_facts import is_opaque
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.on_device import local_part
 from amprewrite.graphs.fx.read.bodies import operands
-from amprewrite.graphs.fx.read.magnitudes import largest, weights_among
+from amprewrite.graphs.fx.read.number_facts import largest, weights_among
 from amprewrite.ir.evidence.range_rules import Fit, fit
 from amprewrite.ir.op_graph import Demand
 from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in

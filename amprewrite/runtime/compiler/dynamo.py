@@ -28,8 +28,14 @@ from amprewrite.graphs.log_quiet import Unlogged, has_logger
 from amprewrite.ir.pass_base import no_collection
 from amprewrite.runtime.ambient.low_cache import shared_sizes
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
-from amprewrite.runtime.compiler.handlers import breaking_at_gradients, breaking_at_hooks, recurrent_layers_whole, sharing_sizes
-from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
+from amprewrite.runtime.compiler.heard import (
+    breaking_at_gradients,
+    breaking_at_hooks,
+    recurrent_layers_whole,
+    regions_around,
+    reporting_autocast_on,
+    sharing_sizes,
+)
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.tables.boundary.members import modules_in, parameters_in
 from amprewrite.tables.errors import CaptureError

@@ -1,23 +1,273 @@
-"""Train one rewritten model: give each forward its loss scale, guard the optimizers of the model, and find overflows."""
+"""Train one rewritten model: give each forward its loss scale, find the optimizers of the model, and have overflowing steps skipped.
+
+Each rewritten model has a gate, its `StepGate`. The gate puts hooks on each optimizer, which check gradients before a step and skip the
+step if they overflowed (optimizers/optimizer_hooks.py).
+
+A gate finds an optimizer
+
+1. when `attach` is called with it;
+2. in forward number 1, 2, 4, 8, ... without a known optimizer: these forwards search the objects of the process for optimizers that
+   own a parameter of the model;
+3. at the optimizer's first step, by a hook that PyTorch calls before the steps of all optimizers. The gradients of that step were not
+   scaled, so the step does not change the scale. The step is skipped if the gradients overflowed.
+
+`forward_scale.py` decides which scale a forward has until an optimizer is found. If the model is trained and none is found, a single
+warning says that gradients are not scaled (optimizers/scale_mistakes.py).
+
+The hook for all optimizers does nothing to optimizers of other models. Without it, an optimizer that was copied, unpickled or made by a
+trainer would apply infinities to the weights without a message. The hook is removed with the last gate.
+
+Training does not skip steps for ever: after `max_consecutive_skips` skips in a row an error names the likely cause (step_record.py).
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from amprewrite.graphs.fx.weights.step_listeners import StepListeners
 from amprewrite.runtime.ambient.past import asking_node
+from amprewrite.runtime.parts import is_flattened
+from amprewrite.runtime.training.backwards import BackwardEnd, Noted
 from amprewrite.runtime.training.forward_scale import ForwardScale
 from amprewrite.runtime.training.loss_scale import LossScale
-from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
-from amprewrite.runtime.training.optimizers.unscaled import unscaled_message
-from amprewrite.runtime.training.overflow_control import StepGate
+from amprewrite.runtime.training.nonfinite import params_of
+from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, optimizer_inside, parameters_of
+from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of
+from amprewrite.runtime.training.optimizers.scale_mistakes import GradScalers, UnscaledBackwards, unscaled_message
 from amprewrite.runtime.training.overflow_probe import OverflowProbe
+from amprewrite.runtime.training.step_record import StepRecord
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import NARROW_DTYPES
 from amprewrite.torch_internals.trees import tree_leaves
+
+
+@dataclass(eq=False)
+class StepGate(StepRecord):
+    """Skips the optimizer steps of one model whose gradients overflowed, and updates the loss scale after each step."""
+
+    on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
+    """Called with the weights once it is clear that the model is trained although no optimizer is known."""
+    first: frozenset[int] = frozenset()
+    """Ids of the model's parameters at the rewrite. They identify parameters that FSDP1 takes out of the model during a forward."""
+    adopt: bool = field(default=True, init=False)
+    """True if this object searches for optimizers of its model; False once the model is no longer rewritten."""
+    _stray: bool = field(init=False)
+    """True if there may be a parameter with gradients that no known optimizer owns."""
+    _known: set[int] | None = field(init=False)
+    """Ids of all parameters of known optimizers; None until they are needed in the current forward."""
+
+    def __post_init__(self) -> None:
+        self.first = self.first or frozenset(map(id, self.parameters()))
+        self._forget_optimizers()
+
+    def attach(self, optimizer: Optimizer, copies: bool = False, group: Any = None) -> None:
+        """Guard `optimizer`: skip each of its steps whose gradients overflowed, and update the loss scale after each step.
+
+        `copies`: the optimizer steps copies of the parameters, kept elsewhere, and the loop copies gradients to them, as with offloading.
+        `group`: a process group whose ranks step other parts of the model. If one rank skips a step, all skip it.
+
+        Raises PolicyError if the optimizer is attached already, owns an fp16 parameter of the model, or owns none and `copies` is false.
+        """
+        optimizer = optimizer_inside(optimizer)
+        if optimizer in self._attached:
+            raise PolicyError(f"this {type(optimizer).__name__} is attached already; attach each optimizer once")
+        if not (copies or self._owns(optimizer)):
+            raise PolicyError(
+                f"this {type(optimizer).__name__} owns none of the model's parameters, so there is nothing to guard; build it "
+                "from amp.parameters() or leave it out, or say attach(optimizer, copies=True) if it steps copies of them"
+            )
+        if copies:
+            self._copies.add(optimizer)
+        self._guard(optimizer)
+        if group is not None:
+            guard_of(optimizer).agree_with(group)
+        self._attached.add(optimizer)
+
+    def attach_if_own(self, optimizer: Optimizer) -> None:
+        """Attach `optimizer` (see `attach`) if it owns parameters of the model and is not attached. Without a loss scale, do nothing."""
+        optimizer = optimizer_inside(optimizer)
+        if self.loss_scale.enabled and optimizer not in self._guarded and self._owns(optimizer):
+            self.attach(optimizer)
+
+    def retire(self) -> None:
+        """Stop skipping steps of optimizers, because the model is no longer rewritten."""
+        for optimizer in self._guarded:
+            guard_of(optimizer).remove(self)
+        _BEFORE_STEPS.discard(self._adopt)
+        self.adopt = False
+        self._forget_optimizers()
+
+    def guards(self, optimizer: Optimizer) -> bool:
+        """True if steps of `optimizer` are skipped when gradients of this model overflowed."""
+        return optimizer in self._guarded and self.loss_scale.enabled
+
+    def snapshot(self, device: torch.device | str, evaluates: bool = False, learns: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`, both 1 if the forward is not scaled (`ScaleUse.pair`).
+
+        `evaluates`: all modules are in eval mode. `learns`: a parameter requires gradients; if False, the parameters are searched for one.
+        """
+        guarded = list(self._guarded)
+        for optimizer in guarded:
+            guard_of(optimizer).resume()
+        learns = learns or any(p.requires_grad for p in self.parameters())
+        return self.use.pair(torch.device(device), learns, evaluates, len(guarded) > 0, self.knows_optimizer)
+
+    @property
+    def listens(self) -> bool:
+        """True if backwards are counted: no optimizer is known whose steps a dynamic scale could follow, and no warning was given yet."""
+        return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.warned
+
+    def heard(self, number: int, weights: Sequence[Tensor]) -> None:
+        """Count a backward that gives `weights` gradients, if `listens` is True. `number` is autograd's number of the backward.
+
+        After a few such backwards, search for an optimizer once more. If there is none, call `on_unscaled`, once.
+        """
+        if self.listens and self._alone.enough(number, weights, self.use.evaluates):
+            for optimizer in existing_optimizers():
+                self._adopt(optimizer)
+            if not self._guarded and self.on_unscaled is not None:
+                self._alone.warned = True
+                self.on_unscaled(weights)
+
+    def knows_optimizer(self) -> bool:
+        """True if the steps of an optimizer are checked. If none are, calls number 1, 2, 4, 8, ... search the process for one."""
+        if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
+            self._unguarded += 1
+            if self._unguarded & (self._unguarded - 1) == 0:
+                for optimizer in existing_optimizers():
+                    self._adopt(optimizer)
+        return len(self._guarded) > 0
+
+    def await_backward(self, results: Iterable[Any], learning: Sequence[int] = ()) -> None:
+        """Check gradients for overflow at the end of each backward through one of `results`.
+
+        `learning`: ids of the parameters that require gradients and that the results depend on.
+        """
+        if learning and self._guarded and not self._stray:
+            if self._known is None:
+                self._known = set()
+                for optimizer in self._guarded:
+                    for group in optimizer.param_groups:
+                        self._known.update(map(id, group["params"]))
+            self._stray = not self._known.issuperset(learning)
+        self._backwards.watch(results)
+
+    def forward_began(self) -> None:
+        """Drop the overflow flags of gradients that the training loop has discarded. Call this when a training forward begins."""
+        self._known = None
+        for note in self._notes:
+            if note.waits:
+                note.began(self._share(note))
+
+    def _backward_began(self) -> None:
+        """Drop the overflow flags of gradients that were discarded. Call this when a backward begins.
+
+        Only the model's own gradients show whether they were discarded: an optimizer may also step a head outside the model, whose
+        gradients may be new.
+        Raises LossScaleError if a GradScaler has handled an optimizer of this model since the previous backward.
+        """
+        self._scalers.refuse(self._guarded)
+        for note in self._notes:
+            if note.waits:
+                share = self._share(note)
+                note.began(share if all(p.grad is None for p in share) else self._own_among(share))
+
+    def _backward_ended(self, number: int) -> None:
+        """Check gradients after a backward: the gradients of each known optimizer, and of the parameters that no optimizer owns."""
+        if self._guarded:
+            self._scalers.backward_ended()
+        known: set[int] = set()
+        for note in self._notes:
+            optimizer = note.owner()
+            if optimizer is not None:
+                share = guard_of(optimizer).share(self)
+                known.update(map(id, share))
+                note.ended(share)
+        if self.adopt and (self._stray or not self._guarded):
+            rest = [p for p in self.parameters() if id(p) not in known]
+            self._stray = any(p.requires_grad for p in rest)
+            moved = all(p.grad is None for p in rest)
+            self._rest.ended([*rest, *self._copied()] if moved else rest)
+
+    def _share(self, note: Noted) -> list[Tensor]:
+        """Return the parameters about whose gradients `note` keeps overflow flags: of its optimizer, or all if it has no optimizer."""
+        optimizer = note.owner()
+        return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
+
+    def _copied(self) -> list[Tensor]:
+        """Return the copies of parameters that are stepped by the optimizers attached with `copies=True`."""
+        return [p for optimizer in self._copies for p in params_of(optimizer)]
+
+    def _own_among(self, params: list[Tensor]) -> list[Tensor]:
+        own = self._own()
+        return [p for p in params if id(p) in own] or params
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        own = self._own()
+        if any(id(p) in own for p in params_of(optimizer)):
+            return True
+        return any(id(p) in self.first and is_flattened(p) for p in params_of(optimizer))
+
+    def _own(self) -> set[int]:
+        """Return the ids of the model's current parameters."""
+        return {id(p) for p in self.parameters()}
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        own = self._own()
+        for p in params_of(optimizer):
+            if p.dtype in NARROW_DTYPES and p.requires_grad and id(p) in own:
+                raise PolicyError(
+                    f"a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; keep the "
+                    "model in fp32 (model.float()): the rewrite runs it in fp16 and its parameters are the master weights"
+                )
+        guard_of(optimizer).add(self)
+        if optimizer not in self._guarded and optimizer not in self._copies:
+            self.forward_began()
+            found = Noted(optimizer)
+            found.inherit(self._notes)  # the new optimizer may own gradients that other `Noted`s have flagged
+            self._notes = [note for note in self._notes if note is self._rest or note.owner() is not None] + [found]
+        self._guarded.add(optimizer)
+        self._unguarded, self.loss_scale.withheld = 0, False
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Guard `optimizer` (see `attach`) if hooks can skip its steps and it owns parameters of this model."""
+        if optimizer in self._guarded or not self.loss_scale.enabled or not can_be_guarded(optimizer):
+            return
+        first = next(iter(self.parameters()), None)
+        heads = tuple((len(group["params"]), id(next(iter(group["params"]), None))) for group in optimizer.param_groups)
+        signature = (id(first), heads)
+        if self._foreign.get(optimizer) == signature:
+            return
+        if self._owns(optimizer):
+            self._guard(optimizer)
+        else:
+            self._foreign[optimizer] = signature
+
+    def _forget_optimizers(self) -> None:
+        self._forget_steps()
+        self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+        self._unguarded = 0
+        """Number of forwards with gradients while no optimizer was known."""
+        self._stray, self._known = False, None
+        self._alone, self._scalers = UnscaledBackwards(), GradScalers()
+        self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
+        if self.adopt and self.loss_scale.enabled:
+            _BEFORE_STEPS.add(self._adopt)
+
+
+_BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)
+"""Functions called before each optimizer step, by which a StepGate can guard an optimizer that it did not know. Hooks that the gate adds
+then run before the same step."""
 
 
 class _Thread(threading.local):

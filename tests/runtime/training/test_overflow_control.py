@@ -22,8 +22,8 @@ from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScale, 
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import sharded_parameters
 from amprewrite.runtime.training.optimizers.optimizer_hooks import KEY
-from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.step_record import Stuck
+from amprewrite.runtime.training.training import StepGate
 from amprewrite.tables.errors import PolicyError
 
 LOW = torch.float16

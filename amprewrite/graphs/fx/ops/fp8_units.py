@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.wide_products import wide_product
-from amprewrite.ir.policies.product_policy import ProductPolicy
+from amprewrite.ir.policies.policy import ProductPolicy
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import E4M3
 from amprewrite.tables.recipes import BASE, READS, ROWS, Recipe
@@ -164,7 +164,7 @@ def makes_copies(device: torch.device) -> bool:
     return right
 
 
-def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
+def runnable(products: ProductPolicy, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
     """Return `products`, restricted to what works on a device of this `kind`, such as "cuda"; None if a trial of a GEMM fails there.
 
     If a trial of our kernel that makes fp8 copies fails, and no compiler makes them (`products.fused`), the returned policy assumes the
@@ -172,7 +172,7 @@ def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], No
     trial, for a device without fp8 units, and while a CUDA graph is recorded, because results cannot be read then.
     """
     device = torch.device(kind)
-    if products is None or not multiplies_fp8(device) or recording(device):
+    if not multiplies_fp8(device) or recording(device):
         return products
     if why := fails_on(device, products.preset.recipe):
         note(f"products: this GPU should multiply fp8, but a first product failed ({why}), so products run in bf16")

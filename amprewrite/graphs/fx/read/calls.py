@@ -13,8 +13,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, named_sizes, tensors, transformed_nodes, written
-from amprewrite.ir.op_calls import Call, Ref, leaves
-from amprewrite.ir.op_graph import OpGraph
+from amprewrite.ir.op_graph import Call, OpGraph, Ref, leaves
 from amprewrite.tables.formats import Format, is_far
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
 from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass

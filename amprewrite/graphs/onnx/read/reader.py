@@ -24,10 +24,9 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.further_on import is_distance
 from amprewrite.graphs.onnx.guesses import guess
 from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, fill_types, format_of, op_of, signature
-from amprewrite.graphs.onnx.read.constants import ConstantFacts
+from amprewrite.graphs.onnx.read.constants import ConstantFacts, is_distance
 from amprewrite.graphs.onnx.read.kinds import Kinds
 from amprewrite.graphs.onnx.run.samples import Samples, elements
 from amprewrite.ir.evidence.constants import ConstantRead, Loss

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from amprewrite.ir.op_calls import Ref
+from amprewrite.ir.op_graph import Ref
 from amprewrite.planner.padding.rule import BROADCAST, LARGEST, MIXED, Content, Contents, Hazard, Leg, Rule, View, aligned, moved
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 

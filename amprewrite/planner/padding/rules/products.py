@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from amprewrite.ir.op_calls import Ref
+from amprewrite.ir.op_graph import Ref
 from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard, Leg, Part, Rule, View, all_zero, moved, zero_keeping
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from amprewrite.ir.op_calls import Call, Ref, Shape
+from amprewrite.ir.op_graph import Call, Ref, Shape
 from amprewrite.planner.padding.rule import MIXED, Rule, View, aligned, zero_keeping
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from amprewrite.ir.op_calls import Call
+from amprewrite.ir.op_graph import Call
 from amprewrite.planner.padding.rule import Rule, View
 from amprewrite.planner.padding.rules.pointwise import ABOVE_ZERO, ALWAYS, AT_ZERO, binary, clamp, pointwise, power, prelu, where
 from amprewrite.planner.padding.rules.products import (

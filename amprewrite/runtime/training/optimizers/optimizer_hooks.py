@@ -38,7 +38,7 @@ from amprewrite.graphs.fx.weights.step_listeners import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
 from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure
-from amprewrite.runtime.training.optimizers.grad_scalers import refuse_grad_scaler
+from amprewrite.runtime.training.optimizers.scale_mistakes import refuse_grad_scaler
 from amprewrite.runtime.training.step_record import StepRecord
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
