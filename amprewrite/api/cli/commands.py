@@ -36,9 +36,8 @@ from amprewrite.ir.evidence.ranges import Calibration, as_text
 from amprewrite.passes import stages
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.listing import code_lines, fold_table, laid_out, op_table
-from amprewrite.report.questions.decided_by import decided_after, progress_rows
 from amprewrite.report.questions.explain import region_of
-from amprewrite.report.questions.what_if import WhatIf
+from amprewrite.report.questions.what_if import WhatIf, decided_after, progress_rows
 from amprewrite.tables.boundary.arguments import did_you_mean
 from amprewrite.tables.boundary.files import resolved, write_text
 from amprewrite.tables.devices import DEVICES, device_row, named_device

@@ -2,22 +2,45 @@
 
 A record keeps, separately for each optimizer, flags of the overflows that backwards left in gradients. The hooks on an optimizer read
 these flags and report its steps (optimizers/optimizer_hooks.py).
+
+An overflow counts at every optimizer step until the training loop discards the gradients, even if the loop clips them, writes to them, or
+makes another optimizer. When a forward or a backward of the model begins, the gradients count as discarded
+
+1. if all of them are None;
+2. if an optimizer step has read the overflow, and all of them are zero or are other tensors than at that step. Before such a step zeros
+   do not count as discarded: the loop may have replaced infinities by zeros.
+
+How the begin and the end of a backward are noticed:
+
+1. A hook on the results of a graph runs when a gradient enters. The first such hook in a backward queues a callback with autograd.
+2. Autograd runs queued callbacks when all gradients are computed. DDP and FSDP queue callbacks too, which may queue further callbacks.
+   So under torch.distributed our callback queues itself again a few times, in order to act last.
+
+A backward is identified by autograd's number for it. Backwards in other threads and backwards inside a backward have their own numbers.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.runtime.training.backwards import Noted
+from amprewrite.graphs.fx.ops.on_device import local_part, on_device
+from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.forward_scale import ScaleUse
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
-from amprewrite.runtime.training.nonfinite import is_finite, params_of
+from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_after_backward, is_finite, params_of
+from amprewrite.torch_internals.autograd import call_after_backward, current_backward
 
 MAX_CONSECUTIVE_SKIPS = 50
 """Default limit of skips in a row. It exceeds 46, the halvings from the highest initial scale, 2**32, to the default floor, 2**-14."""
@@ -187,3 +210,194 @@ class StepRecord:
         self._notes = [self._rest]
         self._copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers that step copies of the parameters."""
+
+
+_ROUNDS = 3
+"""How often our callback queues itself again if torch.distributed is initialised.
+
+DDP with a static graph queues a callback that queues another, and ours must run after it.
+"""
+_MOST = 64
+"""Largest number of backwards remembered as under way. A backward that raises never ends, so the set is cleared at this size."""
+_MOST_FLAGS = 16
+"""Largest number of flags of backwards that are kept apart. Above this number they are combined into one flag."""
+_MOST_SETS = 2
+"""After a skipped step, its overflow counts again at later steps while its gradients exist, but at most at this many steps that follow new
+backwards. Without this limit, a loop would skip for ever if it discards gradients where no check sees it: after the forward and before the
+backward."""
+_SAMPLE = 16
+"""If the host has not read the overflow flag of a step, about this many of its gradients are watched for being discarded. If the step is
+known to have overflowed, all are watched."""
+
+
+class BackwardEnd:
+    """Calls `began()` when a backward first enters a watched result, and `ended(number)` when all its gradients are computed.
+
+    `number` is autograd's number of the backward.
+    """
+
+    def __init__(self, began: Callable[[], None], ended: Callable[[int], None]) -> None:
+        self.began, self.ended = began, ended
+        self._under_way: set[int] = set()
+
+    def watch(self, results: Iterable[Any]) -> None:
+        """Watch for backwards that enter one of `results`. Values without a `grad_fn` are ignored, and values that are watched already."""
+        for result in results:
+            if isinstance(result, Tensor) and result.grad_fn is not None:  # not on a leaf, where the hook would outlive this forward
+                hooks = result._backward_hooks
+                if not hooks or self._entered not in hooks.values():
+                    hook_result(result, self._entered)
+
+    @uncaptured
+    def _entered(self, gradient: Tensor) -> None:
+        number = current_backward()
+        if number < 0 or number in self._under_way:
+            return
+        if len(self._under_way) >= _MOST:
+            self._under_way.clear()
+        self._under_way.add(number)
+        self.began()
+        apart = torch.distributed.is_available() and torch.distributed.is_initialized()
+        call_after_backward(functools.partial(self._end, number, _ROUNDS if apart else 0))
+
+    @uncaptured
+    def _end(self, number: int, rounds: int) -> None:
+        if rounds:
+            call_after_backward(functools.partial(self._end, number, rounds - 1))
+            return
+        self._under_way.discard(number)
+        self.ended(number)
+
+
+class Noted:
+    """Remembers whether backwards of one model left inf or NaN in gradients of one optimizer, or of parameters without an optimizer.
+
+    There is an overflow flag for each backward, which stays on the device. A CUDA graph gathers all flags in one tensor, to which its
+    replays write, too. The host does not see replays, so after a recording no flag counts at more than one step.
+    """
+
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        self.owner: Callable[[], Optimizer | None] = NoneType if optimizer is None else weakref.ref(optimizer)
+        """Returns the optimizer of these gradients; None if no known optimizer owns them, or if it no longer exists."""
+        self._flags: list[Tensor] = []
+        """Flags of backwards that no step has read yet."""
+        self._heard: Tensor | None = None
+        """Overflow flag of the latest step, if it may have been skipped and its gradients may still exist; otherwise None."""
+        self._there: dict[int, StorageWeakRef] = {}
+        """Weak references to the memory of the gradients at the latest step, or at the end of a later backward. Keys are addresses."""
+        self._sets = 0
+        """Number of steps since `_heard` was set. A step counts only if a backward ended since the step before it."""
+        self._ended = False
+        """True if a backward has ended since the latest step."""
+        self._place: Tensor | None = None
+        """The tensor in which a CUDA graph gathers flags."""
+        self._recorded = False
+        """True if a CUDA graph has recorded a write to `_place`."""
+        self.waits = False
+        """True if there may be a flag for `began` to drop."""
+
+    def ended(self, params: Sequence[Tensor]) -> None:
+        """Check the gradients of `params` after a backward, and keep the overflow flag of the check."""
+        flag = found_after_backward(params)
+        self._ended = True
+        if self._heard is not None:
+            self._there = _memory(p.grad for p in params if p.grad is not None)
+        if flag is None:
+            return
+        self.waits = True
+        with torch.inference_mode(False), torch.no_grad():
+            if recording(flag.device) and self._place is not None:
+                self._recorded = True
+                self._place.copy_(torch.maximum(self._place, flag))
+                return
+            if self._place is None:
+                self._place = torch.zeros_like(flag)
+            self._flags.append(flag)
+            if len(self._flags) > _MOST_FLAGS:
+                self._flags = [any_of(self._flags)]
+
+    def began(self, params: Iterable[Tensor]) -> None:
+        """Drop the overflow flags of gradients that the training loop has discarded. Call this when a forward or a backward begins.
+
+        `params` are the parameters to which the gradients belong.
+        """
+        gradients = [p.grad for p in params if p.grad is not None]
+        if not gradients:
+            self._unheard()
+            self._heard = None
+        elif self._heard is not None and (recording(self._heard.device) or not self._still_there(gradients)):
+            self._heard = None
+        elif self._heard is not None:
+            self._heard = self._heard * on_device(any_nonzero(gradients), self._heard.device)
+        self.waits = self._recorded or self._heard is not None or len(self._flags) > 0
+
+    def due(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return all overflow flags that count at a step of `params`. Each is a 0-dim fp32 tensor, above 0 for an overflow."""
+        flags = self._unheard()
+        if self._heard is not None:
+            recorded = recording(self._heard.device)
+            if not recorded and self._still_there([p.grad for p in params if p.grad is not None]):
+                flags.append(self._heard)
+            else:
+                self._heard = None
+        return flags
+
+    def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
+        """Record that a step of an optimizer that owns `params` has read all flags.
+
+        `flag` is above 0 if the step overflowed. `overflow` is the same as a bool, or None if the host has not read `flag`.
+        """
+        known, ended = self._heard is not None, self._ended
+        self._sets = self._sets + ended if known else 0
+        self._ended = False
+        # An overflow counts again at later steps while its gradients still exist (`_MOST_SETS`), but not in two cases: without a known
+        # optimizer, because new gradients may lie in the same memory; after a CUDA graph was recorded, whose replays the host cannot see.
+        untold = overflow is False or self.owner is NoneType or self._recorded or recording(flag.device)
+        if untold or self._sets > _MOST_SETS or not (known or ended):
+            self._heard, self._there, self.waits = None, {}, self._recorded or len(self._flags) > 0
+            return
+        gradients = [p.grad for p in params if p.grad is not None]
+        if overflow is None:
+            gradients = gradients[:: max(1, len(gradients) // _SAMPLE)]
+        self._heard, self._there, self.waits = flag, _memory(gradients), True
+
+    def inherit(self, others: Iterable[Noted]) -> None:
+        """Take over the overflow flags of `others`, the `Noted`s of the same model: gradients that they flagged may belong to this object's
+        optimizer."""
+        for other in others:
+            self._flags += other._flags
+            if other._recorded and other._place is not None:
+                self._flags.append(other._place.clone())
+            if other._heard is not None:
+                self._heard = other._heard if self._heard is None else any_of([self._heard, other._heard])
+                self._there |= other._there
+            self._ended |= other._ended
+            self.waits |= other.waits
+
+    def _unheard(self) -> list[Tensor]:
+        """Return the overflow flags that no optimizer step has read, and forget them."""
+        flags, self._flags = self._flags, []
+        if self._recorded and self._place is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                flags.append(self._place.clone())
+                self._place.zero_()
+        return flags
+
+    def _still_there(self, gradients: Sequence[Tensor]) -> bool:
+        """True if one of `gradients` lies in memory that the latest step read and that was not freed since, so that it still exists."""
+        return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
+
+
+def _memory(gradients: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
+    return {_address(g): StorageWeakRef(_values(g).untyped_storage()) for g in gradients}
+
+
+def _address(gradient: Tensor) -> int:
+    address: int = _values(gradient).untyped_storage()._cdata
+    return address
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Return the tensor whose memory holds the values of `gradient` on this rank: the local shard, or the values of a sparse tensor."""
+    gradient = local_part(gradient)
+    return gradient._values() if gradient.is_sparse else gradient  # not by `coalesce`, which returns a copy in other memory

@@ -35,7 +35,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from amprewrite.graphs.fx.weights.step_listeners import StepListeners
 from amprewrite.runtime.ambient.past import asking_node
 from amprewrite.runtime.parts import is_flattened
-from amprewrite.runtime.training.backwards import BackwardEnd, Noted
 from amprewrite.runtime.training.forward_scale import ForwardScale
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import params_of
@@ -43,7 +42,7 @@ from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarde
 from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of
 from amprewrite.runtime.training.optimizers.scale_mistakes import GradScalers, UnscaledBackwards, unscaled_message
 from amprewrite.runtime.training.overflow_probe import OverflowProbe
-from amprewrite.runtime.training.step_record import StepRecord
+from amprewrite.runtime.training.step_record import BackwardEnd, Noted, StepRecord
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 from amprewrite.torch_internals.trees import tree_leaves

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onnx_help import F16, F32, ONE_PASS, colours, const, differs_before_ort_1_27, gemm_chain, net, node, noise, run, value, weight
 
 from amprewrite.api.onnx.convert import rewrite_onnx
-from amprewrite.graphs.onnx.read.weights import facts, loss_of, rounded
+from amprewrite.graphs.onnx.read.constants import facts, loss_of, rounded
 from amprewrite.tables.formats import BF16, FP16
 
 singles = st.floats(width=32)

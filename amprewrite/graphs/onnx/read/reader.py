@@ -74,7 +74,7 @@ class OnnxReading:
     """Constants that stay fp32 whatever passes decide, by name, each with the error that a low copy would have."""
     masks: set[str] = field(default_factory=set)
     """Constants, and ConstantOfShape nodes, that only mask attention scores. Their low copies block a position by less than half of the
-    format's lowest number (`BLOCKED` in weights.py)."""
+    format's lowest number (`BLOCKED` in constants.py)."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges of op-graph nodes in sample runs, and of constants that a low copy rounds."""
     walls: Counter[str] = field(default_factory=Counter)

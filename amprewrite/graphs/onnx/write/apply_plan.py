@@ -29,8 +29,8 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.guesses import describe_copy
 from amprewrite.graphs.onnx.names import FreshNames
 from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, add_constant, constant_tensor, describe, drop_unread_constants, insert_behind
+from amprewrite.graphs.onnx.read.constants import NUMPY, rounded
 from amprewrite.graphs.onnx.read.reader import OnnxReading
-from amprewrite.graphs.onnx.read.weights import NUMPY, rounded
 from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.tables.errors import PassError, PolicyError
 from amprewrite.tables.formats import E4M3, FORMATS, Format

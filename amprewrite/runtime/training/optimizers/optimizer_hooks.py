@@ -3,7 +3,7 @@
 Before each step:
 
 1. Check the gradients of all parameters of the optimizer for inf and NaN, as torch.amp.GradScaler does (torch/amp/grad_scaler.py), with
-   the same multi-tensor kernel. Combine the result with the flags of earlier backwards that still count (backwards.py) and with the
+   the same multi-tensor kernel. Combine the result with the flags of earlier backwards that still count (step_record.py) and with the
    results of the ranks that hold the other shards (nonfinite.py).
 2. Pass this flag to the gates, one for each model that the optimizer trains. Their loss scales are updated once per set of steps
    (loss_scale.py). A scale is not updated if the gradients come from a forward that used 1 in its place.
