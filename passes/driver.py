@@ -31,7 +31,6 @@ from amprewrite.graphs.fx.read.matrix_products import read_matrix_products
 from amprewrite.graphs.fx.read.number_facts import factors, magnitudes, offsets, read_counts
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.range_dangers import exchanges_infinities
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.follow_plan import match_region, may_quantise
@@ -39,9 +38,8 @@ from amprewrite.ir.held_wide import held
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.plan import FLUSHES, LEFT, ModelPlan, RegionPlan
-from amprewrite.ir.policies.pad_policy import PadPolicy
-from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.policies.policy import PadPolicy, Policy
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes import APPLY, CLEAN_EXPORTED, NORMALISE, TIDY, decide
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import nodes_outside

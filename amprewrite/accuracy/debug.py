@@ -274,7 +274,7 @@ def _figure(value: float) -> str:
 # -- suggested overrides ---------------------------------------------------------------------
 def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> dict[str, str]:
     own = {override.key: override.word for override in session_of(amp).options.overrides}
-    low = dict.fromkeys(_bare(node.name) for node in run.plan.nodes if node.role == "op" and node.colour is Colour.LOW)
+    low = dict.fromkeys(node.name.rpartition("/")[2] for node in run.plan.nodes if node.role == "op" and node.colour is Colour.LOW)
     trials = _Trials(run, target, most_runs)
     if trials.holds(()) or not low:
         return own
@@ -334,10 +334,6 @@ class _Trials:
                 return kept
             size = max(min(size, len(kept)) // 2, 1) if size > 1 else 1
         return kept
-
-
-def _bare(name: str) -> str:
-    return name.rpartition("/")[2]
 
 
 def _with_neighbours(plan: CastPlan, kept: list[str], low: set[str]) -> list[str]:

@@ -26,11 +26,10 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from amprewrite.accuracy.strict.edges import Edges
 from amprewrite.accuracy.strict.metric import Metric
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.ranges import KeepHigh, fingerprint
 from amprewrite.ir.op_graph import Demand, Operand, OpNode
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_ties import PaintTies
@@ -112,7 +111,7 @@ class GraphErrors:
                 continue
             # limited to 1e6, because the error is infinite if rounding overflows, and capacities must be finite
             cost = min(round(price * min(squared, 1e6)), most)
-            if _hands_on(reader):
+            if reader.role == "op" and reader.kind is OpKind.CLEAR:
                 yield made.end(value), made.end(name), cost
                 continue
             yield made.end(value), SINK, cost
@@ -131,10 +130,6 @@ class GraphErrors:
 def _rounds(operand: Operand) -> bool:
     """True if a reader that runs low rounds this operand."""
     return operand.demand is Demand.COLOUR or (operand.demand is Demand.PROMOTE and not operand.scalar)
-
-
-def _hands_on(node: OpNode) -> bool:
-    return node.role == "op" and node.kind is OpKind.CLEAR
 
 
 class Chain:

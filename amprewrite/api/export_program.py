@@ -38,21 +38,14 @@ from amprewrite.tables.vocabulary import Reason
 from amprewrite.torch_internals.dispatch import FakeTensor, is_wrapped_by_transform
 
 
-def export_program(
+def export_with_plan(
     amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
-) -> torch.export.ExportedProgram:
-    """Return an ExportedProgram of the rewritten graph of `amp`, with fp32 inputs and outputs and the model's parameter names.
+) -> tuple[torch.export.ExportedProgram, CastPlan]:
+    """Return (ExportedProgram of the rewritten graph of `amp`, with fp32 inputs and outputs and the model's parameter names; its plan).
 
     `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Raises CaptureError if
     torch.export cannot capture the model.
     """
-    return export_with_plan(amp, args, kwargs, **options)[0]
-
-
-def export_with_plan(
-    amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
-) -> tuple[torch.export.ExportedProgram, CastPlan]:
-    """Return the program that `export_program` returns, and the plan of the exported graph."""
     refuse_ambient_autocast()
     kwargs = dict(kwargs or {})
     session = session_of(amp)

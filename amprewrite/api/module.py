@@ -76,9 +76,9 @@ class Rewritten(RewrittenBase):
         `args` and `kwargs` are example inputs. `options` (dynamic_shapes, strict) are passed to torch.export.export. Raises CaptureError
         if torch.export cannot capture the model.
         """
-        from amprewrite.api.export_program import export_program
+        from amprewrite.api.export_program import export_with_plan
 
-        return export_program(self, args, kwargs or {}, **options)
+        return export_with_plan(self, args, kwargs, **options)[0]
 
     def export_onnx(
         self, path: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None, **options: Any

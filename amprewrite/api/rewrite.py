@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from amprewrite.ir.evidence.ranges import Calibration
-from amprewrite.ir.policies.pad_policy import parse_pad
-from amprewrite.ir.policies.policy import Policy, ProductPolicy, parse_overrides, parse_products
+from amprewrite.ir.policies.policy import Policy, ProductPolicy, parse_overrides, parse_pad, parse_products
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.parts import MODEL, parse_granularity

@@ -8,8 +8,7 @@ from typing import Any
 
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.plans.plan import ModelPlan
-from amprewrite.ir.policies.pad_policy import PadPolicy
-from amprewrite.ir.policies.policy import Override, Policy, ProductPolicy
+from amprewrite.ir.policies.policy import Override, PadPolicy, Policy, ProductPolicy
 from amprewrite.runtime.parts import MODEL, Granularity
 from amprewrite.tables.devices import Device, best_format
 from amprewrite.tables.formats import FP32, Format

@@ -72,7 +72,7 @@ class _GraphOfMany:
 
     def __call__(self, *inputs: Any) -> Any:
         read = [inputs[place] for place in self._places]
-        if not all(map(_is_still, self._latest, read)):
+        if not all(ref() is value for ref, value in zip(self._latest, read, strict=False)):
             self._now = self._for_others(self._read(inputs), list(inputs))
             self._latest = [weakref.ref(each) for each in read]
         session, region = self._now
@@ -92,10 +92,6 @@ class _GraphOfMany:
     def _rewrite(self, session: CompiledSession, module: torch.fx.GraphModule, inputs: list[Any]) -> tuple[CompiledSession, Region]:
         self._regions[session] = session.take(module, inputs)
         return session, self._regions[session]
-
-
-def _is_still(ref: weakref.ref[Any], value: Any) -> bool:
-    return ref() is value
 
 
 def sessions_of(module: nn.Module) -> list[CompiledSession]:

@@ -11,9 +11,8 @@ low.
 
 from __future__ import annotations
 
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.tables.vocabulary import Colour, Reason
 
 

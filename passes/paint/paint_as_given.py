@@ -7,9 +7,8 @@
 
 from __future__ import annotations
 
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.vocabulary import Colour, Reason

@@ -10,9 +10,8 @@ The passes after this one paint the rest. The result does not depend on the orde
 
 from __future__ import annotations
 
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.recipes import WIDE

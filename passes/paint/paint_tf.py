@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import OpNode, reached
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 

@@ -5,9 +5,8 @@ The colour is high if one member is high, low if one is low and none is high. A 
 
 from __future__ import annotations
 
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.tables.vocabulary import Colour, Reason
 
 

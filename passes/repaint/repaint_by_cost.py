@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amprewrite.ir.cost import TICK
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.planner.assignment import Contradiction, cheapest
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason

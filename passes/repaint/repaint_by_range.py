@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.constants import lost_constants
 from amprewrite.ir.evidence.range_rules import (
     MASK,
@@ -33,12 +32,11 @@ from amprewrite.ir.evidence.range_rules import (
     fit,
     hands_on_small,
     near_the_end,
-    thinned_out,
 )
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
@@ -136,7 +134,7 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
     chance = seen.overflow_in_pass(low)
     if near_the_end(seen.amax, low) or chance > RISK:
         return f"{node.name} reaches {seen.amax:.3g}, {low.name} ends at {low.max:g}: P(overflow) is {chance:.2g} a pass"
-    if thinned_out(seen.amax, low) and not drowned(problem.graph, node, values, low):
+    if 0 < seen.amax < low.smallest_normal and not drowned(problem.graph, node, values, low):
         return f"{node.name} stays within {seen.amax:.3g}, {low.name} thins out at {low.smallest_normal:.3g}"
     return ""
 

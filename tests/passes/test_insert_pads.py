@@ -10,8 +10,7 @@ import torch.fx
 from pad_help import Attention, OddCNN, OddMLP, noise
 
 from amprewrite.graphs.fx.ops.pad_ops import batch_norm_padded, pad_cast, resize
-from amprewrite.ir.policies.pad_policy import parse_pad
-from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.policies.policy import Policy, parse_pad
 from amprewrite.passes.driver import read_problem, rewrite_graph
 from amprewrite.tables.formats import BF16
 

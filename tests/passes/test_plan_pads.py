@@ -12,8 +12,7 @@ from pad_help import OddCNN, OddMLP, TinyGPT, ids, noise
 from torch import nn
 
 import amprewrite
-from amprewrite.ir.policies.pad_policy import parse_pad
-from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.policies.policy import Policy, parse_pad
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan.plan_pads import PlanPads
 from amprewrite.planner.padding.axes import Axes

@@ -21,8 +21,7 @@ from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.ops.pad_ops import pad_dims, resize
 from amprewrite.ir.op_graph import Call
 from amprewrite.ir.plans.pad_plan import PadPlan
-from amprewrite.ir.policies.pad_policy import parse_pad
-from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.policies.policy import Policy, parse_pad
 from amprewrite.passes import plan_region
 from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.driver import read_problem

@@ -14,8 +14,7 @@ from versions import differs_in_2_11
 
 import amprewrite
 from amprewrite.runtime.compiler import dynamo
-from amprewrite.runtime.compiler.exact.fusible import is_fusible
-from amprewrite.runtime.compiler.exact.spelling import decompositions, spell
+from amprewrite.runtime.compiler.exact.spelling import decompositions, is_fusible, spell
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

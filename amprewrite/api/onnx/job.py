@@ -22,8 +22,7 @@ import onnx_ir as ir
 
 from amprewrite.api.onnx.plans import REGION, carry_over, given_region, keep_out
 from amprewrite.graphs.onnx.check import invalid, same_complaint
-from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
-from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
+from amprewrite.graphs.onnx.ops import constant_tensor, forget_guesses, format_of, op_of, to_proto
 from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offsets, read_repeated, read_summands, with_counts
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx

@@ -201,11 +201,6 @@ def near_the_end(largest: float, low: Format) -> bool:
     return largest * HEADROOM > low.max
 
 
-def thinned_out(largest: float, low: Format) -> bool:
-    """True if a value with the largest magnitude `largest` lies below the normal numbers of `low`, where it loses bits. False for zero."""
-    return 0 < largest < low.smallest_normal
-
-
 def added_values(graph: OpGraph) -> dict[str, bool]:
     """Return {name: flag} for the values that are added or subtracted. The flag is True if only softmaxes read the sums of the value.
 

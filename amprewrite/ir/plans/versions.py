@@ -33,14 +33,10 @@ def _are_magnified(region: dict[str, Any], reasons: tuple[str, ...]) -> None:
             node["reason"] = "MAGNIFIED"
 
 
-def _no_gradient_blocks(region: dict[str, Any]) -> None:
-    region.pop("gradient_blocks", None)
-
-
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {
     1: _epochs_are_write_versions,
     2: partial(_are_magnified, reasons=("PARTLY_ROUNDED", "AVERAGED")),
-    3: _no_gradient_blocks,
+    3: lambda region: region.pop("gradient_blocks", None),
     4: partial(_are_magnified, reasons=("DRAWN",)),
 }
 """For each older version, a function that edits a parsed region of that version into the next version."""

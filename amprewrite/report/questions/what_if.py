@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from amprewrite.ir.cost import TICK, Prices
-from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import OpGraph, reached
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.ir.policies.policy import Override
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes import pipeline, plan_region
 from amprewrite.report.counts import amount
 from amprewrite.tables.boundary.arguments import shown
@@ -262,7 +261,7 @@ def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
     Raises PlanError if no graph's pipeline has such a pass. Raises PlanError for a plan from a file, too: it cannot be decided again, since
     it does not hold the problem (graph, policy and evidence).
     """
-    found = tuple(_progress(region, name) for region in plan.regions if _has(region, name))
+    found = tuple(_progress(region, name) for region in plan.regions if any(each.name == name for each in pipeline(_problem(region))))
     if not found:
         known = dict.fromkeys(each.name for region in plan.regions for each in pipeline(_problem(region)))
         raise PlanError(f"no pass that decided this plan is called {shown(name)}; in order they are {', '.join(known)}")
@@ -273,10 +272,6 @@ def _problem(region: RegionPlan) -> Problem:
     if not isinstance(region.basis, Problem):
         raise PlanError(f"the plan of {region.name} has no problem to decide again: name the model, not a saved or edited plan")
     return replace(region.basis, pads_off=True)
-
-
-def _has(region: RegionPlan, name: str) -> bool:
-    return any(each.name == name for each in pipeline(_problem(region)))
 
 
 def _progress(region: RegionPlan, name: str) -> Progress:

@@ -30,8 +30,7 @@ from amprewrite.ir.evidence.range_rules import Fit
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.ir.pass_base import failing_as_pass
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan, Skipped
-from amprewrite.ir.policies.pad_policy import PadPolicy
-from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.policies.policy import PadPolicy, Policy
 from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel

@@ -30,8 +30,7 @@ from typing import Any
 
 from torch import nn
 
-from amprewrite.runtime.model.part_calls import FORWARD, PartForward
-from amprewrite.runtime.model.replicas import REPLICATE
+from amprewrite.runtime.model.part_calls import FORWARD, REPLICATE, PartForward
 
 SESSION, BEFORE = "_amprewrite_session", "_amprewrite_before"
 _COMPILED = "_compiled_call_impl"

@@ -18,8 +18,16 @@ from torch.nn.parameter import is_lazy
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
 from amprewrite.runtime.model.in_place import BEFORE, SESSION, Before, original_of, subclass_of
-from amprewrite.runtime.model.part_calls import FORWARD, PartForward, PartReplicas, call_as_part, call_packed, is_packed
-from amprewrite.runtime.model.replicas import REPLICATE, replica_of
+from amprewrite.runtime.model.part_calls import (
+    FORWARD,
+    REPLICATE,
+    PartForward,
+    PartReplicas,
+    call_as_part,
+    call_packed,
+    is_packed,
+    replica_of,
+)
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.parts import part_paths
 from amprewrite.runtime.session import Session, enter

@@ -130,7 +130,7 @@ def read_strided_masks(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.
     Calls are left out if their mask has another dtype than the queries, which fused kernels refuse, or if the graph writes to the mask.
     """
     found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-    strided = {mask: calls for mask, calls in mask_readers(graph).items() if _is_strided(mask)}
+    strided = {mask: calls for mask, calls in mask_readers(graph).items() if _step(mask) not in (None, 1)}
     written, returned = (written_memory(graph), returned_memory(graph)) if strided else (set(), set())
     for mask, calls in strided.items():
         fusible = [call for call in calls if _may_fuse(mask, call)]
@@ -148,11 +148,6 @@ def returned_memory(graph: torch.fx.Graph) -> set[int]:
 def _may_fuse(mask: torch.fx.Node, call: torch.fx.Node) -> bool:
     of_mask, query = example_value(mask), example_value(queries_and_keys(call)[0])
     return query.dim() == 4 and of_mask.dtype in (torch.bool, query.dtype)
-
-
-def _is_strided(node: torch.fx.Node) -> bool:
-    """True if `node` is a tensor in which the elements of a row do not lie side by side in memory."""
-    return _step(node) not in (None, 1)
 
 
 def _step(node: torch.fx.Node) -> Any:

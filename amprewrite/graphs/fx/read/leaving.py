@@ -210,10 +210,6 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
     return next(node for node in graph.nodes if node.op == "output").all_input_nodes
 
 
-def _returns_operand(op: Node) -> bool:
-    return same_tensor(op) is not None
-
-
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
     """True if `result` is the same tensor object as an operand of its op, and one of three things holds.
 
@@ -277,7 +273,7 @@ class Memory:
                 counted[storage] += 1
                 counted[storage] += _overlaps(example_value(result))
         self.several = {storage for storage, count in counted.items() if count > 1}
-        returns_operand = Answers(_returns_operand, sized)
+        returns_operand = Answers(lambda op: same_tensor(op) is not None, sized)
         again = (result for result in found if _read_as_another(result, without_grad, returns_operand))
         self.same = {storage for result in again for storage in memory_of(result)}
 

@@ -82,11 +82,6 @@ def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
     return words[-1] if words else str(node.target)
 
 
-def canonical_order(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
-    """Return the nodes in the order of their ranks, which `name_all` sets."""
-    return sorted(facts, key=lambda node: facts[node].rank)
-
-
 def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
     """Return the nodes in post-order from the outputs, then the writes and other effects that no output reads, in graph order."""
     done: dict[torch.fx.Node, None] = {}

@@ -56,7 +56,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.read.aliasing import Ties, idle_where_alike, memory
-from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
+from amprewrite.graphs.fx.read.names import module_path, name_all
 from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, source_of
 from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.held_wide import held_wide
@@ -98,7 +98,7 @@ def read_graph(
         fact.pinned = _pin(fact, kind, low, ties, far) or (pin_unset(fact, low) if training else None) or pin_uneven(fact, kind, lists)
         fact.may_saturate = far.may_saturate(fact, facts)
     _absorb_explicit_internal(facts, lists)
-    order = canonical_order(facts)
+    order = sorted(facts, key=lambda node: facts[node].rank)
     graph = OpGraph.of(_vertex(facts[node], ties, entry) for node in order)
     return _pinned_summing(graph, facts, lists, learning, device), {facts[node].name: node for node in order}
 

@@ -23,9 +23,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 
 from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands, memory
-from amprewrite.graphs.onnx.guesses import declared, mark_guesses
 from amprewrite.graphs.onnx.names import name_apart
-from amprewrite.graphs.onnx.ops import OLDEST, bodies, describe, format_of, infer_types, tensors_of
+from amprewrite.graphs.onnx.ops import OLDEST, bodies, declared, describe, format_of, infer_types, mark_guesses, tensors_of
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable

@@ -109,17 +109,13 @@ def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
     for graph in model.graphs():
         for node in list(graph):
             slope = node.inputs[1] if node.op_type == "PRelu" and len(node.inputs) > 1 else None
-            if slope is None or (slope.shape is not None and len(slope.shape) != 1) or _is_single(slope):
+            if slope is None or (slope.shape is not None and (len(slope.shape) != 1 or list(slope.shape) == [1])):
                 continue
             data = node.inputs[0]
             if data is None or data.shape is None:
                 raise CaptureError(f"{said}; {printable(slope.name)} cannot be shaped for PRelu, whose input has no known rank; {REMEDY}")
             if len(data.shape) > 2:
                 _unsqueeze(graph, node, slope, list(range(1, len(data.shape) - 1)))
-
-
-def _is_single(value: ir.Value) -> bool:
-    return value.shape is not None and list(value.shape) == [1]
 
 
 def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int]) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from amprewrite.graphs.onnx.guesses import to_proto
-from amprewrite.graphs.onnx.ops import changed_ops
+from amprewrite.graphs.onnx.ops import changed_ops, to_proto
 from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, is_large, run_within
 from amprewrite.graphs.onnx.run.samples import Samples, has_numbers
 from amprewrite.tables.errors import AmpRewriteWarning, CaptureError

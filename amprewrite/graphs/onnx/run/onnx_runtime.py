@@ -16,8 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
-from amprewrite.graphs.onnx.guesses import to_proto, without_guesses
-from amprewrite.graphs.onnx.ops import format_of
+from amprewrite.graphs.onnx.ops import format_of, to_proto, without_guesses
 from amprewrite.graphs.onnx.run import trial
 from amprewrite.tables.boundary.files import cannot_write, scratch_folder, write_scratch
 from amprewrite.tables.errors import EmitError, one_line

@@ -18,8 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.guesses import to_proto
-from amprewrite.graphs.onnx.ops import all_types, format_of
+from amprewrite.graphs.onnx.ops import all_types, format_of, to_proto
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, run_within, seconds_for, session_of, weight_bytes
 from amprewrite.graphs.onnx.run.samples import Feed
 from amprewrite.tables.formats import LOW_FORMATS

@@ -22,8 +22,7 @@ import onnx_ir as ir
 import torch
 
 from amprewrite.graphs.onnx.check import memory, too_large
-from amprewrite.graphs.onnx.guesses import guess
-from amprewrite.graphs.onnx.ops import constant_tensor, format_of, spelled_type
+from amprewrite.graphs.onnx.ops import constant_tensor, format_of, guess, spelled_type
 from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, TooSlow, run_within
 from amprewrite.ir.evidence.ranges import ValueRange, merge
 from amprewrite.tables.boundary.printable import printable

@@ -26,9 +26,17 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.guesses import describe_copy
 from amprewrite.graphs.onnx.names import FreshNames
-from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, add_constant, constant_tensor, describe, drop_unread_constants, insert_behind
+from amprewrite.graphs.onnx.ops import (
+    DTYPES,
+    FLOATS,
+    add_constant,
+    constant_tensor,
+    describe,
+    describe_copy,
+    drop_unread_constants,
+    insert_behind,
+)
 from amprewrite.graphs.onnx.read.constants import NUMPY, rounded
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.plans.plan import Cast, RegionPlan

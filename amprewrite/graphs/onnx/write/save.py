@@ -25,8 +25,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.guesses import to_proto
-from amprewrite.graphs.onnx.ops import describe, tensors_of
+from amprewrite.graphs.onnx.ops import describe, tensors_of, to_proto
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.files import (
     alone_in,

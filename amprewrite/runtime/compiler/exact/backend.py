@@ -4,7 +4,7 @@ By default inductor keeps fp32 values inside its kernels, adds up sums in anothe
 the exponential. Here inductor compiles each graph with settings that apply to that graph only:
 
 1. Ops that compute are not decomposed: a graph calls the same kernels as eager code, forward and backward.
-2. Inductor fuses calls that it computes bit for bit as eager code's kernels do (`fusible.py`, `spelling.py`). All other calls stay calls
+2. Inductor fuses calls that it computes bit for bit as eager code's kernels do (`spelling.py`). All other calls stay calls
    of these kernels, on operands with the same memory layout as in eager code.
 3. Casts round, and so does every fused call in a low format.
 4. Passes of inductor that replace a call by a call with another result are off. Random numbers are PyTorch's.
@@ -23,8 +23,7 @@ import torch.fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from amprewrite.runtime.compiler.exact.fusible import is_fusible
-from amprewrite.runtime.compiler.exact.spelling import decompositions, spell
+from amprewrite.runtime.compiler.exact.spelling import decompositions, is_fusible, spell
 
 SETTINGS: dict[str, Any] = {
     "fallback_by_default": True,
@@ -67,4 +66,4 @@ class ChooseFused(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return a key of this pass for inductor's cache of compiled graphs: a hash of the source files in this folder."""
-        return get_hash_for_files(tuple(str(Path(__file__).with_name(name)) for name in ("backend.py", "fusible.py", "spelling.py")))
+        return get_hash_for_files(tuple(str(Path(__file__).with_name(name)) for name in ("backend.py", "spelling.py")))
