@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from amprewrite.ir.cost import CostModel, Measured
+from amprewrite.ir.cost import CostModel, MatrixProduct, Measured
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.constants import ConstantRead
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
@@ -18,7 +18,6 @@ from amprewrite.ir.plans.pad_plan import PadPlan
 from amprewrite.ir.plans.plan import Cast, NodeEdit, NodePlan, RegionPlan
 from amprewrite.ir.plans.product_plan import QuantisedProducts
 from amprewrite.ir.policies.policy import PadPolicy, Policy
-from amprewrite.ir.product_cost import MatrixProduct
 from amprewrite.tables.devices import Device, device_row
 from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.vocabulary import Colour, Edit, Held, Reason

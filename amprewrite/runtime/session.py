@@ -38,8 +38,7 @@ from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError, one_line
 from amprewrite.tables.recipes import BASE, WIDE
 from amprewrite.tables.vocabulary import Colour, Edit
-from amprewrite.torch_internals.autograd import current_backward
-from amprewrite.torch_internals.dispatch import count_dispatch_modes
+from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_backward
 
 _PLACE = operator.attrgetter("place")
 

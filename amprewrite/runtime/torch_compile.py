@@ -32,7 +32,7 @@ from amprewrite.runtime.session import Session
 from amprewrite.runtime.weights.half_parameters import refuse_trainable
 from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import PolicyError
-from amprewrite.torch_internals.autograd import current_backward
+from amprewrite.torch_internals.dispatch import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame
 
 

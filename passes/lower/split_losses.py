@@ -29,7 +29,7 @@ from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.pass_base import Pass
 from amprewrite.passes.lower.suit_compiler import widens
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
-from amprewrite.torch_internals.autograd import in_forward_mode
+from amprewrite.torch_internals.dispatch import in_forward_mode
 
 VIEWS = ops_with(Trait.KEEPS_ORDER)
 """Ops that may be between the fp32 copy of the logits and the loss."""

@@ -25,7 +25,7 @@ from amprewrite.graphs.fx.read.bodies import backward_of
 from amprewrite.graphs.fx.read.source_text import runs_without_grad
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.ops.op_lists import op_name
-from amprewrite.torch_internals.autograd import set_grad_enabled
+from amprewrite.torch_internals.dispatch import set_grad_enabled
 
 
 class FreeBackwards(Pass[Reading, EditedGraph]):

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.ir.pass_base import Pass
-from amprewrite.torch_internals.autograd import set_grad_enabled
+from amprewrite.torch_internals.dispatch import set_grad_enabled
 
 
 class OpenGradRegions(Pass[Reading, EditedGraph]):

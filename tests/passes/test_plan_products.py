@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from amprewrite import passes
+from amprewrite.ir.cost import ProductPrices
 from amprewrite.ir.evidence.agreed import Agreed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.plans.product_plan import ProductReason, QuantisedProducts
 from amprewrite.ir.policies.policy import Policy, parse_products
-from amprewrite.ir.product_cost import ProductPrices
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan import plan_products
 from amprewrite.tables.devices import GPUS, H100, Device

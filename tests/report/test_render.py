@@ -16,8 +16,7 @@ import amprewrite
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.counts import amount, by_impact, casts_by_kind, module_tree, node_bytes
 from amprewrite.report.listing import SCREEN
-from amprewrite.report.pictures.graph import draw
-from amprewrite.report.pictures.layout import nest, place
+from amprewrite.report.pictures.layout import draw, nest, place
 from amprewrite.tables.errors import EmitError
 from amprewrite.tables.vocabulary import Colour
 

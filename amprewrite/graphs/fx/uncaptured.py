@@ -26,8 +26,16 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from amprewrite.graphs.fx.node_facts import example_value
-from amprewrite.torch_internals.autograd import in_forward_mode, leave_forward_mode, saved_tensors_are_hooked, set_grad_enabled
-from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_transform, disable_dispatch_modes, dispatch_modes
+from amprewrite.torch_internals.dispatch import (
+    count_dispatch_modes,
+    current_transform,
+    disable_dispatch_modes,
+    dispatch_modes,
+    in_forward_mode,
+    leave_forward_mode,
+    saved_tensors_are_hooked,
+    set_grad_enabled,
+)
 from amprewrite.torch_internals.dynamo import skip_code
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from typing import Any
 
 from amprewrite.ir.plans.plan import ModelPlan, shape_of
 from amprewrite.report.counts import by_region
-from amprewrite.report.pictures.graph import Drawing, draw
+from amprewrite.report.pictures.layout import Drawing, draw
 from amprewrite.report.pictures.svg import CAST, INK_OF, TINT
 from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.boundary.printable import printable

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from amprewrite.ir.plans.plan import ModelPlan, shape_of
-from amprewrite.report.pictures.graph import Drawing, draw
-from amprewrite.report.pictures.layout import Placed, Rect, place
+from amprewrite.report.pictures.layout import Drawing, Placed, Rect, draw, place
 from amprewrite.tables.boundary.files import write_bytes, write_text
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import EmitError

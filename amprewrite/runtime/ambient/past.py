@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from amprewrite.torch_internals.autograd import current_backward, saved_tensors_are_hooked
+from amprewrite.torch_internals.dispatch import current_backward, saved_tensors_are_hooked
 
 T = TypeVar("T")
 

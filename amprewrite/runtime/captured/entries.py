@@ -34,8 +34,7 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
 from amprewrite.tables.errors import CaptureError
-from amprewrite.torch_internals.autograd import current_backward
-from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
+from amprewrite.torch_internals.dispatch import current_backward, is_any_autocast_enabled
 from amprewrite.torch_internals.dynamo import SkipFrame
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"

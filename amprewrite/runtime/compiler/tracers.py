@@ -22,8 +22,13 @@ from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, reading, user_modes, 
 from amprewrite.runtime.compiler.plain_words import FORWARD_MODE, FUNCTORCH, one_graph, traced
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
-from amprewrite.torch_internals.autograd import in_forward_mode
-from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_transform, is_any_autocast_enabled, tracing_context
+from amprewrite.torch_internals.dispatch import (
+    count_dispatch_modes,
+    current_transform,
+    in_forward_mode,
+    is_any_autocast_enabled,
+    tracing_context,
+)
 from amprewrite.torch_internals.dynamo import Unsupported
 from amprewrite.torch_internals.trees import tree_leaves
 

@@ -39,7 +39,7 @@ from amprewrite.graphs.fx.ops.scale_ops import tell_of_entries
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.loss_scale import LossScale
-from amprewrite.torch_internals.autograd import call_after_backward, current_backward
+from amprewrite.torch_internals.dispatch import call_after_backward, current_backward
 
 Pair = tuple[Tensor, Tensor]
 

@@ -40,7 +40,7 @@ from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.forward_scale import ScaleUse
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_after_backward, is_finite, params_of
-from amprewrite.torch_internals.autograd import call_after_backward, current_backward
+from amprewrite.torch_internals.dispatch import call_after_backward, current_backward
 
 MAX_CONSECUTIVE_SKIPS = 50
 """Default limit of skips in a row. It exceeds 46, the halvings from the highest initial scale, 2**32, to the default floor, 2**-14."""

@@ -19,8 +19,7 @@ from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import leaving, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import uncaptured, unselected
-from amprewrite.torch_internals.autograd import in_forward_mode
-from amprewrite.torch_internals.dispatch import are_plain, count_dispatch_modes, current_transform
+from amprewrite.torch_internals.dispatch import are_plain, count_dispatch_modes, current_transform, in_forward_mode
 from amprewrite.torch_internals.kernels import copy_tensors
 
 SHARES = (None, torch.float32)

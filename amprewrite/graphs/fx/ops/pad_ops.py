@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, leaving
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.plans.pad_plan import Layout, physical
-from amprewrite.torch_internals.autograd import in_forward_mode
-from amprewrite.torch_internals.dispatch import is_plain
+from amprewrite.torch_internals.dispatch import in_forward_mode, is_plain
 
 
 # -- changes of size ---------------------------------------------------------------------------

@@ -37,8 +37,7 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
-from amprewrite.torch_internals.autograd import in_forward_mode
-from amprewrite.torch_internals.dispatch import is_legacy_batched
+from amprewrite.torch_internals.dispatch import in_forward_mode, is_legacy_batched
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:

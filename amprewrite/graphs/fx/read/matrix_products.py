@@ -12,8 +12,8 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import example_value, hint, named_arguments, transformed_nodes
+from amprewrite.ir.cost import MatrixProduct
 from amprewrite.ir.op_graph import OpGraph
-from amprewrite.ir.product_cost import MatrixProduct
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 

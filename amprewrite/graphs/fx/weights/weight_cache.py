@@ -32,8 +32,7 @@ from amprewrite.graphs.fx.uncaptured import GradMode, unselected
 from amprewrite.graphs.fx.weights.step_listeners import AFTER_STEPS
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, StaleWeightsError
-from amprewrite.torch_internals.autograd import in_forward_mode
-from amprewrite.torch_internals.dispatch import is_plain
+from amprewrite.torch_internals.dispatch import in_forward_mode, is_plain
 
 LOOKED_AT = 2
 """Number of kept copies that one call compares with their weights. Each call takes the next copies in turn."""

@@ -22,11 +22,11 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.ops import bodies, constant_tensor, format_of, op_of, scalar
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.run.samples import elements
+from amprewrite.ir.cost import MatrixProduct
 from amprewrite.ir.evidence.counts import FRACTIONS, Count, keep_counts, made_of, most_exact
 from amprewrite.ir.evidence.range_rules import added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.evidence.summands import Factor, Summands, summands
 from amprewrite.ir.op_graph import OpGraph, OpNode
-from amprewrite.ir.product_cost import MatrixProduct
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind

@@ -26,7 +26,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.names import FreshNames
 from amprewrite.graphs.onnx.ops import (
     DTYPES,
     FLOATS,
@@ -38,6 +37,7 @@ from amprewrite.graphs.onnx.ops import (
     insert_behind,
 )
 from amprewrite.graphs.onnx.read.constants import NUMPY, rounded
+from amprewrite.graphs.onnx.read.load import FreshNames
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.tables.errors import PassError, PolicyError
