@@ -4,9 +4,8 @@ from typing import Any
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading, Target
 from amprewrite.ir.follow_plan import check_casts
-from amprewrite.ir.pass_base import Pass, run_passes
+from amprewrite.ir.pass_base import Decisions, Pass, Problem, run_passes
 from amprewrite.ir.plans.plan import RegionPlan
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes.apply.fold_masks import FoldMasks
 from amprewrite.passes.apply.insert_casts import InsertCasts
 from amprewrite.passes.apply.insert_pads import InsertPads

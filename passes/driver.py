@@ -20,8 +20,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
 from amprewrite.graphs.fx.flow.attention_calls import read_repeated_heads, read_strided_masks
-from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps, read_run_by_steps
-from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
+from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps, read_by_many, read_run_by_steps, trained_values
 from amprewrite.graphs.fx.flow.summands import read_summands
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import ATTENTION, MASK, argument, read_masks
@@ -30,16 +29,15 @@ from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_fa
 from amprewrite.graphs.fx.read.matrix_products import read_matrix_products
 from amprewrite.graphs.fx.read.number_facts import factors, magnitudes, offsets, read_counts
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
-from amprewrite.graphs.fx.run.range_dangers import exchanges_infinities
+from amprewrite.graphs.fx.run.observer import exchanges_infinities
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.follow_plan import match_region, may_quantise
 from amprewrite.ir.held_wide import held
 from amprewrite.ir.op_graph import Demand, OpNode
-from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.pass_base import Decisions, Problem, run_passes
 from amprewrite.ir.plans.plan import FLUSHES, LEFT, ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import PadPolicy, Policy
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes import APPLY, CLEAN_EXPORTED, NORMALISE, TIDY, decide
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import nodes_outside

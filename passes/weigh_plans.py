@@ -19,9 +19,8 @@ from dataclasses import replace
 
 from amprewrite.ir.cost import TICK, Prices
 from amprewrite.ir.op_graph import Demand, OpNode
-from amprewrite.ir.pass_base import Pass, run_passes
+from amprewrite.ir.pass_base import Decisions, Pass, Problem, run_passes
 from amprewrite.ir.plans.plan import LEFT, Candidate, RegionPlan
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes import BY_COST
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_autocast import PaintAutocast

@@ -28,8 +28,7 @@ from amprewrite.accuracy.strict.metric import Metric
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.evidence.ranges import KeepHigh, fingerprint
 from amprewrite.ir.op_graph import Demand, Operand, OpNode
-from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Problem, run_passes
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_ties import PaintTies

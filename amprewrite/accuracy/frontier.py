@@ -30,8 +30,8 @@ from amprewrite.accuracy.trial import GraphRunner, Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.cost import TICK, price
 from amprewrite.ir.evidence.ranges import KeepHigh, as_text, fingerprint
+from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import RegionPlan
-from amprewrite.ir.problem import Problem
 from amprewrite.passes import decide, plan_region
 from amprewrite.passes.driver import rewrite_graph
 from amprewrite.runtime.compiler.capture_check import results_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import Cast, ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.vocabulary import Colour
 

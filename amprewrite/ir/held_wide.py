@@ -17,7 +17,7 @@ from collections.abc import Container, Mapping, Set
 
 from amprewrite.ir.evidence.counts import ASKS
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.pass_base import Problem
 from amprewrite.tables.formats import LOW_NAMES
 from amprewrite.tables.ops.list_presets import autocast_kinds
 from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with

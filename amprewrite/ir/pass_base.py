@@ -1,19 +1,34 @@
-"""The base class of passes and a function that runs a pipeline of them.
+"""The base class of passes, a function that runs a pipeline of them, and what deciding passes read and write.
 
-A pass reads one object and edits another. Deciding passes read a `Problem` and edit `Decisions`. Applying passes read a `RegionPlan` and
-edit an fx graph. So a deciding pass cannot change a graph, and an applying pass cannot decide.
+A pass reads one object and edits another. Deciding passes read a `Problem`, which is one captured graph, the facts known about it and the
+user's policy, and edit the `Decisions` on it, which `freeze` turns into a `RegionPlan`. Applying passes read a `RegionPlan` and edit an fx
+graph. So a deciding pass cannot change a graph, and an applying pass cannot decide.
 """
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
+from amprewrite.ir.cost import CostModel, MatrixProduct, Measured
+from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
+from amprewrite.ir.evidence.constants import ConstantRead
+from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
+from amprewrite.ir.evidence.summands import Summands
+from amprewrite.ir.op_graph import Call, OpGraph
+from amprewrite.ir.plans.pad_plan import PadPlan
+from amprewrite.ir.plans.plan import Cast, NodeEdit, NodePlan, RegionPlan
+from amprewrite.ir.plans.product_plan import QuantisedProducts
+from amprewrite.ir.policies.policy import PadPolicy, Policy
+from amprewrite.tables.devices import Device, device_row
 from amprewrite.tables.errors import AmpRewriteError, PassError
+from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.vocabulary import Colour, Edit, Held, Reason
 
 Read = TypeVar("Read")
 """Type of the object that a pass reads."""
@@ -80,3 +95,201 @@ def no_collection() -> Iterator[None]:
     finally:
         if on:
             gc.enable()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """One graph to plan, with all facts about it. Frozen: to add a fact, copy the problem with `dataclasses.replace`."""
+
+    graph: OpGraph
+    policy: Policy
+    lists: OpLists
+    name: str = "graph"
+    entry: str = ""
+    """Path of the module whose call was captured, "" for the root."""
+    training: bool = False
+    scale_loss: bool = False
+    """Whether loss scaling is built into the graph."""
+    inside_scaled: bool = False
+    """Whether loss scaling is built into a graph around this one."""
+    kept_high: tuple[Reason, str] | None = None
+    """(reason, op) if this whole graph stays fp32; the graph is then the body of that op, such as a loop. None if it may run low."""
+    fold_masks: Literal["", "fixed", "any"] = ""
+    """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that have
+    to be tested in each call, which only a graph without a compiler can do."""
+    masks: Mapping[str, Edit] = field(default_factory=dict)
+    """Name of an attention call → the edit that may be made to its mask. Empty unless masks may be dropped."""
+    repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of an attention call → the ops that repeat the heads of its keys and values. Only calls without a mask, or with a mask in
+    `masks`, are listed."""
+    strided_masks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Value → the attention calls that can have a fused GPU kernel if the value, which is their mask or its source, is contiguous."""
+    bare_norms: tuple[str, ...] = ()
+    """Norms without weights on a CPU. PyTorch's kernel computes their mean and variance in the input's dtype, which is inexact if that is
+    low."""
+    bare_taps: tuple[str, ...] = ()
+    """Convolutions in which some weights are multiplied with padding only. If the convolution runs low, its backward leaves the gradients
+    of these weights uninitialised."""
+    summands: Mapping[str, Summands] = field(default_factory=dict)
+    """For each linear op: the values that it adds up, each with its factor."""
+    repeated: frozenset[str] = frozenset()
+    """Values that a loop passes from one iteration to the next, and inputs of a body graph, which may run many times."""
+    run_by_steps: tuple[str, ...] = ()
+    """Recurrent layers whose device runs their many time steps one by one, so that autograd adds up low gradients of their weights."""
+    trained: frozenset[str] = frozenset()
+    """Values for which the backward pass computes gradients."""
+    read_by_many: tuple[str, ...] = ()
+    """Values with so many readers that the sum of the gradients from all readers would be inaccurate in the low format."""
+    matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
+    """Products that fp8 kernels could run, by name; empty unless fp8 was asked for."""
+    held: Mapping[str, Held] = field(default_factory=dict)
+    """How exactly torch.autocast would hold the values that come from other graphs: the inputs, if this graph is a subgraph, and the
+    results of its own subgraphs."""
+    needs_bits: frozenset[str] = frozenset()
+    """Values whose rounding error would be magnified by ops of the graph around this graph, or of subgraphs inside it."""
+    far_constants: tuple[str, ...] = ()
+    """Ops with an argument that is a finite constant beyond the low format's range."""
+    device: str = "cpu"
+    """Type of the device on which the graph runs; "meta" for a graph that was read from an ONNX file."""
+    planned_for: Device | None = None
+    """The row of the device for which to plan; None to plan for the device at hand."""
+    timings: Measured | None = None
+    """Measured run times from which to compute prices; None to compute them from the device table."""
+    magnitudes: Mapping[str, float] = field(default_factory=dict)
+    """Largest magnitude of each parameter and buffer; empty unless the low format's range is narrow."""
+    offsets: frozenset[str] = frozenset()
+    """Weights with an offset (the mean of a row is larger than its spread) that are added to values, or in which rows are looked up."""
+    constants: tuple[ConstantRead, ...] = ()
+    """For a graph from an ONNX file: each read of a constant by an op. A constant is stored in the format of its readers."""
+    calibration: Calibration | None = None
+    """Ranges of the model's values on sample batches; None without calibration."""
+    keep_high: KeepHigh | None = None
+    """Nodes that an accuracy search keeps in fp32; None without a search."""
+    agreed: Agreed = NOTHING_AGREED
+    """Colours (low or high) of ops that were decided in other graphs of the model."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Nodes whose ops raised an error on low inputs when tried, each with the error message."""
+    pad: PadPolicy | None = None
+    """The rules for padding; None if nothing may be padded."""
+    calls: Mapping[str, Call] = field(default_factory=dict)
+    """The recorded call of every op; empty unless padding may happen."""
+    pad_refused: Mapping[str, str] = field(default_factory=dict)
+    """Nodes whose ops raised an error on padded inputs when tried, each with the error message."""
+    pads_off: bool = False
+    """Whether to plan no padding, for example because the padded graph failed its check."""
+    given: RegionPlan | None = None
+    """The region of the user's plan that this graph must follow; None if the passes decide."""
+    notes: tuple[str, ...] = ()
+    """Notes made while the graph was read. The plan shows them."""
+
+    @property
+    def costs(self) -> CostModel:
+        """The prices with which this graph is planned. If the policy sets `parity`, they are a weighted mean of training and inference."""
+        return self.own_costs if self.policy.parity is None else replace(self.own_costs, training=self.policy.parity)
+
+    @property
+    def own_costs(self) -> CostModel:
+        """The prices of this graph by itself: of a training step if the graph trains, otherwise of a pass without gradients."""
+        row = self.planned_for or device_row(self.device)
+        return CostModel(row, self.policy.low, self.training, self.policy.keeps_copies, self.timings, self.policy.memory)
+
+    @property
+    def apart(self) -> Problem:
+        """A copy of this problem that ignores the other graphs of the model: without their colours and without shared prices."""
+        return replace(self, policy=replace(self.policy, parity=None), agreed=NOTHING_AGREED)
+
+
+@dataclass(frozen=True)
+class Painted:
+    """The colour of one node (low, high or plain) as decided so far, the reason, the node that caused it ("" if none did), and a detail."""
+
+    colour: Colour
+    reason: Reason
+    because_of: str = ""
+    detail: str = ""
+
+
+@dataclass
+class Decisions:
+    """The decisions made so far on one `Problem`. Deciding passes add to them. Applying passes see only the plan that `freeze` returns."""
+
+    paints: dict[str, Painted] = field(default_factory=dict)
+    casts: tuple[Cast, ...] = ()
+    pads: PadPlan = field(default_factory=PadPlan)
+    edits: list[NodeEdit] = field(default_factory=list)
+    quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
+    notes: list[str] = field(default_factory=list)
+
+    def paint(self, name: str, colour: Colour, reason: Reason, because_of: str = "", detail: str = "") -> None:
+        self.paints[name] = Painted(colour, reason, because_of, detail)
+
+    def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
+        """Give the op `name` the colour high (fp32), unless a fact (`OpNode.pinned`) or an override has decided its colour.
+
+        Ops that are high already, that carry no fp32 value, or whose colour follows from their subgraph (`Reason.BODY`) do not change.
+        """
+        node, paint = problem.graph[name], self.paints.get(name)
+        asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))
+        if node.carries_fp32 and node.pinned is None and not asked and (paint is None or paint.colour is Colour.LOW):
+            self.paint(name, Colour.HIGH, reason, because_of)
+
+    @property
+    def colours(self) -> dict[str, Colour]:
+        return {name: painted.colour for name, painted in self.paints.items()}
+
+    def edit(self, problem: Problem, node: str, what: Edit) -> None:
+        """Add the edit `what` of the op `node`, switched off if a given plan (`problem.given`) has the edit and switches it off."""
+        given = problem.given.edits if problem.given is not None else ()
+        off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
+        self.edits.append(NodeEdit(node, what, on=not off))
+
+    def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
+        """Add the edit `what` to each of the ops `nodes` that has the colour low."""
+        for name in nodes:
+            if self.paints[name].colour is Colour.LOW:
+                self.edit(problem, name, what)
+
+    def note(self, text: str) -> None:
+        """Add `text` to the notes of the plan, unless they hold it already."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def freeze(self, problem: Problem) -> RegionPlan:
+        """Return the decisions as the plan of the graph of `problem`. Every node of the graph must have a colour (low, high or plain)."""
+        return RegionPlan(
+            name=problem.name,
+            nodes=tuple(self._node_plans(problem)),
+            casts=self.casts,
+            training=problem.training,
+            notes=tuple(dict.fromkeys((*problem.notes, *self.notes))),
+            entry=problem.entry,
+            pads=self.pads,
+            edits=tuple(self.edits),
+            scales_loss=problem.scale_loss,
+            quantised=self.quantised,
+            basis=problem,
+        )
+
+    def _node_plans(self, problem: Problem) -> list[NodePlan]:
+        low, plans = problem.policy.low.name, []
+        for node in problem.graph:
+            painted = self.paints[node.name]
+            plans.append(
+                NodePlan(
+                    name=node.name,
+                    op=node.op,
+                    colour=painted.colour,
+                    reason=painted.reason,
+                    because_of=painted.because_of,
+                    detail=painted.detail,
+                    kind=node.kind,
+                    dtype=low if painted.colour is Colour.LOW and node.carries_fp32 else node.dtype,
+                    shape=node.shape,
+                    flops=node.flops,
+                    module=node.module,
+                    source=node.source,
+                    role=node.role,
+                    inputs=tuple(operand.value for operand in node.operands),
+                )
+            )
+        return plans

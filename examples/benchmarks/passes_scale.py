@@ -13,9 +13,8 @@ import time
 from collections.abc import Iterator
 
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
-from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.pass_base import Decisions, Problem, run_passes
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes import PIPELINES
 from amprewrite.tables.formats import BF16
 from amprewrite.tables.ops.op_lists import OPS, op_lists

@@ -23,9 +23,8 @@ from torch import nn
 
 from amprewrite.ir.cost import TICK, CostModel, price
 from amprewrite.ir.op_graph import OpNode
-from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.pass_base import Decisions, Problem, run_passes
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes import decide, plan_region
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny

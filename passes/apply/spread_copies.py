@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.flow.readers import MOST_READERS
+from amprewrite.graphs.fx.flow.kernel_pins import MOST_READERS
 from amprewrite.graphs.fx.node_facts import Openings, outside, transform_openings
 from amprewrite.graphs.fx.ops.pad_ops import linked_copy, pad_cast, resize
 from amprewrite.ir.pass_base import Pass

@@ -26,7 +26,7 @@ from torch import Tensor
 from amprewrite.graphs.fx.captured import EditedGraph, Target
 from amprewrite.graphs.fx.node_facts import example_value, memory_of, tensors, transformed_nodes, written
 from amprewrite.graphs.fx.ops.attention_masks import PURE
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.on_device import recording
 from amprewrite.ir.op_graph import reached
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amprewrite.graphs.fx.captured import EditedGraph, QuantisedInput, Target
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.on_device import recording
 from amprewrite.graphs.fx.ops.quantised_products import Scaled, from_kept, quantise
 from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.graphs.fx.weights.weight_cache import streams_of

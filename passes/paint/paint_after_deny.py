@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from amprewrite.ir.op_graph import Demand, OpGraph, OpNode, reached
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 

@@ -12,8 +12,7 @@ nodes get one colour.
 from __future__ import annotations
 
 from amprewrite.ir.held_wide import widest_of
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, Reason
 

@@ -10,8 +10,7 @@ The passes after this one paint the rest. The result does not depend on the orde
 
 from __future__ import annotations
 
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.recipes import WIDE

@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from amprewrite.ir.op_graph import OpNode, reached
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 

@@ -5,8 +5,7 @@ The colour is high if one member is high, low if one is low and none is high. A 
 
 from __future__ import annotations
 
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.vocabulary import Colour, Reason
 
 

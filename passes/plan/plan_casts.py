@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amprewrite.ir.op_graph import resolved
-from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.ir.plans.plan import Cast
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Colour, Edit

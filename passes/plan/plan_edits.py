@@ -11,8 +11,7 @@
 
 from __future__ import annotations
 
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.vocabulary import Edit
 
 

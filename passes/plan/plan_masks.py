@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.devices import device_row
 from amprewrite.tables.vocabulary import Colour, Edit
 

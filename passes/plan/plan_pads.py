@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from amprewrite.ir.op_graph import Call, Ref
-from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.ir.plans.pad_plan import KINDS, Layout, PadCopy, PaddedValue, PadPlan, PadRegion
 from amprewrite.ir.plans.plan import Cast
 from amprewrite.ir.policies.policy import PadRule
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.planner.padding.pad_cost import PadCost, Product, stopwatch
 from amprewrite.planner.padding.regions import ROUNDS, Regions, Want, value_name
 from amprewrite.tables.devices import device_row

@@ -24,9 +24,8 @@ from importlib.util import find_spec
 
 from amprewrite.ir.cost import MatrixProduct, ProductPrices
 from amprewrite.ir.op_graph import OpNode
-from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.ir.plans.product_plan import GemmPlan, ProductPlan, ProductReason, QuantisedCopy, QuantisedProducts
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.planner.min_cut import heaviest_closure
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.ops.op_lists import Trait, ops_with

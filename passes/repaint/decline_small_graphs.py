@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from amprewrite.ir.cost import TICK, Prices
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.vocabulary import Colour, Reason
 
 MARGIN = 0.05

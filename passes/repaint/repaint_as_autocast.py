@@ -29,8 +29,7 @@ from __future__ import annotations
 
 from amprewrite.ir.held_wide import AVERAGES, AWAY, CONVERTS, FACTORS, LOGS, NORMS, data_of, held, is_product, rounds
 from amprewrite.ir.op_graph import OpNode
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Held, OpKind, Reason

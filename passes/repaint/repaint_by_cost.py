@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 from amprewrite.ir.cost import TICK
 from amprewrite.ir.op_graph import OpNode
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.planner.assignment import Contradiction, cheapest
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason

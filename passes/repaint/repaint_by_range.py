@@ -35,8 +35,7 @@ from amprewrite.ir.evidence.range_rules import (
 )
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpNode
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason

@@ -31,8 +31,7 @@ from dataclasses import dataclass, replace
 from amprewrite.ir.evidence.summands import Factor, Summands, joined
 from amprewrite.ir.held_wide import FACTORS, FILE, SUMS, held_wide, is_product
 from amprewrite.ir.op_graph import OpNode
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions, Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason

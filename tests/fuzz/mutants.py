@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "overflow-refused", "an op that refuses an overflowed value ends the call", ("programs",), ("large_refused", "'fp16'"),
-        (("amprewrite/graphs/fx/run/range_dangers.py", "value.amax * (room if graph[name].role == \"op\" else 1) > end", "value.amax > 1e30"),),
+        (("amprewrite/graphs/fx/run/observer.py", "value.amax * (room if graph[name].role == \"op\" else 1) > end", "value.amax > 1e30"),),
     ),
     Mutant(
         "closure-early", "a closure runs before its step, which may move the weights first", ("states",), ("'Ahead'", "fp16"),

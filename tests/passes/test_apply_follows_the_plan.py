@@ -29,7 +29,7 @@ from amprewrite.tables.vocabulary import Colour, Edit
 Capture = Callable[..., torch.fx.GraphModule]
 APPLY = Path(__file__).parents[2] / "passes" / "apply"
 DECIDES = (
-    "amprewrite.ir.problem", "amprewrite.ir.policies", "amprewrite.ir.evidence", "amprewrite.ir.problem", "amprewrite.planner",
+    "amprewrite.ir.pass_base", "amprewrite.ir.policies", "amprewrite.ir.evidence", "amprewrite.ir.pass_base", "amprewrite.planner",
 )  # fmt: skip
 """What a decision would be taken from; how padding goes through an op is arithmetic on sizes."""
 

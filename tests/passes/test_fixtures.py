@@ -48,9 +48,8 @@ from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED
 from amprewrite.ir.evidence.constants import ConstantRead, Loss
 from amprewrite.ir.evidence.ranges import KeepHigh, fingerprint
-from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.pass_base import Decisions, run_passes
 from amprewrite.ir.policies.policy import Policy, parse_pad, parse_products
-from amprewrite.ir.problem import Decisions
 from amprewrite.passes import CLEAN_EXPORTED, NORMALISE, plan_region
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.lower.dry_run import dry_run

@@ -78,8 +78,8 @@ An override of either stays. Without a product nothing changes.
 from __future__ import annotations
 
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.problem import Decisions
-from amprewrite.ir.problem import Problem
+from amprewrite.ir.pass_base import Decisions
+from amprewrite.ir.pass_base import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import OpKind, Reason
 

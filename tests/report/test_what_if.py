@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import amprewrite
+from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
-from amprewrite.ir.problem import Problem
 from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.questions.what_if import OTHER, Change, WhatIf, conditions

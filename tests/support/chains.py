@@ -20,10 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
-from amprewrite.ir.pass_base import Pass, run_passes
+from amprewrite.ir.pass_base import Decisions, Painted, Pass, Problem, run_passes
 from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.ir.policies.policy import Policy, parse_overrides
-from amprewrite.ir.problem import Decisions, Painted, Problem
 from amprewrite.passes import decide
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import OpLists, find_op, op_lists

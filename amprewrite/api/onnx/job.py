@@ -47,9 +47,9 @@ from amprewrite.graphs.onnx.write.save import Written, written
 from amprewrite.ir.evidence.constants import Loss
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, fingerprint
 from amprewrite.ir.follow_plan import may_quantise
+from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy, ProductPolicy, parse_products
-from amprewrite.ir.problem import Problem
 from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, shown

@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.read.reader import OnnxReading, scopes
 from amprewrite.ir.follow_plan import match_region
+from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
-from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason

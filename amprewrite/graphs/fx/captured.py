@@ -13,9 +13,9 @@ from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.counts import Count
 from amprewrite.ir.op_graph import Call
+from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.ir.plans.plan import RegionPlan
-from amprewrite.ir.problem import Problem
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.vocabulary import Reason

@@ -19,10 +19,9 @@ from itertools import chain, islice
 
 from amprewrite.ir.cost import TICK, Prices
 from amprewrite.ir.op_graph import OpGraph, reached
-from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.pass_base import Decisions, Problem, run_passes
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.ir.policies.policy import Override
-from amprewrite.ir.problem import Decisions, Problem
 from amprewrite.passes import pipeline, plan_region
 from amprewrite.report.counts import amount
 from amprewrite.tables.boundary.arguments import shown

@@ -29,14 +29,12 @@ from torch.fx._pytree import tree_flatten_spec
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import differentiates, example_value, tensors, written_inputs
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.on_device import local_part
-from amprewrite.graphs.fx.run.observer import Observer
-from amprewrite.graphs.fx.run.range_dangers import dangers, too_large, unobserved
+from amprewrite.graphs.fx.ops.on_device import local_part, recording
+from amprewrite.graphs.fx.run.observer import Observer, dangers, too_large, unobserved
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
+from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import RegionPlan
-from amprewrite.ir.problem import Problem
 from amprewrite.passes.driver import rewrite_graph
 from amprewrite.runtime.ambient.kept_state import random_state_kept, state_kept
 from amprewrite.runtime.ambient.past import asking_node

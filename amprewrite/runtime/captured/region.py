@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.on_device import recording
 from amprewrite.graphs.fx.run.first_run import FirstRun, Refusals
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, pushed
 from amprewrite.ir.plans.plan import RegionPlan

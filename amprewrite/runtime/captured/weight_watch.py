@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_opaque
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.on_device import local_part
+from amprewrite.graphs.fx.ops.on_device import local_part, recording
 from amprewrite.graphs.fx.read.bodies import operands
 from amprewrite.graphs.fx.read.number_facts import largest, weights_among
 from amprewrite.ir.evidence.range_rules import Fit, fit

@@ -14,7 +14,7 @@ No scale tensor that `snapshot` returned is written to later, because graphs sav
 A set of steps holds one step of each optimizer that steps between two forwards. Their overflows count as one, as under one
 `GradScaler.update()`. The set is closed by the next `snapshot` (a forward), or when one of its optimizers steps again.
 
-Once a CUDA graph has recorded a step, the state is updated on the device, in place (cuda_graphs.py).
+Once a CUDA graph has recorded a step, the state is updated on the device, in place (on_device.py).
 
 One file because the schedules differ in a few lines each and are read side by side.
 """
@@ -29,8 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from amprewrite.graphs.fx.ops.cuda_graphs import EMPTY, Recorded, recording
-from amprewrite.graphs.fx.ops.on_device import on_device
+from amprewrite.graphs.fx.ops.on_device import EMPTY, Recorded, on_device, recording
 from amprewrite.runtime.training.loss_scale_state import (
     COUNTERS,
     OWN_KEY,

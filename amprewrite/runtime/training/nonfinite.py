@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.on_device import local_part, on_device
+from amprewrite.graphs.fx.ops.on_device import local_part, on_device, recording
 from amprewrite.runtime.parts import several_ranks
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES

@@ -16,7 +16,7 @@ import torch.fx
 from torch import Tensor
 
 from amprewrite.graphs.fx.node_facts import example_value, transformed_nodes
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.on_device import recording
 from amprewrite.tables.formats import saturate
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
 from amprewrite.tables.vocabulary import Edit

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.on_device import recording
 from amprewrite.graphs.fx.ops.wide_products import wide_product
 from amprewrite.ir.policies.policy import ProductPolicy
 from amprewrite.tables.errors import AmpRewriteWarning

@@ -1,9 +1,22 @@
 """Copy a 0-dim tensor, such as a loss scale, to another device, and take the part of a distributed tensor that this rank holds.
+Keep the state of a loss scale usable inside a CUDA graph.
 
 The functions have a file of their own, so that a module that calls them does not import the kernels.
+
+A replay of a CUDA graph runs kernels on fixed addresses, and runs no Python. So a loss scale that the graph updates cannot be a new tensor
+at each step, and the overflow flag of a step cannot be a Python attribute:
+
+1. From the first recording on, the tensors of the state keep their addresses. New values are copied to these addresses.
+2. The overflow flag of a step waits in a mailbox, a 0-dim tensor that holds -1 while it is empty. The next step updates the state by this
+   flag and empties the mailbox. Replayed and eager steps do the same, so that they can alternate.
+3. A forward copies the scale, because a later step overwrites the memory of the scale.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,3 +33,51 @@ def on_device(number: Tensor, device: torch.device) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a DTensor that this rank holds, without its gradient history; any other tensor is returned unchanged."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+
+
+EMPTY = -1.0
+"""Value of an empty mailbox."""
+
+
+def recording(device: torch.device) -> bool:
+    """True if `device` is a CUDA device and the current stream records its kernels in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Recorded:
+    """Keeps the tensors in the attributes `names` of `owner` at fixed addresses, from the first recording of a CUDA graph on.
+
+    `mailbox` is the 0-dim fp32 tensor in which the overflow flag of a step waits.
+    """
+
+    def __init__(self, owner: Any, names: tuple[str, ...], mailbox: Tensor) -> None:
+        self.owner, self.names, self.mailbox = owner, names, mailbox
+
+    def post(self, found: Tensor) -> None:
+        """Add the overflow flag of an optimizer, `found` (above 0 if a gradient is not finite), to the flag that waits in the mailbox."""
+        self.mailbox.clamp_(min=0).add_(found.to(self.mailbox.device, non_blocking=True))
+
+    def apply_pending(self, update: Callable[[Tensor], None]) -> None:
+        """Call `update` with the flag in the mailbox, then empty the mailbox. An empty mailbox leaves the state unchanged.
+
+        The device decides whether the mailbox is empty, so the host does not wait.
+        """
+        waits = self.mailbox >= 0
+        with self.in_place(waits):
+            update(self.mailbox.clamp(min=0))
+        self.mailbox.fill_(EMPTY)
+
+    @contextlib.contextmanager
+    def in_place(self, where: Tensor | None = None) -> Iterator[None]:
+        """Context manager in which the caller may replace the tensors of the state. At its end the new values go to the old addresses.
+
+        With `where`, a 0-dim boolean tensor, the values are copied only if `where` is true.
+        """
+        places = {name: getattr(self.owner, name) for name in self.names}
+        for name, place in places.items():
+            setattr(self.owner, name, place.clone())
+        yield
+        for name, place in places.items():
+            new = getattr(self.owner, name)
+            place.copy_(new if where is None else torch.where(where, new, place))
+            setattr(self.owner, name, place)

@@ -23,8 +23,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.flow.far_numbers import FarNumbers
-from amprewrite.graphs.fx.flow.kernel_pins import pin_summing, pin_uneven, pin_unset
-from amprewrite.graphs.fx.flow.readers import trained_nodes
+from amprewrite.graphs.fx.flow.kernel_pins import pin_summing, pin_uneven, pin_unset, trained_nodes
 from amprewrite.graphs.fx.node_facts import (
     ABSOLUTE,
     BIT_VIEWS,

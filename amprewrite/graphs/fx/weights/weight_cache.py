@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.on_device import recording
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast, slice_dims
 from amprewrite.graphs.fx.uncaptured import GradMode, unselected
 from amprewrite.graphs.fx.weights.step_listeners import AFTER_STEPS
