@@ -9,11 +9,11 @@ This file has special code for the `softmax` after a mask.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from amprewrite.ir.evidence.range_rules import MAKES_SCORES, Read, only_blocks
-from amprewrite.ir.op_graph import reached
+from amprewrite.ir.op_graph import Reaches, reached
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
@@ -29,6 +29,8 @@ class MaskRules(ABC, Generic[Value]):
     def __init__(self, low: Format) -> None:
         self.low = low
         self._blocking: set[tuple[Value, int]] = set()
+        self.reaches_softmax = Reaches(self._scores, self._enters_softmax)
+        """True for a value if a softmax reads scores that are computed from it, or if attention takes it or such scores as its mask."""
 
     @abstractmethod
     def reads(self, value: Value) -> Iterable[Read[Value]]:
@@ -46,10 +48,11 @@ class MaskRules(ABC, Generic[Value]):
         """
         return not self.low.narrow or only_blocks(value, sides, self.reads, self.low, self._blocking)
 
-    def reaches_softmax(self, value: Value) -> bool:
-        """True if a softmax reads scores that are computed from `value`, or if attention takes `value` or such scores as its mask."""
-        scores = reached([value], lambda each: (read.made for read in self.reads(each) if read.op in MAKES_SCORES))
-        return any(read.op == "softmax" or read.masks for each in scores for read in self.reads(each))
+    def _scores(self, value: Value) -> Iterator[Value]:
+        return (read.made for read in self.reads(value) if read.op in MAKES_SCORES)
+
+    def _enters_softmax(self, value: Value) -> bool:
+        return any(read.op == "softmax" or read.masks for read in self.reads(value))
 
     def feeds_product(self, value: Value) -> bool:
         """True if a matrix product or a convolution reads `value`."""

@@ -228,6 +228,33 @@ def reached(starts: Iterable[Vertex], step: Callable[[Vertex], Iterable[Vertex]]
                 waiting.append(near)
 
 
+class Reaches(Generic[Vertex]):
+    """Tells for any node of a graph whether it is a goal, or a goal can be reached from it.
+
+    Answers are kept, so that all questions together step once from each node. `step` is as for `reached`. The graph must not change between
+    questions.
+    """
+
+    def __init__(self, step: Callable[[Vertex], Iterable[Vertex]], is_goal: Callable[[Vertex], bool]) -> None:
+        self.step, self.is_goal = step, is_goal
+        self._known: dict[Vertex, bool] = {}
+
+    def __call__(self, start: Vertex) -> bool:
+        if start not in self._known:
+            before: dict[Vertex, list[Vertex]] = {}
+
+            def step(node: Vertex) -> Iterator[Vertex]:
+                for near in () if node in self._known else self.step(node):
+                    before.setdefault(near, []).append(node)
+                    yield near
+
+            found = list(reached([start], step))
+            goals = [node for node in found if (self._known[node] if node in self._known else self.is_goal(node))]
+            good = set(reached(goals, lambda node: before.get(node, ())))
+            self._known |= {node: node in good for node in found}
+        return self._known[start]
+
+
 class DisjointSets(Generic[Vertex]):
     """Disjoint sets (union-find) of the nodes of any kind of graph: `join` merges two sets, `find` returns the representative of a set."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -63,19 +64,77 @@ def test_rewrite_takes_few_calls_for_each_module():
     assert (more - fewer) / modules <= 160
 
 
-def test_a_graph_takes_few_calls_for_each_node(monkeypatch: pytest.MonkeyPatch):
-    """Of reading, deciding, editing, the check on fake tensors and lowering. They were 1,120 for each node of a plan."""
-    counts = []
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """(calls of Python functions, nodes of the plan) for each graph that is rewritten in a test."""
+    counts: list[tuple[int, int]] = []
     rewritten = GraphRewriter.rewrite_region
 
-    def counted(self: GraphRewriter, *args: Any) -> Any:
+    def counting(self: GraphRewriter, *args: Any) -> Any:
         calls, region = calls_of(rewritten, self, *args)
         counts.append((calls, len(region.plan.nodes)))
         return region
 
-    monkeypatch.setattr(GraphRewriter, "rewrite_region", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphRewriter, "rewrite_region", counting)
+        yield counts
+    torch._dynamo.reset()
+
+
+def test_a_graph_takes_few_calls_for_each_node(counted: list[tuple[int, int]]) -> None:
+    """Of reading, deciding, editing, the check on fake tensors and lowering. They were 1,120 for each node of a plan."""
     for blocks in (2, 10, 20):
         torch._dynamo.reset()
         amprewrite.rewrite(deep(blocks), dtype="bf16")(torch.randn(4, 16)).sum().backward()
-    _, (fewer, few), (more, many) = counts
+    _, (fewer, few), (more, many) = counted
     assert (more - fewer) / (many - few) <= 850
+
+
+class Loop(nn.Module):
+    """A loop that Dynamo unrolls: `step` returns the next state of (4, 16) and a result of one step, whose input is `x[:, t]`."""
+
+    def __init__(self, step: Callable[..., Any], steps: int) -> None:
+        super().__init__()
+        self.inner, self.cell, self.step, self.steps = nn.Linear(16, 16), nn.GRUCell(16, 16), step, steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, states, results = self.inner(x), x[:, 0], []
+        for t in range(self.steps):
+            states, result = self.step(self, x, h, states, t)
+            results.append(result)
+        return torch.stack(results[::-1], 1)
+
+
+def advantages(loop: Loop, x: torch.Tensor, h: torch.Tensor, last: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of reinforcement learning: sums of inputs and low values, backwards in time."""
+    last = x[:, -1 - t] + 0.99 * h[:, -1 - t] * (1 - x[:, t]) + 0.95 * (1 - x[:, -1 - t]) * last
+    return last, last
+
+
+def cells(loop: Loop, x: torch.Tensor, h: torch.Tensor, state: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    state = loop.cell(h[:, t], state)
+    return state, state
+
+
+def masked(loop: Loop, x: torch.Tensor, h: torch.Tensor, state: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores with blocked places, which fp16 clamps."""
+    scores = (state + h[:, t]).masked_fill(x[:, t] > 1, -1e9)
+    return torch.logsumexp(scores.unsqueeze(-1) + loop.inner.weight, 1), scores.softmax(-1)
+
+
+def solver(loop: Loop, x: torch.Tensor, h: torch.Tensor, state: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Small steps, which stay fp32."""
+    state = state + 0.01 * torch.tanh(loop.inner(state) + t * 0.01)
+    return state, state
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("step", [advantages, cells, masked, solver])
+def test_an_unrolled_loop_costs_as_much_a_step_however_long_it_is(step: Any, dtype: str, counted: list[tuple[int, int]]) -> None:
+    for steps in (4, 16, 48, 80):
+        torch._dynamo.reset()
+        amprewrite.rewrite(Loop(step, steps), dtype=dtype)(torch.randn(4, steps, 16)).sum().backward()
+    _, *three = counted
+    first, second = ((more - fewer) / (many - few) for (fewer, few), (more, many) in itertools.pairwise(three))
+    assert second <= 1.2 * first
