@@ -233,6 +233,22 @@ class Decisions:
         if node.carries_fp32 and node.pinned is None and not asked and (paint is None or paint.colour is Colour.LOW):
             self.paint(name, Colour.HIGH, reason, because_of)
 
+    def tie(self, problem: Problem) -> None:
+        """Give all nodes that are tied (share memory or a kernel) one colour: high (fp32) if one is high, otherwise low if one is low.
+
+        Tied nodes that all have no colour yet stay without one.
+        """
+        for members in problem.graph.precision_groups().values():
+            painted = [name for name in members if name in self.paints]
+            high = next((name for name in painted if self.paints[name].colour is Colour.HIGH), None)
+            cause = high or next((name for name in painted if self.paints[name].colour is Colour.LOW), None)
+            if cause is None:
+                continue
+            colour = self.paints[cause].colour
+            for name in members:
+                if name not in self.paints or self.paints[name].colour is not colour:
+                    self.paint(name, colour, Reason.TIED, because_of=cause)
+
     @property
     def colours(self) -> dict[str, Colour]:
         return {name: painted.colour for name, painted in self.paints.items()}

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.vocabulary import Colour, Reason
 
@@ -23,4 +22,4 @@ class PaintAsGiven(Pass[Problem, Decisions]):
         for vertex in problem.graph:
             if vertex.name not in decisions.paints:
                 decisions.paint(vertex.name, Colour.PLAIN, Reason.NO_FLOAT)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)

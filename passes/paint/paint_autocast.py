@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from amprewrite.ir.held_wide import widest_of
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, Reason
 
 
@@ -28,4 +27,4 @@ class PaintAutocast(Pass[Problem, Decisions]):
             else:
                 decisions.paint(node.name, Colour.HIGH, Reason.WIDEST_INPUT if value else Reason.NOT_REACHED, because_of=value)
                 high.add(node.name)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)

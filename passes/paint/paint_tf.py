@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 
 from amprewrite.ir.op_graph import OpNode, reached
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 
@@ -27,7 +26,7 @@ class PaintTF(Pass[Problem, Decisions]):
         if problem.lists.infer_after_allow:
             paint_after_allow(problem, decisions)
         paint_beside_allow(problem, decisions)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)
         for node in problem.graph:
             if node.name not in decisions.paints:
                 decisions.paint(node.name, Colour.HIGH, Reason.NOT_REACHED)

@@ -30,7 +30,6 @@ from __future__ import annotations
 from amprewrite.ir.held_wide import AVERAGES, AWAY, CONVERTS, FACTORS, LOGS, NORMS, data_of, held, is_product, rounds
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Held, OpKind, Reason
 
@@ -53,7 +52,7 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
                 decisions.keep_high(problem, node.name, Reason.MAGNIFIED if reader else Reason.UNROUNDED, because_of=reader)
             elif node.name in problem.read_by_many:
                 decisions.keep_high(problem, node.name, Reason.READ_BY_MANY)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)
 
 
 class Roundings:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, Reason
 
 
@@ -25,4 +24,4 @@ class RepaintByError(Pass[Problem, Decisions]):
             paint = decisions.paints.get(name)
             if paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.ASKED):
                 decisions.paint(name, Colour.HIGH, Reason.SENSITIVE, detail=why)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)

@@ -36,7 +36,6 @@ from amprewrite.ir.evidence.range_rules import (
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -65,7 +64,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
         for name, text in find_cancelling(problem, values).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CANCELS)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)
 
 
 @dataclass

@@ -8,7 +8,6 @@ Beyond that two positions become one, and rotary angles are wrong by whole turns
 from __future__ import annotations
 
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Reason
 
 
@@ -17,4 +16,4 @@ class RepaintCounts(Pass[Problem, Decisions]):
         for node in problem.graph:
             if node.counted:
                 decisions.keep_high(problem, node.name, Reason.COUNTS, because_of=node.counted)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)

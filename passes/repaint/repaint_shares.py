@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Set
 
 from amprewrite.ir.op_graph import Operand, OpGraph, OpNode
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
@@ -42,7 +41,7 @@ class RepaintShares(Pass[Problem, Decisions]):
                 continue
             for name in kept:
                 decisions.keep_high(problem, name, Reason.TOLD_APART, because_of=node.name)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)
 
 
 def _leading(

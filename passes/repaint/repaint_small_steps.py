@@ -32,7 +32,6 @@ from amprewrite.ir.evidence.summands import Factor, Summands, joined
 from amprewrite.ir.held_wide import FACTORS, FILE, SUMS, held_wide, is_product
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
@@ -61,7 +60,7 @@ class RepaintSmallSteps(Pass[Problem, Decisions]):
             for found, reason in ((steps, Reason.SMALL_STEPS), (running, Reason.RUNNING_SUM)):
                 for name in sorted(found, key=problem.graph.rank.__getitem__):
                     decisions.keep_high(problem, name, reason)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)
 
 
 @dataclass(frozen=True)

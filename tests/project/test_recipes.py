@@ -80,7 +80,6 @@ from __future__ import annotations
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.pass_base import Decisions
 from amprewrite.ir.pass_base import Problem
-from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 
@@ -89,7 +88,7 @@ class RepaintEnds(Pass[Problem, Decisions]):
         products = [node.name for node in problem.graph if node.kind is OpKind.ALLOW]
         for name in (*products[:1], *products[-1:]):
             decisions.keep_high(problem, name, Reason.SENSITIVE)
-        paint_ties(problem, decisions)
+        decisions.tie(problem)
 '''
 
 
