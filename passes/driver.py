@@ -25,8 +25,7 @@ from amprewrite.graphs.fx.flow.summands import read_summands
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import ATTENTION, MASK, argument, read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
-from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
-from amprewrite.graphs.fx.read.matrix_products import read_matrix_products
+from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants, read_matrix_products
 from amprewrite.graphs.fx.read.number_facts import factors, magnitudes, offsets, read_counts
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.observer import exchanges_infinities
@@ -46,9 +45,8 @@ from amprewrite.passes.repaint.repaint_as_autocast import Roundings
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import PassError, PlanError
 from amprewrite.tables.extras import load_extra
-from amprewrite.tables.formats import FP32
+from amprewrite.tables.formats import FP32, WIDE
 from amprewrite.tables.ops.op_lists import op_lists, op_name
-from amprewrite.tables.recipes import WIDE
 from amprewrite.tables.vocabulary import Colour, Edit, Held, Reason
 
 T = TypeVar("T")

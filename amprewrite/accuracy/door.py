@@ -26,8 +26,8 @@ from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
-from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.boundary.members import parameters_in
+from amprewrite.tables.boundary.printable import bar
 from amprewrite.tables.errors import CalibrationError, PolicyError
 from amprewrite.tables.formats import LOW_FORMATS
 

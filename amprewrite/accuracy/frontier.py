@@ -38,7 +38,7 @@ from amprewrite.runtime.compiler.capture_check import results_of
 from amprewrite.runtime.model.rewritten import session_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.boundary.arguments import is_word, shown
-from amprewrite.tables.boundary.consoles import bar
+from amprewrite.tables.boundary.printable import bar
 from amprewrite.tables.errors import AccuracyError, PolicyError
 from amprewrite.tables.vocabulary import Colour
 

@@ -31,7 +31,7 @@ from amprewrite.graphs.fx.uncaptured import closed_if_raised
 from amprewrite.ir.evidence.ranges import as_text
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
-from amprewrite.tables.boundary.consoles import bar
+from amprewrite.tables.boundary.printable import bar
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 

@@ -31,7 +31,7 @@ from amprewrite.runtime.captured.look_ahead import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.compiler.heard import autocast_for_fp32
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
-from amprewrite.runtime.parts import part_paths
+from amprewrite.runtime.options import part_paths
 from amprewrite.tables.boundary.members import named_buffers_in
 from amprewrite.tables.errors import AmpRewriteError, CaptureError
 from amprewrite.tables.vocabulary import Reason

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
-from amprewrite.runtime.parts import fsdp_groups
+from amprewrite.runtime.options import fsdp_groups
 from amprewrite.runtime.session import Session
 from amprewrite.runtime.weights.weight_reads import RoundedRead, WeightReads
 from amprewrite.tables.errors import PlanError, PolicyError

@@ -17,8 +17,7 @@ from torch import nn
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.policies.policy import Policy, ProductPolicy, parse_overrides, parse_pad, parse_products
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.runtime.options import Options
-from amprewrite.runtime.parts import MODEL, parse_granularity
+from amprewrite.runtime.options import MODEL, Options, parse_granularity
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
 from amprewrite.runtime.weights.half_parameters import half_put_back, refuse_trainable
@@ -28,9 +27,8 @@ from amprewrite.tables.boundary.members import named_modules_in, named_parameter
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import OpListError, PlanError, PolicyError
 from amprewrite.tables.extras import load_extra
-from amprewrite.tables.formats import FP32, LOW_FORMATS, Format, parse_format
+from amprewrite.tables.formats import BASE, FP32, LOW_FORMATS, Format, parse_format
 from amprewrite.tables.ops.op_lists import PRESETS, OpLists, op_lists
-from amprewrite.tables.recipes import BASE
 
 M = TypeVar("M")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None

@@ -31,9 +31,8 @@ import numpy as np
 
 from amprewrite.ir.op_graph import Operand, OpGraph, OpNode, anchor, wanted
 from amprewrite.tables.devices import Device, fp32_rate
-from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.formats import BASE, FP8, FP32, ROWS, STRAIGHT, Format, Recipe, W
 from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
-from amprewrite.tables.recipes import BASE, FP8, ROWS, STRAIGHT, Recipe, W
 from amprewrite.tables.vocabulary import Colour, OpKind
 
 TICK = 1e-10

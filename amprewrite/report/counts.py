@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan, RegionPlan
-from amprewrite.tables.formats import FORMATS
-from amprewrite.tables.recipes import OUT
+from amprewrite.tables.formats import FORMATS, OUT
 from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 _OTHERS = {"fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}

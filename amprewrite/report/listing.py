@@ -10,7 +10,7 @@ from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan, shape_of
 from amprewrite.ir.plans.product_plan import QuantisedCopy
 from amprewrite.report.counts import ModuleRow, amount, by_region, folded, module_tree, share
 from amprewrite.tables.boundary.printable import printable
-from amprewrite.tables.recipes import OUT
+from amprewrite.tables.formats import OUT
 from amprewrite.tables.vocabulary import Colour
 
 SCREEN = 40

@@ -1,19 +1,141 @@
-"""The checked options of one `rewrite` call, and the policy that they give on a device."""
+"""The checked options of one `rewrite` call, the policy that they give on a device, and the parts of a model that are captured separately.
+
+`granularity=` chooses the parts:
+
+1. granularity="model": there are no parts. Dynamo captures the whole model, in as few graphs as it can.
+2. granularity="blocks": each block is a part. A block is a module with submodules, in an nn.ModuleList, nn.Sequential or
+   nn.ModuleDict that holds another module of the same class. Of blocks inside blocks only the outermost are parts.
+3. granularity=[patterns]: each module whose path matches one of these shell patterns is a block.
+4. Other modules with parameters, such as an embedding or a head, are parts too if there are blocks: each outermost module that is
+   outside of all blocks and holds none.
+
+Hooks on a part run outside its graph. FSDP2 needs this, because its hooks gather the weights of a block just before the block runs.
+Code between the parts is not captured. It runs as written, in fp32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.policy import Override, PadPolicy, Policy, ProductPolicy
-from amprewrite.runtime.parts import MODEL, Granularity
+from amprewrite.tables.boundary.arguments import is_word, shown
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.devices import Device, best_format
-from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import BASE, FP32, Format
 from amprewrite.tables.ops.op_lists import OpLists
-from amprewrite.tables.recipes import BASE
+
+MODEL, BLOCKS = "model", "blocks"
+Granularity = str | tuple[str, ...]
+"""A result of `parse_granularity`: MODEL, BLOCKS, or patterns of module paths."""
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """True if the module itself went through FSDP2's `fully_shard`."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """True if FSDP1 manages the parameter. FSDP1 marks such parameters (torch.distributed.fsdp._common_utils)."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """Return FSDP2's groups of weights of `module` (one all-gather for each); [] if the module did not go through `fully_shard`.
+
+    In earlier versions of torch a module has at most one group.
+    """
+    ask = getattr(module, "_get_fsdp_state", None)
+    state = None if ask is None else ask()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def several_ranks() -> bool:
+    """True if torch.distributed runs with more than one rank."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def sharded_inside(root: nn.Module, path: str) -> str:
+    """Return advice for a message if FSDP2 shards a submodule of the captured module at `path` separately; otherwise ""."""
+    found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]
+    return f"; {found[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
+
+
+def parse_granularity(granularity: Any, model: nn.Module) -> Granularity:
+    """Check the argument `granularity` against `model`, and return "model", "blocks", or a tuple of patterns of module paths.
+
+    Raises PolicyError if it is of another type, if `model` has no blocks, or if a pattern matches no module.
+    """
+    if is_word(granularity, MODEL):
+        return MODEL
+    if isinstance(granularity, str) and granularity != BLOCKS:
+        raise PolicyError(f"granularity={shown(granularity)} means nothing; use 'model', 'blocks', or a list of module paths")
+    if not is_word(granularity, BLOCKS):
+        if not isinstance(granularity, list | tuple) or not granularity or not all(isinstance(each, str) for each in granularity):
+            raise PolicyError(f"granularity= takes 'model', 'blocks', or a list of module paths, not {shown(granularity)}")
+        granularity = tuple(granularity)
+    if not block_paths(model, granularity):
+        raise PolicyError(
+            f"granularity={shown(granularity)}: {type(model).__name__} has no list of blocks of one class; name them, as in "
+            "granularity=['encoder.*', 'decoder.*'], or leave it out to rewrite the model whole"
+        )
+    return granularity  # type: ignore[no-any-return]
+
+
+def part_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
+    """Return the paths of the parts to rewrite separately, as `granularity` asks, in the order of `named_modules`; () for "model"."""
+    if granularity == MODEL:
+        return ()
+    blocks = block_paths(model, granularity)
+    above = {"", *(path[:cut] for path in blocks for cut, letter in enumerate(path) if letter == ".")}
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if path in above or any(path.startswith(f"{part}.") for part in found[-1:]):
+            continue
+        if path in blocks or next(parameters_in(module), None) is not None:
+            found.append(path)
+    return tuple(found)
+
+
+def block_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
+    """Return the paths of the outermost blocks that `granularity` ("blocks" or patterns) asks for.
+
+    Raises PolicyError for a pattern that matches no module.
+    """
+    found = list(_repeated(model) if granularity == BLOCKS else _named(model, granularity))
+    return tuple(path for path in found if not any(path != other and path.startswith(f"{other}.") for other in found))
+
+
+def _repeated(model: nn.Module) -> Iterator[str]:
+    """Yield the path of each child of a ModuleList, Sequential or ModuleDict that has submodules and a sibling of the same class."""
+    for path, holder in model.named_modules():
+        if isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            classes = Counter(type(child) for child in holder.children())
+            for name, child in holder.named_children():
+                if classes[type(child)] > 1 and next(child.children(), None) is not None:
+                    yield f"{path}.{name}".lstrip(".")
+
+
+def _named(model: nn.Module, patterns: Granularity) -> Iterator[str]:
+    """Yield the paths of the modules that match `patterns`. Raises PolicyError for a pattern that matches none."""
+    paths = [path for path, _ in model.named_modules() if path]
+    for pattern in patterns:
+        hits = [path for path in paths if fnmatchcase(path, pattern)]
+        if not hits:
+            near = difflib.get_close_matches(pattern, paths, 3, 0.3)
+            raise PolicyError(f"granularity: no module is called {shown(pattern)}; near it are {', '.join(near) or 'none'}")
+        yield from hits
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, is_c
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
-from amprewrite.runtime.parts import sharded_inside
+from amprewrite.runtime.options import sharded_inside
 from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, refuse_training, unfreeze_weights
 from amprewrite.runtime.weights.weight_reads import RoundedRead
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError, one_line
-from amprewrite.tables.recipes import BASE, WIDE
+from amprewrite.tables.formats import BASE, WIDE
 from amprewrite.tables.vocabulary import Colour, Edit
 from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_backward
 

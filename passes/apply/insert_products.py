@@ -23,14 +23,13 @@ from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.ops.pad_ops import linked_copy
 from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product, relinked
 from amprewrite.graphs.fx.ops.wide_products import wide_linear
-from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
+from amprewrite.graphs.fx.read.calls import bias_of, operands, transposes
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.plans.product_plan import ProductPlan
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.tables.errors import PlanError
-from amprewrite.tables.formats import FP32
-from amprewrite.tables.recipes import GEMMS, READS, G, W, X
+from amprewrite.tables.formats import FP32, GEMMS, READS, G, W, X
 from amprewrite.tables.vocabulary import Edit
 
 KEPT = ("nn_module_stack", "stack_trace")

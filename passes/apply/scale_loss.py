@@ -42,8 +42,7 @@ from amprewrite.graphs.fx.node_facts import (
     written_memory,
 )
 from amprewrite.graphs.fx.ops.pad_ops import linked_copy, pad_cast
-from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
-from amprewrite.graphs.fx.ops.tensor_hooks import hooked, hooked_unscaled
+from amprewrite.graphs.fx.ops.scale_ops import cast_in, hooked, hooked_unscaled, scale_gradient, unscale_gradient
 from amprewrite.graphs.fx.read.aliasing import same_tensor
 from amprewrite.graphs.fx.read.bodies import has_own_backward
 from amprewrite.graphs.fx.read.leaving import read_results

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
-from amprewrite.graphs.fx.ops.tensor_hooks import hooked
+from amprewrite.graphs.fx.ops.scale_ops import hooked
 from amprewrite.ir.pass_base import Pass
 from amprewrite.torch_internals.operators import HigherOrderOperator
 

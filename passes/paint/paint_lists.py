@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.errors import PassError
-from amprewrite.tables.formats import FP32
-from amprewrite.tables.recipes import WIDE
+from amprewrite.tables.formats import FP32, WIDE
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 YIELDS = (Reason.CONSTANT, Reason.UNEVEN)

@@ -28,8 +28,7 @@ from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.ir.plans.product_plan import GemmPlan, ProductPlan, ProductReason, QuantisedCopy, QuantisedProducts
 from amprewrite.planner.min_cut import heaviest_closure
 from amprewrite.tables.devices import named_device
-from amprewrite.tables.ops.op_lists import Trait, ops_with
-from amprewrite.tables.recipes import (
+from amprewrite.tables.formats import (
     ALIGNMENT,
     BASE,
     GEMMS,
@@ -46,6 +45,7 @@ from amprewrite.tables.recipes import (
     W,
     X,
 )
+from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind
 
 Key = tuple[str, str]

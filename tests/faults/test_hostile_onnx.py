@@ -169,7 +169,7 @@ def test_a_time_limit_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rewritten_model_that_is_too_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amprewrite.graphs.onnx.run.rounded.ROUNDING", 1e-9)
+    monkeypatch.setattr("amprewrite.graphs.onnx.run.compare.ROUNDING", 1e-9)
     with pytest.raises(EmitError, match=r"the rewritten model is too slow to check: .*time_limit= \(--time-limit\) allows more"):
         rewrite_onnx(looping(30_000), calibration={"x": noise(4)}, time_limit=30)
 

@@ -54,9 +54,8 @@ from amprewrite.passes import CLEAN_EXPORTED, NORMALISE, plan_region
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.lower.dry_run import dry_run
 from amprewrite.tables import devices
-from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.formats import FORMATS, PRESETS
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
-from amprewrite.tables.recipes import PRESETS
 from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 HERE = Path(__file__).parent

@@ -19,8 +19,7 @@ from amprewrite.ir.policies.policy import Policy, parse_products
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan import plan_products
 from amprewrite.tables.devices import GPUS, H100, Device
-from amprewrite.tables.formats import BF16
-from amprewrite.tables.recipes import GEMMS, GRAD_IN, GRAD_WEIGHT, OUT, PRESETS, READS, RECIPES, G, W, X
+from amprewrite.tables.formats import BF16, GEMMS, GRAD_IN, GRAD_WEIGHT, OUT, PRESETS, READS, RECIPES, G, W, X
 
 
 def planned(

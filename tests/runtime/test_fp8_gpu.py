@@ -17,12 +17,19 @@ from torch.utils.checkpoint import checkpoint
 import amprewrite
 from amprewrite.graphs.fx.ops import fp8_units, wide_products
 from amprewrite.graphs.fx.ops.fp8_units import by_kernel, fails_on, makes_copies, multiplies_fp8
-from amprewrite.graphs.fx.ops.quantised_products import Scaled, copies, quantise, quantise_rows, quantised_product, round_scaled, scale_of
-from amprewrite.graphs.fx.ops.wide_products import wide_linear
+from amprewrite.graphs.fx.ops.quantised_products import (
+    Scaled,
+    copies,
+    quantise,
+    quantise_rows,
+    quantised_product,
+    round_scaled,
+    scale_of,
+    wide_linear,
+)
 from amprewrite.passes.lower import keep_quantised
 from amprewrite.tables.errors import AmpRewriteWarning
-from amprewrite.tables.formats import SCALED_FORMATS
-from amprewrite.tables.recipes import GEMMS, RECIPES, SMALLEST, TENSOR
+from amprewrite.tables.formats import GEMMS, RECIPES, SCALED_FORMATS, SMALLEST, TENSOR
 
 CUDA = torch.device("cuda", 0)
 pytestmark = [

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.accuracy.verify import verify
-from amprewrite.runtime.parts import part_paths
+from amprewrite.runtime.options import part_paths
 from amprewrite.tables.errors import PolicyError
 
 

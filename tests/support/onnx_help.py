@@ -19,9 +19,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from amprewrite.api.onnx.job import OnnxResult
 from amprewrite.graphs.log_quiet import Quiet
-from amprewrite.graphs.onnx.run.compare import relative_error
+from amprewrite.graphs.onnx.run.compare import relative_error, strict_outputs
 from amprewrite.graphs.onnx.run.onnx_runtime import session
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
 
 F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
 node = helper.make_node

@@ -20,12 +20,11 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_checkpoint
 from amprewrite.graphs.fx.ops.quantised_products import Scaled, quantise, quantised_product
 from amprewrite.graphs.fx.ops.wide_products import wide_linear
-from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
+from amprewrite.graphs.fx.read.calls import bias_of, operands, transposes
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
 from amprewrite.ir.plans.product_plan import ProductPlan
 from amprewrite.runtime.compiler.capture_check import Values, floats, relative_error
-from amprewrite.tables.formats import FP32, Format, is_far, saturate
-from amprewrite.tables.recipes import GEMMS, RECIPES, W, X
+from amprewrite.tables.formats import FP32, GEMMS, RECIPES, Format, W, X, is_far, saturate
 from amprewrite.tables.vocabulary import Colour, Edit
 from amprewrite.torch_internals.trees import tree_map
 

@@ -32,7 +32,7 @@ from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values, copied, relative_error, results_of
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
-from amprewrite.runtime.parts import part_paths
+from amprewrite.runtime.options import part_paths
 from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32

@@ -10,8 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from amprewrite.tables.boundary.consoles import console
-from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.boundary.printable import console, printable
 
 STYLES = {
     "low": "cyan", "high": "yellow", "cast": "magenta", "plain": "dim", "module": "bold", "graph": "bold underline",

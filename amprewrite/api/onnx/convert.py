@@ -21,10 +21,9 @@ from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import flag
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PassError, PlanError, PolicyError, one_line
-from amprewrite.tables.formats import DEFAULT_ONNX, FP32, parse_format
+from amprewrite.tables.formats import DEFAULT_ONNX, FP32, WIDE, parse_format
 from amprewrite.tables.ops.onnx_names import VOCABULARY
 from amprewrite.tables.ops.op_lists import OpLists, find_op
-from amprewrite.tables.recipes import WIDE
 
 
 def rewrite_onnx(

@@ -30,8 +30,7 @@ from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, face_
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
-from amprewrite.tables.formats import FP32
-from amprewrite.tables.recipes import WIDE
+from amprewrite.tables.formats import FP32, WIDE
 from amprewrite.tables.vocabulary import Reason
 from amprewrite.torch_internals.trees import tree_leaves
 

@@ -27,7 +27,7 @@ from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offs
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
 from amprewrite.graphs.onnx.run import trial
-from amprewrite.graphs.onnx.run.compare import check_raised, is_measurable, relative_error, resized, tell_of_overflow
+from amprewrite.graphs.onnx.run.compare import check_raised, is_measurable, relative_error, resized, strict_outputs, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import (
     TimeLimit,
     TooSlow,
@@ -40,7 +40,6 @@ from amprewrite.graphs.onnx.run.onnx_runtime import (
     session,
     weight_bytes,
 )
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import OPSET, apply_plan, insert_quantised
 from amprewrite.graphs.onnx.write.save import Written, written
@@ -57,9 +56,8 @@ from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.devices import NAMED, named_device
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
-from amprewrite.tables.formats import FORMATS, FP32
+from amprewrite.tables.formats import FORMATS, FP32, TENSOR
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
-from amprewrite.tables.recipes import TENSOR
 from amprewrite.tables.vocabulary import Colour
 
 TARGET = "meta"

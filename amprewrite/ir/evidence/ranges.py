@@ -20,11 +20,10 @@ import torch
 
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.boundary.arguments import shown
-from amprewrite.tables.boundary.consoles import console
 from amprewrite.tables.boundary.files import read_text, write_text
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.members import named_parameters_in
-from amprewrite.tables.boundary.printable import fragment, printable
+from amprewrite.tables.boundary.printable import console, fragment, printable
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import FORMATS, NARROWEST, Format
 

@@ -15,9 +15,8 @@ from amprewrite.tables.boundary.arguments import did_you_mean, shown
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
-from amprewrite.tables.formats import FORMATS, SCALED_FORMATS
+from amprewrite.tables.formats import BASE, FORMATS, FP8, GEMMS, RECIPES, SCALED_FORMATS, WIDE
 from amprewrite.tables.ops.op_lists import Trait, ops_with
-from amprewrite.tables.recipes import BASE, FP8, GEMMS, RECIPES, WIDE
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
 
 

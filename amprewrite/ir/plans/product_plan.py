@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Self
 
 from amprewrite.tables.errors import PlanError
-from amprewrite.tables.recipes import FP8, RECIPES
+from amprewrite.tables.formats import FP8, RECIPES
 
 
 class ProductReason(Enum):
@@ -96,7 +96,7 @@ class QuantisedCopy:
     readers: tuple[str, ...]
     """GEMMs that read the copy, such as "linear_3.grad_weight"."""
     role: str
-    """"x" or "w" if the copy is of the first or second operand of products x · wᵀ (see `tables/recipes.py`), "g" if it is of the gradient
+    """"x" or "w" if the copy is of the first or second operand of products x · wᵀ (see `tables/formats.py`), "g" if it is of the gradient
     of a product's result."""
     kept: bool = False
     """Whether the backward reads the copy. The copy is then saved for backward in place of the value."""
@@ -120,7 +120,7 @@ class QuantisedProducts:
     """All decisions about fp8 in the plan of one graph. It is empty if the user did not ask for fp8, or if no product can run in fp8."""
 
     recipe: str = ""
-    """Name of a row of `tables/recipes.py`; "" if there are no products."""
+    """Name of a row of `tables/formats.py`; "" if there are no products."""
     products: tuple[ProductPlan, ...] = ()
     """The low products for which fp8 was weighed, each with its GEMMs."""
     copies: tuple[QuantisedCopy, ...] = ()

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from amprewrite.tables.boundary.arguments import did_you_mean, is_flag, names_module, refuse_unmatched, shown
 from amprewrite.tables.errors import PolicyError
-from amprewrite.tables.formats import FP32, LOW_FORMATS, LOW_NAMES, Format
+from amprewrite.tables.formats import BASE, FP8, FP32, GEMMS, LOW_FORMATS, LOW_NAMES, PRESETS, WIDE, Format, Preset
 from amprewrite.tables.ops.op_lists import OPS, OpLists, find_op
-from amprewrite.tables.recipes import BASE, FP8, GEMMS, PRESETS, WIDE, Preset
 from amprewrite.tables.vocabulary import OpKind
 
 _WORDS = {

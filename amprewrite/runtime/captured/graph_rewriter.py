@@ -42,8 +42,7 @@ from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, mo
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import under_way
 from amprewrite.runtime.compiler.plain_words import own_autocast
-from amprewrite.runtime.options import policy_on
-from amprewrite.runtime.parts import is_sharded
+from amprewrite.runtime.options import is_sharded, policy_on
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.freezing import lost_values
@@ -52,8 +51,7 @@ from amprewrite.runtime.weights.weight_reads import ReadChecks, WeightReads, wei
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
 from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, PlanError, PolicyError
-from amprewrite.tables.formats import FP32, Format
-from amprewrite.tables.recipes import OUT
+from amprewrite.tables.formats import FP32, OUT, Format
 from amprewrite.tables.vocabulary import Colour
 
 

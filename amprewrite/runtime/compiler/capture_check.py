@@ -38,7 +38,7 @@ from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
 from amprewrite.graphs.log_quiet import Quiet, loggers_of
 from amprewrite.runtime.ambient.kept_state import random_state_kept
 from amprewrite.runtime.compiler import dynamo
-from amprewrite.runtime.parts import several_ranks
+from amprewrite.runtime.options import several_ranks
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 from amprewrite.torch_internals.trees import tree_leaves, tree_map

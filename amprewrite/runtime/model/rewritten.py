@@ -28,8 +28,7 @@ from amprewrite.runtime.model.part_calls import (
     is_packed,
     replica_of,
 )
-from amprewrite.runtime.options import Options
-from amprewrite.runtime.parts import part_paths
+from amprewrite.runtime.options import Options, part_paths
 from amprewrite.runtime.session import Session, enter
 from amprewrite.runtime.weights.freezing import brings_fp32, hook_states, refuse_frozen, unfreeze_weights, without_frozen_weights
 from amprewrite.runtime.weights.half_parameters import conversion_warning

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.on_device import local_part, on_device, recording
-from amprewrite.runtime.parts import several_ranks
+from amprewrite.runtime.options import several_ranks
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 from amprewrite.torch_internals.kernels import norms_of_tensors, unscale_and_check

@@ -33,7 +33,7 @@ from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.op_graph import reached
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
-from amprewrite.runtime.parts import is_flattened
+from amprewrite.runtime.options import is_flattened
 from amprewrite.runtime.training.nonfinite import is_finite
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.torch_internals.trees import tree_leaves

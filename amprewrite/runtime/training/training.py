@@ -34,7 +34,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from amprewrite.graphs.fx.weights.step_listeners import StepListeners
 from amprewrite.runtime.ambient.past import asking_node
-from amprewrite.runtime.parts import is_flattened
+from amprewrite.runtime.options import is_flattened
 from amprewrite.runtime.training.forward_scale import ForwardScale
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import params_of

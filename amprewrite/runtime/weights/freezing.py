@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
 from amprewrite.passes.lower.hoist_weight_casts import Copy
-from amprewrite.runtime.parts import is_sharded
+from amprewrite.runtime.options import is_sharded
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
 from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError

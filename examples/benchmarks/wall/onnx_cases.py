@@ -25,7 +25,7 @@ from rich.table import Table
 
 import amprewrite
 from amprewrite import AmpRewriteError
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.graphs.onnx.run.compare import strict_outputs
 from amprewrite.tables.formats import parse_format
 
 KINDS = ("node", "simple", "real", "pytorch-converted", "pytorch-operator")

@@ -13,7 +13,7 @@ from torch import nn
 import amprewrite
 from amprewrite import CaptureError, EmitError, PolicyError
 from amprewrite.api.onnx.convert import export_onnx, rewrite_onnx
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.graphs.onnx.run.compare import strict_outputs
 
 
 class Block(nn.Module):

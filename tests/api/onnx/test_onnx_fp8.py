@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import amprewrite
 from amprewrite.api.onnx import job
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.graphs.onnx.run.compare import strict_outputs
 from amprewrite.graphs.onnx.write.apply_plan import scale_for
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import parse_format

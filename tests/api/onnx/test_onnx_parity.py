@@ -12,7 +12,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite.accuracy.strict.run import StrictRun
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.graphs.onnx.run.compare import strict_outputs
 
 pytest.importorskip("onnxruntime")
 

@@ -18,8 +18,7 @@ import amprewrite
 from amprewrite.graphs.fx.ops import fp8_units, quantised_products
 from amprewrite.graphs.fx.ops.quantised_products import Scaled, multiply, quantise, quantised_product
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
-from amprewrite.tables.formats import E4M3
-from amprewrite.tables.recipes import PRESETS, RECIPES
+from amprewrite.tables.formats import E4M3, PRESETS, RECIPES
 from amprewrite.torch_internals.dispatch import is_plain
 
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
-from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, PRESETS
+from amprewrite.tables.formats import GRAD_IN, GRAD_WEIGHT, OUT, PRESETS
 
 PRESET = pytest.mark.parametrize("preset", RECIPES)
 BF16 = torch.bfloat16

@@ -10,8 +10,7 @@ from versions import differs_in_2_11
 
 from amprewrite.graphs.fx.ops import quantised_products
 from amprewrite.graphs.fx.ops.quantised_products import Scaled, copies, multiply, round_scaled, scale_of
-from amprewrite.tables.formats import E4M3, E5M2, Format
-from amprewrite.tables.recipes import GRAD_IN, OUT, RECIPES, ROWS, TENSOR, W
+from amprewrite.tables.formats import E4M3, E5M2, GRAD_IN, OUT, RECIPES, ROWS, TENSOR, Format, W
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 

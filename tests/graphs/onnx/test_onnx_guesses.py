@@ -12,8 +12,7 @@ from onnx import helper
 from onnx_help import BF16, BOOL, F16, F32, I64, Net, const, gemm_chain, graph, node, noise, run, value, weight
 
 from amprewrite import rewrite_onnx
-from amprewrite.graphs.onnx.run.compare import relative_error
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.graphs.onnx.run.compare import relative_error, strict_outputs
 
 COPIES = {name: (F16, [4, 16]) for name in ("x_fp16", "out_fp16")}
 """What copies of the input and the output declare: what those declare, in fp16."""

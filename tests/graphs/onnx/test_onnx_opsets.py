@@ -12,7 +12,7 @@ from onnx_help import F32, colours, const, gemm_chain, graph, net, node, noise, 
 from amprewrite import CaptureError, rewrite_onnx
 from amprewrite.graphs.onnx.ops import OLDEST, changed_ops
 from amprewrite.graphs.onnx.read import opsets
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.graphs.onnx.run.compare import strict_outputs
 
 
 def old(*nodes: onnx.NodeProto, outs=None, inits=(), opset: int = 6, shape: tuple[int, ...] = (4, 16)) -> onnx.ModelProto:

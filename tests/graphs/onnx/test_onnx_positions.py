@@ -15,7 +15,7 @@ from rotary import ANGLES, Rotary
 from torch import Tensor, nn
 
 from amprewrite.api.onnx.convert import rewrite_onnx
-from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.graphs.onnx.run.compare import strict_outputs
 
 pytest.importorskip("onnxscript", reason="the onnx extra is not installed")
 

@@ -24,8 +24,7 @@ from amprewrite.graphs.fx.ops.on_device import recording
 from amprewrite.graphs.fx.ops.wide_products import wide_product
 from amprewrite.ir.policies.policy import ProductPolicy
 from amprewrite.tables.errors import AmpRewriteWarning
-from amprewrite.tables.formats import E4M3
-from amprewrite.tables.recipes import BASE, READS, ROWS, Recipe
+from amprewrite.tables.formats import BASE, E4M3, READS, ROWS, Recipe
 from amprewrite.torch_internals.dispatch import disable_dispatch_modes, is_plain
 from amprewrite.torch_internals.kernels import scaled_mm
 

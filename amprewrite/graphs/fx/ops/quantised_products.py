@@ -30,8 +30,7 @@ from torch.nn.functional import pad
 from amprewrite.graphs.fx.ops.fp8_units import by_kernel, multiplies_fp8, multiply_units
 from amprewrite.graphs.fx.ops.scale_ops import applied
 from amprewrite.graphs.fx.uncaptured import uncaptured
-from amprewrite.tables.formats import Format
-from amprewrite.tables.recipes import (
+from amprewrite.tables.formats import (
     ALIGNMENT,
     GRAD_IN,
     GRAD_WEIGHT,
@@ -44,6 +43,7 @@ from amprewrite.tables.recipes import (
     TENSOR,
     TURNED,
     WAYS,
+    Format,
     G,
     Recipe,
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
-from amprewrite.tables.recipes import BASE
+from amprewrite.tables.formats import BASE
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from amprewrite.graphs.fx.node_facts import (
     transformed_nodes,
     written,
 )
-from amprewrite.graphs.fx.ops.tensor_hooks import hooked
+from amprewrite.graphs.fx.ops.scale_ops import hooked
 from amprewrite.graphs.fx.run.recurrent_layers import in_one_step
 from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.graphs.log_quiet import Quiet

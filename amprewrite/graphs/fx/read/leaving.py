@@ -46,7 +46,7 @@ from amprewrite.graphs.fx.node_facts import (
     transform_regions,
     written,
 )
-from amprewrite.graphs.fx.ops.tensor_hooks import hooked
+from amprewrite.graphs.fx.ops.scale_ops import hooked
 from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor, sized
 from amprewrite.graphs.fx.run.repeated_calls import Answers
 from amprewrite.ir.op_graph import reached

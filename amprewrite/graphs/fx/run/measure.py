@@ -28,8 +28,8 @@ from torch.utils.benchmark import Timer
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import example_value, hint
 from amprewrite.ir.cost import Measured, moves_nothing
-from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.boundary.files import alone_in, write_text
+from amprewrite.tables.boundary.printable import bar
 from amprewrite.tables.errors import AmpRewriteWarning, EmitError, one_line
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.torch_internals.trees import tree_leaves

@@ -41,8 +41,7 @@ from amprewrite.graphs.onnx.read.load import FreshNames
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.tables.errors import PassError, PolicyError
-from amprewrite.tables.formats import E4M3, FORMATS, Format
-from amprewrite.tables.recipes import SMALLEST, W
+from amprewrite.tables.formats import E4M3, FORMATS, SMALLEST, Format, W
 from amprewrite.tables.vocabulary import Colour
 
 CAST = "amprewrite.cast"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.ir.op_graph import reached
-from amprewrite.runtime.parts import fsdp_groups
+from amprewrite.runtime.options import fsdp_groups
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 
