@@ -31,7 +31,7 @@ from amprewrite.accuracy.trial import Loss
 from amprewrite.accuracy.verify import percentage, table_of
 from amprewrite.ir.policies.policy import parse_overrides
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.report.listing import op_table
+from amprewrite.report.counts import op_table
 from amprewrite.runtime.model.rewritten import RewrittenBase, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError

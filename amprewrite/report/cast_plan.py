@@ -106,7 +106,7 @@ class CastPlan(ModelPlan):
 
         `fold=True` returns a table with one module per row, which fits one screen. Lines are cut to `width` characters; 0 cuts none.
         """
-        from amprewrite.report.listing import listing
+        from amprewrite.report.counts import listing
 
         return listing(self, fold, width)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.report.questions.what_if import OPEN, decided_after, progress_rows
+from amprewrite.report.questions.explain import OPEN, decided_after, progress_rows
 from amprewrite.tables.errors import PlanError
 
 

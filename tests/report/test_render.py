@@ -14,8 +14,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.report.counts import amount, by_impact, casts_by_kind, module_tree, node_bytes
-from amprewrite.report.listing import SCREEN
+from amprewrite.report.counts import SCREEN, amount, by_impact, casts_by_kind, module_tree, node_bytes
 from amprewrite.report.pictures.layout import draw, nest, place
 from amprewrite.tables.errors import EmitError
 from amprewrite.tables.vocabulary import Colour

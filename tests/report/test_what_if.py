@@ -15,7 +15,7 @@ from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.report.questions.what_if import OTHER, Change, WhatIf, conditions
+from amprewrite.report.questions.explain import OTHER, Change, WhatIf, conditions
 from amprewrite.tables.vocabulary import Colour, Reason
 
 BY_LISTS = {Reason.ON_ALLOWLIST, Reason.ON_DENYLIST}

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amprewrite.runtime.model.clone import clone_of
+from amprewrite.runtime.model.in_place import clone_of
 
 
 class Odd(nn.Module):

@@ -35,9 +35,8 @@ from amprewrite.api.rewrite import rewrite
 from amprewrite.ir.evidence.ranges import Calibration, as_text
 from amprewrite.passes import stages
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.report.listing import code_lines, fold_table, laid_out, op_table
-from amprewrite.report.questions.explain import region_of
-from amprewrite.report.questions.what_if import WhatIf, decided_after, progress_rows
+from amprewrite.report.counts import code_lines, fold_table, laid_out, op_table
+from amprewrite.report.questions.explain import WhatIf, decided_after, progress_rows, region_of
 from amprewrite.tables.boundary.arguments import did_you_mean
 from amprewrite.tables.boundary.files import resolved, write_text
 from amprewrite.tables.devices import DEVICES, device_row, named_device

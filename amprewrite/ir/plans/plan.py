@@ -160,7 +160,7 @@ class RegionPlan:
     """Plans of the subgraphs inside this graph: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
     A ModelPlan lists these plans as separate regions."""
     basis: Any = field(default=None, compare=False, repr=False)
-    """The `Problem` from which this plan was decided, so that `report/questions/what_if.py` can decide it again. It is not in the JSON."""
+    """The `Problem` from which this plan was decided, so that `report/questions/explain.py` can decide it again. It is not in the JSON."""
     candidates: tuple[Candidate, ...] = ()
     """The plans that were compared by price, this plan first; empty if no plans were compared."""
     priced_on: str = ""

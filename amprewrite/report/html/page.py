@@ -22,8 +22,7 @@ from amprewrite.ir.plans.plan import ModelPlan, NodePlan, shape_of
 from amprewrite.report.counts import amount, by_impact, cast_kind, casts_by_kind, folded, module_tree, node_bytes, share
 from amprewrite.report.pictures.layout import Drawing, draw
 from amprewrite.report.pictures.svg import HIGH, LOW, to_svg
-from amprewrite.report.questions.explain import bare_name, region_of, what_would_change
-from amprewrite.report.questions.what_if import WhatIf
+from amprewrite.report.questions.explain import WhatIf, bare_name, region_of, what_would_change
 from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.vocabulary import Colour

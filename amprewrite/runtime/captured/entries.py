@@ -24,8 +24,7 @@ from amprewrite.passes.driver import graph_device
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks
 from amprewrite.runtime.ambient.past import CallsInRegions, Past
-from amprewrite.runtime.captured.call_record import CallRecord
-from amprewrite.runtime.captured.region import Region
+from amprewrite.runtime.captured.region import CallRecord, Region
 from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.capture_check import CaptureCheck, can_be_checked

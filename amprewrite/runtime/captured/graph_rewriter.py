@@ -34,10 +34,9 @@ from amprewrite.ir.policies.policy import PadPolicy, Policy
 from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
-from amprewrite.runtime.captured.call_record import CallRecord
 from amprewrite.runtime.captured.entries import Anew, Entry, Graphs
 from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
-from amprewrite.runtime.captured.region import Region, Running, scale_device
+from amprewrite.runtime.captured.region import CallRecord, Region, Running, scale_device
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, moved, weights_by_path
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import under_way

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amprewrite.runtime.ambient.kept_state import state_kept
-from amprewrite.runtime.model.clone import clone_of
-from amprewrite.runtime.model.in_place import BEFORE, SESSION, Before, original_of, subclass_of
+from amprewrite.runtime.model.in_place import BEFORE, SESSION, Before, clone_of, original_of, subclass_of
 from amprewrite.runtime.model.part_calls import (
     FORWARD,
     REPLICATE,

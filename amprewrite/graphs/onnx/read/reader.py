@@ -25,8 +25,7 @@ from pathlib import PurePath
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, fill_types, format_of, guess, op_of, signature
-from amprewrite.graphs.onnx.read.constants import ConstantFacts, is_distance
-from amprewrite.graphs.onnx.read.kinds import Kinds
+from amprewrite.graphs.onnx.read.constants import ConstantFacts, Kinds, is_distance
 from amprewrite.graphs.onnx.run.samples import Samples, elements
 from amprewrite.ir.evidence.constants import ConstantRead, Loss
 from amprewrite.ir.evidence.ranges import ValueRange
