@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target
 from amprewrite.graphs.fx.node_facts import BODIES, bodies, is_held, memory_of
-from amprewrite.graphs.fx.run.checkpoint_state import checkpoint_with_state
+from amprewrite.graphs.fx.run.first_run import checkpoint_with_state
 from amprewrite.ir.pass_base import Pass
 
 

@@ -7,7 +7,7 @@ Dynamo captures such a backward with gradients disabled, so that second derivati
 
 1. Erase the calls that set the grad mode, which Dynamo put around the graph of the backward.
 2. Ops that the author runs without gradients, under `no_grad` or `once_differentiable`, still run without. The graph does not show which
-   ops these are, so the pass reads the source code (`graphs/fx/read/source_text.py`). If the author fixes the mode of all ops, nothing is
+   ops these are, so the pass reads the source code (`graphs/fx/read/names.py`). If the author fixes the mode of all ops, nothing is
    changed.
 3. Ops that the author runs with gradients, under `enable_grad`, still run with gradients.
 """
@@ -22,7 +22,7 @@ import torch.fx
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.graphs.fx.node_facts import SET_GRAD, bodies
 from amprewrite.graphs.fx.read.bodies import backward_of
-from amprewrite.graphs.fx.read.source_text import runs_without_grad
+from amprewrite.graphs.fx.read.names import runs_without_grad
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.dispatch import set_grad_enabled

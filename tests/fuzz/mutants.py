@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         "old-decisions", "decisions from weights at capture outlive those weights", ("states",), ('tiny=True', "'fp16'"),
-        (("amprewrite/runtime/captured/weight_watch.py", "        return now\n", "        return False\n"),),
+        (("amprewrite/runtime/weights/weight_reads.py", "        return now\n", "        return False\n"),),
     ),
     Mutant(
         "bits-of-low-values", "x.view(torch.int32) reads the bits of a low value", ("programs",), ('bits', 'linear'),

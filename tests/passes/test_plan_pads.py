@@ -15,9 +15,9 @@ import amprewrite
 from amprewrite.ir.policies.policy import Policy, parse_pad
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan.plan_pads import PlanPads
-from amprewrite.planner.padding.axes import Axes
 from amprewrite.planner.padding.pad_cost import PadCost, Product, efficiency
 from amprewrite.planner.padding.regions import Regions
+from amprewrite.planner.padding.rule import Axes
 from amprewrite.tables.devices import H100
 from amprewrite.tables.formats import BF16
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.ir.evidence.range_rules import Fit, fit
-from amprewrite.runtime.captured.weight_watch import Known, Schedule, moved
+from amprewrite.runtime.weights.weight_reads import Known, Schedule, moved
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import FP16
 from amprewrite.tables.vocabulary import Colour

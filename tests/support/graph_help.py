@@ -18,10 +18,10 @@ import amprewrite
 import amprewrite.graphs.fx.weights.weight_cache
 import amprewrite.runtime.captured.look_ahead
 import amprewrite.runtime.captured.region
-import amprewrite.runtime.captured.weight_watch
 import amprewrite.runtime.training.loss_scale
 import amprewrite.runtime.training.optimizers.optimizer_hooks
 import amprewrite.runtime.training.training
+import amprewrite.runtime.weights.weight_reads
 from amprewrite.runtime.training.loss_scale import LossScale
 
 SYNCS = {

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from amprewrite.ir.op_graph import Call, DisjointSets
 from amprewrite.ir.plans.pad_plan import Factors, Layout, PadCopy, extents
 from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
-from amprewrite.planner.padding.axes import Axes
 from amprewrite.planner.padding.pad_cost import PadCost
-from amprewrite.planner.padding.rule import BROADCAST, MIXED, Content, Hazard, Rule, Slot, moved
+from amprewrite.planner.padding.rule import BROADCAST, MIXED, Axes, Content, Hazard, Rule, Slot, moved
 from amprewrite.planner.padding.rules.table import rule_of
 
 COPY = 100

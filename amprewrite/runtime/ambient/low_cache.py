@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amprewrite.graphs.fx.read.source_text import file_label
+from amprewrite.graphs.fx.read.names import file_label
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.runtime.ambient.hook_watch import any_global_hook
 from amprewrite.tables.formats import FP32, Format

@@ -25,13 +25,13 @@ from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks
 from amprewrite.runtime.ambient.past import CallsInRegions, Past
 from amprewrite.runtime.captured.region import CallRecord, Region
-from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.capture_check import CaptureCheck, can_be_checked
 from amprewrite.runtime.compiler.dynamo import parameter_names
 from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
+from amprewrite.runtime.weights.weight_reads import Known
 from amprewrite.tables.errors import CaptureError
 from amprewrite.torch_internals.dispatch import current_backward, is_any_autocast_enabled
 from amprewrite.torch_internals.dynamo import SkipFrame

@@ -37,7 +37,6 @@ from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.captured.entries import Anew, Entry, Graphs
 from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
 from amprewrite.runtime.captured.region import CallRecord, Region, Running, scale_device
-from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, moved, weights_by_path
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import under_way
 from amprewrite.runtime.compiler.plain_words import own_autocast
@@ -46,7 +45,7 @@ from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.freezing import lost_values
 from amprewrite.runtime.weights.half_parameters import conversion_warning, frozen_note
-from amprewrite.runtime.weights.weight_reads import ReadChecks, WeightReads, weight_reads
+from amprewrite.runtime.weights.weight_reads import ReadChecks, Schedule, WeightReads, known_weights, moved, weight_reads, weights_by_path
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
 from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, PlanError, PolicyError

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amprewrite.graphs.fx.node_facts import differentiates, is_batched, kept_meta, written_inputs, written_memory
 from amprewrite.graphs.fx.read.aliasing import note_memory
-from amprewrite.graphs.fx.read.source_text import source_of
+from amprewrite.graphs.fx.read.names import source_of
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
 from amprewrite.graphs.log_quiet import Quiet, loggers_of
 from amprewrite.runtime.ambient.kept_state import random_state_kept

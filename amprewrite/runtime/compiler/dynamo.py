@@ -21,7 +21,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
-from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
+from amprewrite.graphs.fx.read.names import AROUND, frame_around
 from amprewrite.graphs.fx.uncaptured import not_selective, unselected
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.log_quiet import Unlogged, has_logger

@@ -1,17 +1,39 @@
-"""Find out how a rewritten graph reads each weight of its model: cast to the low format, in fp32, or both."""
+"""Find out how a rewritten graph reads each weight of its model: cast to the low format, in fp32, or both. Check whether
+decisions that were made for the weights at capture still hold for the present weights.
+
+An op that reads a weight stays fp32 in an fp16 plan if the weight does not fit fp16: if its largest value exceeds 65504, or if all of its
+values are below fp16's smallest number. (The second case does not count for a bias, which is only added to a product.) Training can
+move a weight into or out of this range. So the weights are checked again
+
+1. after a step that was skipped for an overflow, and before training is stopped with an error;
+2. when the model switches between training and evaluation mode, and when a state dict is loaded;
+3. at calls 16, 32, 64 ... 1024, and at every 1024th call after that.
+
+A check takes one multi-tensor norm, which reads all weights, and one transfer to the host, for each device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.node_facts import is_opaque
+from amprewrite.graphs.fx.ops.on_device import local_part, recording
+from amprewrite.graphs.fx.read.bodies import operands
+from amprewrite.graphs.fx.read.number_facts import largest, weights_among
+from amprewrite.ir.evidence.range_rules import Fit, fit
+from amprewrite.ir.op_graph import Demand
 from amprewrite.passes.lower.emit import Emitted
 from amprewrite.passes.lower.hoist_weight_casts import Copy
-from amprewrite.tables.boundary.members import named_parameters_in
+from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in
 from amprewrite.tables.errors import CaptureError
+from amprewrite.tables.formats import Format
 
 
 @dataclass(frozen=True)
@@ -57,3 +79,122 @@ def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> We
             reads[place in emitted.low_alone].update(paths)
     copies = {paths[-1]: emitted.copies[place] for place, paths in weights.items()}
     return WeightReads(frozenset(reads[True] - reads[False]), frozenset(reads[False]), copies)
+
+
+BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
+"""All misfits: the ways in which a weight may not fit the low format's range."""
+FIRST_LOOK, LAST_DOUBLING = 16, 1024
+"""Weights are checked at call FIRST_LOOK, at each doubling of this number up to LAST_DOUBLING, and at every multiple of LAST_DOUBLING."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A weight that a graph reads, and whether it fitted the low format at capture."""
+
+    name: str
+    """The path of the weight in the model, by which its present value is found."""
+    fit: Fit
+    reference: weakref.ref[Tensor] | None = None
+    """A weak reference to the weight, if the model does not have this weight at the path `name`; otherwise None."""
+    bounds: frozenset[Fit] = BOUNDS
+    """The misfits (too large, or all flushed to zero) that keep an op that reads the weight in fp32."""
+
+    def judged(self, size: float, low: Format) -> Fit:
+        """Return whether this weight fits the low format if its largest magnitude is `size`. A misfit outside `bounds` counts as FITS."""
+        found = fit(size, low)
+        return found if found in self.bounds else Fit.FITS
+
+
+def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
+    """Return the weights among the `inputs` of a captured graph, for later calls of `moved`.
+
+    Only weights whose size keeps or would keep an op in fp32 are returned. Their sizes are in `captured.problem.magnitudes`.
+    """
+    sizes, low = captured.problem.magnitudes, captured.problem.policy.low
+    own = weights_by_path(root)
+    found: list[Known] = []
+    for name, tensor in weights_among(captured, inputs).items():
+        bounds = frozenset(_bounds(captured, name))
+        if name in sizes and bounds:
+            known = Known(name, Fit.FITS, None if own.get(name) is tensor else weakref.ref(tensor), bounds)
+            found.append(replace(known, fit=known.judged(sizes[name], low)))
+    return found
+
+
+def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
+    """Yield each misfit (too large, or all flushed to zero) that keeps an op that reads the weight `name` in fp32.
+
+    Ops in the body graphs of checkpoints count as well.
+    """
+    for reader in captured.problem.graph.readers(name):
+        node = captured.nodes[reader.name]
+        part = captured.parts.get(node)
+        if part is not None:
+            for inner, outer in operands(node, part.module):
+                if captured.names.get(outer) == name and inner in part.names:
+                    yield from _bounds(part, part.names[inner])
+        elif is_opaque(node):
+            yield from BOUNDS
+        for operand in reader.operands:
+            if operand.value == name and operand.demand in (Demand.COLOUR, Demand.PROMOTE):
+                yield Fit.TOO_LARGE
+                if not operand.summand:
+                    yield Fit.FLUSHED
+
+
+def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
+    """Return the current parameters and buffers of a model, by path. A tied tensor appears under each of its paths."""
+    return {**dict(named_parameters_in(root, remove_duplicate=False)), **dict(named_buffers_in(root, remove_duplicate=False))}
+
+
+def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
+    """Return (note for the plan, fit now) for each weight in `known` whose fit to the low format has changed since capture.
+
+    Returns [] while a CUDA graph is being recorded. `weights` has the present values. The fit of a weight that is sharded over ranks
+    counts as changed only if the local shard is now too large.
+    """
+    now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
+    here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]
+    if not here or any(recording(device) for device in {part.device for *_, part in here}):
+        return []
+    how = {
+        Fit.TOO_LARGE: f"{low.name} ends at {low.max:g}",
+        Fit.FLUSHED: f"{low.name} flushes that to zero",
+        Fit.FITS: f"which {low.name} holds now",
+    }
+    found = []
+    for (each, tensor, part), size in zip(here, largest([part for *_, part in here]), strict=True):
+        fits = each.judged(size, low)
+        if fits is not each.fit and (tensor is part or fits is Fit.TOO_LARGE):
+            found.append((f"captured anew: {each.name} has come to {size:.3g}, and {how[fits]}", fits))
+    return found
+
+
+def _readable(tensor: Tensor) -> Tensor | None:
+    """Return the part of a tensor that this process can read without other ranks; None if there is none.
+
+    The part is the whole tensor, or the local shard of a distributed tensor. A shard can prove that a weight is
+    too large, not that it fits. There is no such part, for instance, of a weight whose memory FSDP has freed.
+    """
+    part = local_part(tensor)
+    plain = type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and part.device.type != "meta"
+    return part if plain and part.numel() and part.untyped_storage().nbytes() > 0 else None
+
+
+class Schedule:
+    """Decides before which calls of a model its weights are checked."""
+
+    def __init__(self) -> None:
+        self.due = False
+        """True if an event asks for a check before the next call, such as a skipped step or a loaded state dict."""
+        self._calls = 0
+        self._training: bool | None = None
+
+    def look_now(self, training: bool) -> bool:
+        """Count a call of the model, and return True if the weights are to be checked before it. `training`: the mode of the model."""
+        switched = self._training is not None and training != self._training
+        self._calls, self._training = self._calls + 1, training
+        doubling = FIRST_LOOK <= self._calls <= LAST_DOUBLING and self._calls & (self._calls - 1) == 0
+        now = self.due or switched or doubling or self._calls % LAST_DOUBLING == 0
+        self.due = False
+        return now

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.graphs.fx.read.source_text import file_label
+from amprewrite.graphs.fx.read.names import file_label
 from amprewrite.runtime.ambient import low_cache
 
 INPUT = torch.randn(4, 8)

@@ -1,11 +1,26 @@
-"""Give the nodes canonical names and a canonical order: depth first from the outputs, independent of the order of the fx nodes."""
+"""Give the nodes canonical names and a canonical order: depth first from the outputs, independent of the order of the fx nodes.
+
+Read from the model's source the facts about a call that capture loses, such as whether the source spells out a dtype:
+
+1. Capture turns both `x.to(torch.float32)` and `x.to(y.dtype)` into `to(float32)`.
+2. With `torch.amp.custom_fwd(cast_inputs=dtype)` the author of an autograd Function sets the dtype of its forward under mixed precision.
+   Capture keeps only the stack frame in which PyTorch calls the forward.
+3. Capture loses `no_grad` inside code that it captures without gradients.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import linecache
 import re
+import textwrap
+import types
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -121,3 +136,170 @@ def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...
         fact.rank, fact.name = rank, name
         taken.add(name)
         counts[base] += 1
+
+
+_ABOVE = PurePath(__file__).parents[__name__.count(".")]
+"""The folder that contains this package."""
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.M)
+_GRAD_MODES = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "once_differentiable"}
+_LITERALS = {"float32", "float", "fp32", "FloatTensor"}
+
+
+def frame_around(function: types.FunctionType) -> types.FunctionType:
+    """Return a function that only calls `function`. Methods of PyTorch's own modules need this: Dynamo skips frames of PyTorch's files."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    assert isinstance(forward, types.FunctionType)
+    return forward
+
+
+AROUND = frame_around(frame_around).__code__  # type: ignore[arg-type]
+"""The code object of every function that `frame_around` returns."""
+
+
+def location(stack_trace: str | None) -> tuple[str, int]:
+    """Return (file, line) of the innermost frame; ("", 0) if there is none. Frames of `frame_around` are skipped."""
+    frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND.co_filename]
+    return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
+
+
+def source_of(stack_trace: str | None) -> str:
+    """Return "file:line" of the innermost frame, as plans show it; "" if there is none. `file_label` shortens the name of the file."""
+    file, line = location(stack_trace)
+    return f"{file_label(file)}:{line}" if file else ""
+
+
+@cache
+def file_label(file: str) -> str:
+    """Return the name of a file as plans show it: without folders, or for a file of this package its path from the package on."""
+    path = PurePath(file)
+    package = _ABOVE / __name__.partition(".")[0]
+    return path.relative_to(_ABOVE).as_posix() if path.is_relative_to(package) else path.name
+
+
+def has_own_dtype(stack_trace: str | None) -> bool:
+    """True if an op belongs to the forward of an autograd Function whose dtype `torch.amp.custom_fwd(cast_inputs=...)` sets."""
+    if stack_trace is None or "decorate_fwd" not in stack_trace:
+        return False
+    return _call_with_own_dtype() in ((frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace))
+
+
+@cache
+def _call_with_own_dtype() -> tuple[str, int]:
+    """Return (file, line) where the wrapper of `custom_fwd` calls a forward with a dtype of its own: the last call in the wrapper.
+
+    The first call in the wrapper is for a forward without a dtype.
+    """
+    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` stands for any function: the wrapper's code is the same
+    lines, first = inspect.getsourcelines(code)
+    calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]
+    return code.co_filename, calls[-1]
+
+
+def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
+    """True if the model's source runs an op without gradients, in a frame inside the frames of `around`.
+
+    `stack_trace` is the stack trace of the op, `around` the stack trace of the call that runs the op. False if the source cannot be read.
+    """
+    outside = len(_FRAME.findall(around or ""))
+    frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]
+    return any(_without_grad_at(file, line) for file, line in frames)
+
+
+@lru_cache(maxsize=4096)
+def _without_grad_at(file: str, line: int) -> bool:
+    if (file, line) in _calls_once_differentiable():
+        return True
+    said: bool | None = None
+    for node in ast.walk(_file(file)):  # outermost first, so that the innermost grad mode decides
+        if isinstance(node, ast.FunctionDef | ast.With) and node.lineno <= line <= (node.end_lineno or 0):
+            given = node.decorator_list if isinstance(node, ast.FunctionDef) else [item.context_expr for item in node.items]
+            said = next((not _enables(each) for each in given if _names_of(each) & _GRAD_MODES), said)
+    return bool(said)
+
+
+@cache
+def _calls_once_differentiable() -> frozenset[tuple[str, int]]:
+    """Return (file, line) for all lines of the wrapper of `once_differentiable`, which runs a backward without gradients."""
+    code = torch.autograd.function.once_differentiable(print).__code__
+    lines, first = inspect.getsourcelines(code)
+    return frozenset((code.co_filename, first + place) for place in range(len(lines)))
+
+
+@lru_cache(maxsize=64)
+def _file(file: str) -> ast.Module:
+    """Return the syntax tree of a file; an empty module if the source cannot be parsed."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def _names_of(expression: ast.expr) -> set[str]:
+    return {_name(each) for each in ast.walk(expression) if isinstance(each, ast.expr)}
+
+
+def _enables(mode: ast.expr) -> bool:
+    """True if a grad mode in the source enables gradients: `enable_grad`, or `set_grad_enabled` with a literal True."""
+    on = any(isinstance(each, ast.Constant) and each.value is True for each in ast.walk(mode))
+    return "enable_grad" in _names_of(mode) or ("set_grad_enabled" in _names_of(mode) and on)
+
+
+def dtype_is_literal(stack_trace: str | None, call: str) -> bool:
+    """True if the source line of the innermost frame calls `call` with a spelled-out fp32 dtype.
+
+    Unreadable source counts as spelled out, so that a dtype the model may have asked for is kept.
+    """
+    file, line = location(stack_trace)
+    return not file or _literal_at(file, line, _marked(stack_trace or ""), call)
+
+
+def _marked(stack_trace: str) -> str:
+    """Return the part of the source line that the carets of the innermost frame mark; "" if there are no carets."""
+    lines = stack_trace.rstrip().splitlines()
+    if len(lines) < 2 or not lines[-1].strip() or set(lines[-1].strip()) - set("^~"):
+        return ""
+    marks, code = lines[-1], lines[-2]
+    begin = len(marks) - len(marks.lstrip())
+    return code[begin : len(marks.rstrip())]
+
+
+@lru_cache(maxsize=4096)
+def _literal_at(file: str, line: int, marked: str, call: str) -> bool:
+    tree = _parsed(marked) or _statement(file, line)
+    if tree is None:
+        return True
+    calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and _name(c.func) == call]
+    return not calls or any(_has_literal(c) for c in calls)
+
+
+def _statement(file: str, line: int) -> ast.AST | None:
+    """Return the syntax tree of the shortest run of whole lines from `line` on that parses; None if no run of up to 15 lines parses."""
+    for length in range(1, 16):
+        tree = _parsed("".join(linecache.getline(file, line + i) for i in range(length)))
+        if tree is not None:
+            return tree
+    return None
+
+
+def _parsed(text: str) -> ast.AST | None:
+    if not text.strip():
+        return None
+    text = textwrap.dedent(text).strip()
+    for form in (text, text.removeprefix("return "), f"{text} pass" if text.endswith(":") else f"({text})"):
+        try:
+            return ast.parse(form)
+        except SyntaxError:
+            continue
+    return None
+
+
+def _name(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
+def _has_literal(call: ast.Call) -> bool:
+    own = [*call.args, *(k.value for k in call.keywords)]
+    return any(_name(arg) in _LITERALS or (isinstance(arg, ast.Constant) and arg.value in _LITERALS) for arg in own)

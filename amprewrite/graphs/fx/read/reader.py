@@ -55,8 +55,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.read.aliasing import Ties, idle_where_alike, memory
-from amprewrite.graphs.fx.read.names import module_path, name_all
-from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, source_of
+from amprewrite.graphs.fx.read.names import dtype_is_literal, has_own_dtype, module_path, name_all, source_of
 from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.held_wide import held_wide
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode

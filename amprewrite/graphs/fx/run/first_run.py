@@ -8,6 +8,11 @@ only, and a device or a version of torch may lack a kernel that the op table exp
 2. The op and its error are recorded in `refused`. The runtime then plans the graph again, with this op in fp32.
 3. Later runs use the graph's own code. But a graph with a refusal keeps running op by op, because an activation checkpoint that recomputes
    the first call needs the same ops.
+
+The body graph of an activation checkpoint may read and write tensors that the model holds: weights, statistics, counters. Dynamo makes all
+these tensors operands of the checkpoint. PyTorch saves operands, and refuses to recompute if an operand was written since. It does not save
+variables that a body closes over: the recomputation reads these variables again. So `checkpoint_with_state` passes the tensors of the model
+in a way that PyTorch treats like closed-over variables.
 """
 
 from __future__ import annotations
@@ -22,7 +27,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from amprewrite.graphs.fx.node_facts import example_value, is_checkpoint, is_opaque, tensors, written, written_unsaid
-from amprewrite.graphs.fx.run.checkpoint_state import checkpoint_with_state
 from amprewrite.tables.formats import LOW_DTYPES
 from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
@@ -124,3 +128,23 @@ def _is_custom(node: torch.fx.Node) -> bool:
 
 def _is_low(node: torch.fx.Node) -> bool:
     return any(t.dtype in LOW_DTYPES for t in tensors(example_value(node)))
+
+
+def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, **options: Any) -> Any:
+    """Return `checkpoint(body, *operands)`, where the model holds the operands at the positions `state` (in ascending order).
+
+    These operands are passed in a tuple. PyTorch saves no tensor inside a tuple, but it does find the devices of these tensors, whose
+    random states it keeps. A reentrant checkpoint gives gradients to direct operands only, so there a tensor that requires a gradient stays
+    a direct operand.
+    """
+    held = tuple((place, operands[place]) for place in state if not (use_reentrant and operands[place].requires_grad))
+    apart = {place for place, _ in held}
+
+    def run(held: tuple[tuple[int, Any], ...], *others: Any) -> Any:
+        given = list(others)
+        for place, tensor in held:  # positions ascend, so each insertion puts a tensor at its original position
+            given.insert(place, tensor)
+        return body(*given)
+
+    others = (operand for place, operand in enumerate(operands) if place not in apart)
+    return checkpoint(run, held, *others, use_reentrant=use_reentrant, **options)
