@@ -136,8 +136,7 @@ def pipeline(problem: Problem) -> tuple[Deciding, ...]:
 def decide(problem: Problem) -> Decisions:
     """Run the deciding passes on `problem` and return their decisions: colours (low or high), casts, pads and other edits.
 
-    No graph is edited. Raises PlanError if a given plan does not fit, PolicyError if overrides contradict each other, PassError if a pass
-    fails.
+    Raises PlanError if a given plan does not fit, PolicyError if overrides contradict each other, PassError if a pass fails.
     """
     decisions = Decisions()
     run_passes(pipeline(problem), problem, decisions, problem.name)

@@ -138,8 +138,7 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
     """Return facts about attention calls, as fields of `Problem`: edits that masks allow, ops that repeat heads, strided masks.
 
-    Returns {} if `fold_masks` is off or nothing attends. `around` maps the inputs of a body to the nodes of the surrounding graph that are
-    passed for them.
+    Returns {} if `fold_masks` is off or nothing attends. `around` maps the inputs of a body to the outer nodes passed for them.
     """
     if not captured.problem.fold_masks or not any(node.op == ATTENTION for node in captured.problem.graph):
         return {}

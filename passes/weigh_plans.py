@@ -1,7 +1,6 @@
 """Compare the price of the plan with the prices of plans that follow the painting rules of other tools.
 
-1. The other plans are TensorFlow's lists and rules, torch.autocast's lists and rules, our lists with TensorFlow's rules, and everything in
-   fp32.
+1. The other plans are TensorFlow's lists and rules, torch.autocast's lists and rules, our lists with TensorFlow's rules, and all fp32.
 2. Each plan is painted on the same graph, gets its casts in the same way, and is priced by the same table for the same device.
 3. Add a note to the plan if its prices include low copies of weights made in every call.
 4. If the plan was decided together with other graphs of the model, decide the graph alone, too. Add a note on what that would save.

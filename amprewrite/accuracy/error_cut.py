@@ -93,8 +93,7 @@ class GraphErrors:
         """Return the ops that run in fp32 in the cheapest plan, if a unit of squared error costs `price`.
 
         Only ops whose format the plan may choose (open ops) are returned. With `heavies`, the plan chooses for the open ops on the
-        allowlist, and all other open ops run in fp32. Without `heavies`, open ops on the allowlist run low, and the plan chooses for the
-        others.
+        allowlist, and all other open ops run in fp32. Without `heavies`, open ops on the allowlist run low, and the plan chooses the rest.
         """
         made = self.networks[heavies]
         low, _ = min_cut(made.network, self._errors(made, price))

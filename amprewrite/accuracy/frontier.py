@@ -221,8 +221,7 @@ def _most(metric: Metric) -> float:
 def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:
     """Raise AccuracyError if `tolerance` is below the error of fp32 itself, so that no plan can meet it.
 
-    The error of fp32 is measured by a run in which the last bit of weights and inputs is changed at random. `exact` are the fp32 outputs
-    for `batches`.
+    The error of fp32 is measured by a run in which the last bit of weights and inputs is changed at random. `exact` are the fp32 outputs.
     """
     generator = torch.Generator().manual_seed(0)
 

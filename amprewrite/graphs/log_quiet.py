@@ -1,8 +1,7 @@
 """Silence torch's logging in one thread for a while, and leave calls of a model's loggers out of captured graphs.
 
-Levels, handlers and records of other threads are not changed.
-When the library only tries an op, a failure is expected, and the caller reports it where it matters. torch would log each failure with its
-traceback.
+Levels, handlers and records of other threads are not changed. When the library only tries an op, a failure is expected, and the caller
+reports it where it matters. torch would log each with a traceback.
 """
 
 from __future__ import annotations

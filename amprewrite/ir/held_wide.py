@@ -1,7 +1,6 @@
 """Predicts which values torch.autocast would hold in fp32, and how exactly (`Held`). No other file reads torch.autocast's rules.
 
-1. Inputs and weights are fp32, and so is the result of an op that reads no tensor. A cast of a value that is already low gives a low
-   value.
+1. Inputs and weights are fp32, and so is the result of an op that reads no tensor. A cast of a low value is low.
 2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
    files torch.autocast has no lists; there the ops that amprewrite denies or does not list return fp32.
 3. A uniform draw counts as fp32, also if torch.autocast draws it in the low format, as `rand_like` does for a low tensor. There a draw just

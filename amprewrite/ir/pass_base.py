@@ -125,8 +125,7 @@ class Problem:
     strided_masks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Value → the attention calls that can have a fused GPU kernel if the value, which is their mask or its source, is contiguous."""
     bare_norms: tuple[str, ...] = ()
-    """Norms without weights on a CPU. PyTorch's kernel computes their mean and variance in the input's dtype, which is inexact if that is
-    low."""
+    """Norms without weights on a CPU. The kernel computes their mean and variance in the input's dtype, which is inexact if that is low."""
     bare_taps: tuple[str, ...] = ()
     """Convolutions in which some weights are multiplied with padding only. If the convolution runs low, its backward leaves the gradients
     of these weights uninitialised."""

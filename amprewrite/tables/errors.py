@@ -38,8 +38,7 @@ class EmitError(AmpRewriteError):
 
 
 class AccuracyError(EmitError):
-    """Raised if the requested accuracy cannot be reached. No file is written. `result` is the rejected conversion of an ONNX file; None for
-    other models."""
+    """Raised if the requested accuracy cannot be reached. No file is written. `result` is the rejected ONNX conversion, or None."""
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)

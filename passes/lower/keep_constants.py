@@ -3,8 +3,7 @@
 1. A constant is the result of pure ops on fixed sizes, on a device that the ops name.
 2. Of a chain of such ops, only the values that other ops read are kept.
 3. A value is not kept if the value or a view of it may leave the graph, if a user's function reads it, or if it has more than MOST_BYTES. A
-   graph that writes an integer in place keeps none. Floats are not kept: casts move them to new memory, so that writes to them cannot be
-   tracked.
+   graph that writes an integer in place keeps none. Floats are not kept: casts move them to new memory, where writes cannot be tracked.
 
 Without this pass every call computes these values, each with a launch.
 

@@ -7,8 +7,7 @@ Dynamo captures such a backward with gradients disabled, so that second derivati
 
 1. Erase the calls that set the grad mode, which Dynamo put around the graph of the backward.
 2. Ops that the author runs without gradients, under `no_grad` or `once_differentiable`, still run without. The graph does not show which
-   ops these are, so the pass reads the source code (`graphs/fx/read/names.py`). If the author fixes the mode of all ops, nothing is
-   changed.
+   ops these are, so the pass reads the source code (`graphs/fx/read/names.py`). If the author fixes all modes, nothing is changed.
 3. Ops that the author runs with gradients, under `enable_grad`, still run with gradients.
 """
 

@@ -5,8 +5,7 @@
    copy is shared across an in-place write.
 3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But if other readers have an fp32 copy of the operand, the op reads
    this copy in training, so that autograd casts the operand's gradient only once, and in all graphs that share prices (`Policy.parity`).
-4. In training groups of readers share the low copy of a value with many readers (`Problem.read_by_many`), and fp32 adds up the gradients
-   of the groups.
+4. In training groups of readers share the low copy of a value with many readers (`Problem.read_by_many`), and fp32 adds up their gradients.
 5. A constant of an ONNX file follows the op that reads it. One low copy, stored in the file, serves all ops that read the constant low.
    Finite values beyond the low format's range become ±max. A graph that PyTorch captured has no such constants: its weights are inputs.
 """

@@ -11,8 +11,7 @@
 
 A given plan names the GEMMs that run in fp8. Their copies follow from them.
 
-A product that an override or a given plan makes "wide" (bf16 operands, fp32 result) has the colour high (fp32), and gets the edit
-`WIDE_PRODUCT`.
+A product that an override or a plan makes "wide" (bf16 operands, fp32 result) has the colour high (fp32), and gets the edit `WIDE_PRODUCT`.
 """
 
 from __future__ import annotations

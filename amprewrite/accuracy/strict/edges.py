@@ -26,8 +26,7 @@ Edges = dict[tuple[str, str], float]
 class EdgeProbe:
     """Runs graphs in fp32, and in backward adds to `edges` the squared output error of rounding each value for each of its readers.
 
-    The caller sets `weight`, a factor on these squares, and runs backward. `leaves` collects the graph inputs for which the caller must
-    take gradients.
+    The caller sets `weight`, a factor on these squares, and runs backward. `leaves` collects the graph inputs that need gradients.
     """
 
     def __init__(self, low: Format) -> None:

@@ -1,7 +1,6 @@
 """Run a rewritten model under the strict interpreter: capture it again, run it once unrounded, then run it rounded as often as needed.
 
-1. Capture a clone of the original model as `rewrite` does, and plan each captured graph again, since a rewritten model does not keep its
-   captured graphs.
+1. Capture a clone of the original model as `rewrite` does, and plan each captured graph again, since a rewritten model keeps none.
 2. Run the clone unrounded and keep every result; with `backward`, also the gradient of a loss with respect to every low result.
 3. `rounded` runs the clone with the plan's rounding, and with given nodes kept in fp32. It returns a row for every result, copy and
    gradient.

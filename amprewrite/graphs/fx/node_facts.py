@@ -28,8 +28,7 @@ NO_TREE = {type(None), bool, int, float, str}
 SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
 ENTER_INFERENCE, EXIT_INFERENCE = "_enter_inference_mode", "_exit_inference_mode"
 GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
-"""Ops that change the grad mode. Ops before and after them share no cast, because a cast that is made in inference mode cannot be saved for
-backward."""
+"""Ops that change the grad mode. Ops before and after them share no cast, because a cast made in inference mode cannot be saved."""
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
 """Names of the higher-order ops that run an activation checkpoint. Body graphs of other higher-order ops never return low results."""

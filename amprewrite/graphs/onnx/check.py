@@ -5,8 +5,7 @@
 2. Every constant holds as many bytes as its shape says.
 3. Functions do not call each other in a circle, and inlining them does not give more nodes than can be processed.
 4. No node leaves out an operand of a variadic list. onnx.checker does not test that, and ONNX Runtime crashes on it.
-5. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that fails it: such a model is tried in a separate
-   process first.
+5. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that fails it: such a model is tried in another process.
 """
 
 from __future__ import annotations

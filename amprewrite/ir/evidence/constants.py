@@ -70,8 +70,7 @@ class ConstantRead:
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:
     """Return the names of the ops that must run in fp32 because of constants, each with the reason.
 
-    `reads` lists where ops read the file's constants. `seen` holds the ranges of values on samples, by name of the node; values without
-    samples are absent.
+    `reads` lists where ops read the file's constants. `seen` holds the ranges of values on samples, by name of the node, if known.
     """
     own = dict[str, str]()
     for read in reads:

@@ -1,7 +1,6 @@
 """Rules for values that a format's range cannot hold, the same for PyTorch graphs and ONNX files.
 
-The rules need the largest and the smallest magnitude of a value. These are computed from the elements of weights, and measured in sample
-runs for other values.
+The rules need the largest and the smallest magnitude of a value. They are computed for weights, and measured in sample runs for others.
 
 The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
 values are negligible in larger sums (`add`, `sub`), and `mul` returns small values for small operands.
@@ -31,8 +30,7 @@ BLOCKS = 88.0
 ROWS = 8
 """Least number of rows of a table whose rows are tested for a common offset: with fewer rows, chance alone could make one."""
 SHRINKS = 64
-"""Scores and their masks may be divided by at most this number: the largest number of the low format, divided by it, is still large enough
-to block a position."""
+"""Scores and their masks may be divided by at most this number: the low format's largest number, divided by it, still blocks a position."""
 PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
 ADDS_UP, LOOKS_UP = ops_with(Trait.ADDS_UP), ops_with(Trait.LOOKS_UP)
 BELOW, ABOVE = -1, 1

@@ -292,10 +292,9 @@ class ModelPlan:
         """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
         "wide" rounds the operands of matrix products to bf16 and keeps their results in fp32. In a plan with fp8 products, "fp8" and the
-        name of the low format set the format in which products read their operands; a name such as "linear_3.grad_weight" then stands for
-        a single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module
-        that carry no fp32 value do not change. Raises PlanError for an unknown name or colour, and for a name without a node that could
-        change.
+        name of the low format set the format in which products read their operands; a name such as "linear_3.grad_weight" then stands for a
+        single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module
+        that carry no fp32 value do not change. Raises PlanError for an unknown name or colour, and if no node of a name could change.
         """
         if not isinstance(colours, Mapping):
             raise PlanError(f"edit() takes a dict such as {{'linear': 'high'}}, not one {type(colours).__name__}")

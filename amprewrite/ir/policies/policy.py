@@ -197,8 +197,7 @@ class ProductPolicy:
     def asked(self, name: str, module: str, gemm: str) -> ProductRule | None:
         """Return the rule that decides the GEMM `gemm` of the node `name`, called in `module`; None if no rule matches.
 
-        Rules for nodes take precedence over rules for modules, rules for single GEMMs over rules for whole products, and longer patterns
-        over shorter patterns.
+        Rules for nodes take precedence over rules for modules, rules for GEMMs over rules for whole products, longer patterns over shorter.
         """
         hits = [rule for rule in self.rules if rule.matches(name, module, gemm)]
         return max(hits, key=lambda rule: (rule.scope == "node", bool(rule.gemm), len(rule.pattern)), default=None)

@@ -212,8 +212,7 @@ class Rect:
 
 
 GAP, PASS, ROW, PAD, HEAD, GUTTER = 18.0, 6.0, 26.0, 14.0, 24.0, 40.0
-"""In this order: space between parts, width of a passing edge, space between layers, margin in a box, height of its title, space
-between columns."""
+"""Space between parts, width of a passing edge, space between layers, margin in a box, height of its title, space between columns."""
 TALL, ASPECT = 1150.0, 1.5
 """Height above which the layers of a box are set in several columns, and the ratio of width to height that the columns aim at."""
 

@@ -95,8 +95,7 @@ class GraphRewriter(CallRecord):
     ) -> None:
         """Register the module at `path` as an entry: a module that is called from outside of graphs, and so has captured graphs of its own.
 
-        `function` is the code that a call of the module runs; for `captured` and `home` see Entry. `key` is the entry's key in `entries`,
-        if it is not the path.
+        `function` is the code that a call of the module runs; for `captured` and `home` see Entry. `key` is its key, if not the path.
         """
         key = path if key is None else key
         self.entries[key] = Entry(self, self.rewrite_region, path, function, captured, home, key)

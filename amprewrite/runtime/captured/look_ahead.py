@@ -1,8 +1,7 @@
 """Observe the values of a graph in an fp32 run before the graph runs in fp16, in the first calls of its model.
 
 1. Run the captured graph in fp32 on the inputs of the call, and record the range of every value. Inputs that the graph writes are copied
-   before, and random states are restored after, so that this run has no side effects. It records no gradients, unless the graph computes
-   gradients itself.
+   before, and random states are restored after, so that this run has no side effects. It records gradients only if the graph computes some.
 2. If fp16 would overflow for a value that the plan makes low, observe a second run, with histograms, and plan the graph anew with these
    ranges. A note in the plan says so.
 3. Then run the call itself, once. If the fp32 run raised an error and the call succeeds, warn that no value was observed.
@@ -248,8 +247,7 @@ def rewrite_for(
 
 
 def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Return the edited graph and its plan. The graph's Python code is generated now, because torch.export reads the arguments of its
-    `forward`."""
+    """Return the edited graph and its plan. The graph's code is generated now, because torch.export reads the arguments of `forward`."""
     edited, plan = rewrite_graph(captured)
     force_recompile(edited)
     return edited, plan

@@ -5,8 +5,7 @@ with the original model, both in fp32:
 
 1. Before the call, copy its inputs, the buffers and the random states.
 2. After the call, run a clone of the plain model on these copies. All floating results of the clone must be among the results of the
-   captured graph. If one is not, run the graph in fp32 on the inputs of the call, and find the first op whose result the plain model
-   never computed.
+   captured graph. If one is not, run the graph in fp32 on the inputs of the call, and find the first op whose result the plain model lacks.
 
 The check is skipped if its answer would be uncertain, or if a side effect would happen twice:
 

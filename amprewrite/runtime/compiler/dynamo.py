@@ -85,8 +85,7 @@ def compile_afresh(
     7. If `hooks_differ`, Dynamo guards on module hooks, because code captured for one module runs for all modules of its class.
     8. `torch.is_autocast_enabled()` returns True to the model's code, except in autocast regions of the model itself (`heard.py`). To tell
        these regions, `around` returns the number of autocast regions that the caller has open around the model.
-    9. Dynamo limits the number of graphs of one piece of code. If several rewritten models run the same code, only this model's graphs
-       count.
+    9. Dynamo limits the number of graphs of one piece of code. If several models run the same code, only this model's graphs count.
     10. If `eager`, graphs run without a compiler. `torch.autograd.grad` then only breaks the graph, and the code after it is captured too;
         for a compiler Dynamo would leave the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.

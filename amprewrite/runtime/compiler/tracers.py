@@ -54,8 +54,7 @@ def undisturbed() -> bool:
 def refuse_tracers() -> None:
     """Raise CaptureError if a tracer, such as `torch.jit.trace` or make_fx, would record the ops of this call.
 
-    PyTorch's flag for a running export is the same in all threads. So the exporting thread is recognised by its dispatch modes or its
-    tracing context.
+    PyTorch's flag for a running export is the same in all threads. So the exporting thread is recognised by its dispatch modes or context.
     """
     modes = {type(mode).__name__ for mode in user_modes()} if count_dispatch_modes() else ()
     if torch._C._is_tracing():

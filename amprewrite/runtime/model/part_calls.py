@@ -154,8 +154,7 @@ class _Layers(TorchFunctionMode):
 def call_packed(
     session: Session, path: str, module: nn.RNNBase, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `function` on a packed sequence, and return its result. The layer that it calls runs as a captured graph, all other code as
-    written.
+    """Call `function` on a packed sequence, and return its result. The layer runs as a captured graph, all other code as written.
 
     `function` is the forward of the recurrent `module` at `path`, with or without its hooks. `args` and `kwargs` are its arguments.
     """

@@ -122,8 +122,7 @@ class LossScale:
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
         """Record that the optimizer `source` stepped. `found_inf` is a 0-dim fp32 tensor, above 0 if a gradient overflowed.
 
-        The scale is updated later, once for the steps of all optimizers: at the next `snapshot`, when it is read, or when `source` steps
-        again.
+        The scale is updated later, once for all optimizers: at the next `snapshot`, when it is read, or when `source` steps again.
         """
         if self._recorded is None and recording(found_inf.device):
             self._keep_addresses(found_inf.device)
@@ -429,8 +428,7 @@ class DynamicLossScale(LossScale):
     def _only_counts(self, found_inf: Tensor) -> int:
         """Return the number to add to the growth tracker if the update changes only this tracker and the counters; 0 if it changes more.
 
-        The growth tracker counts clean steps since the last change of the scale. Also returns 0 if the host would have to wait for a device
-        to know.
+        The growth tracker counts clean steps since the last change of the scale. Also returns 0 if the host would have to wait.
         """
         numbers = host_numbers(found_inf, self._scale, self._growth_tracker, self._left, self._searching)
         if not numbers or not self._tables or self._recorded is not None or torch.is_inference_mode_enabled():

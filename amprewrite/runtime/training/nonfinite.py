@@ -106,8 +106,7 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return the maximum of `flags`, on the device of the first: 0 or 1. A sum may exceed 1, and fused Adam subtracts the flag from its
-    step count."""
+    """Return the maximum of `flags`, on the device of the first: 0 or 1. A sum may exceed 1, which fused Adam would subtract."""
     where = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 

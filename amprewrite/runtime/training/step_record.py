@@ -108,8 +108,7 @@ class StepRecord:
     _overflowed: bool = field(default=False, init=False)
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
     use: ScaleUse = field(init=False)
-    """Decides which forwards use the loss scale. `use.unscaled` is True if the gradients of a step now come from a forward that used 1
-    instead."""
+    """Decides which forwards use the loss scale. `use.unscaled` is True if the gradients of a step now come from a forward that did not."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the overflow flags of the gradients of `optimizer`.
@@ -222,8 +221,7 @@ _MOST_FLAGS = 16
 """Largest number of flags of backwards that are kept apart. Above this number they are combined into one flag."""
 _MOST_SETS = 2
 """After a skipped step, its overflow counts again at later steps while its gradients exist, but at most at this many steps that follow new
-backwards. Without this limit, a loop would skip for ever if it discards gradients where no check sees it: after the forward and before the
-backward."""
+backwards. Without this limit, a loop would skip for ever if it discards gradients unseen, between forward and backward."""
 _SAMPLE = 16
 """If the host has not read the overflow flag of a step, about this many of its gradients are watched for being discarded. If the step is
 known to have overflowed, all are watched."""
@@ -361,8 +359,7 @@ class Noted:
         self._heard, self._there, self.waits = flag, _memory(gradients), True
 
     def inherit(self, others: Iterable[Noted]) -> None:
-        """Take over the overflow flags of `others`, the `Noted`s of the same model: gradients that they flagged may belong to this object's
-        optimizer."""
+        """Take over the overflow flags of `others`, the `Noted`s of the same model: gradients that they flagged may be this optimizer's."""
         for other in others:
             self._flags += other._flags
             if other._recorded and other._place is not None:

@@ -169,9 +169,8 @@ class StepGate(StepRecord):
     def _backward_began(self) -> None:
         """Drop the overflow flags of gradients that were discarded. Call this when a backward begins.
 
-        Only the model's own gradients show whether they were discarded: an optimizer may also step a head outside the model, whose
-        gradients may be new.
-        Raises LossScaleError if a GradScaler has handled an optimizer of this model since the previous backward.
+        Only the model's own gradients show this: an optimizer may also step a head outside the model, whose gradients may be new. Raises
+        LossScaleError if a GradScaler has handled an optimizer of this model since the previous backward.
         """
         self._scalers.refuse(self._guarded)
         for note in self._notes:

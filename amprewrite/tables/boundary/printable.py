@@ -1,7 +1,6 @@
 """Make text safe to print, and print it: consoles that leave it unchanged, and progress bars on terminals and in notebooks.
 
-Names from files may hold control characters, or characters that no encoding can write. `fragment` makes the HTML that a notebook shows for
-a report.
+Names from files may hold control characters, or characters that no encoding can write. `fragment` makes the HTML of a report in a notebook.
 
 The library rich is imported inside the functions that need it. Its import draws random numbers, and a rewrite must not change the state of
 Python's generator.

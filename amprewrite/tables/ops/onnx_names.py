@@ -67,8 +67,7 @@ BROADCASTS = "broadcast"
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
 """Attributes of ops with BROADCASTS that later opsets dropped, because shapes determine broadcasting or because nothing read them."""
 NEUTRAL = {("Cast", "saturate")}
-"""(op type, attribute) of attributes that a later opset added and whose default keeps the old behaviour. `saturate` affects only casts to
-fp8."""
+"""(op type, attribute) of attributes that a later opset added with the old behaviour as default. `saturate` affects only casts to fp8."""
 
 DOMAIN = "com.microsoft"
 

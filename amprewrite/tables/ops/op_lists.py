@@ -96,8 +96,7 @@ _OPERATORS = {
     "concat": "list",
     "indexOf": "contains",
 }
-"""Python operator, such as `operator.truediv` or `__truediv__`, → its name in the vocabulary. Operators whose names are the same are left
-out."""
+"""Python operator, such as `operator.truediv` or `__truediv__`, → its name in the vocabulary. Operators of the same name are left out."""
 
 _REFLECTED = ("add", "and", "div", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "truediv", "xor")
 _INPLACE = frozenset(

@@ -123,8 +123,7 @@ class Op:
     one_kernel: tuple[str, ...] = ()
     """Devices and formats with a kernel for all time steps of a recurrent layer without projections, if no sequence is packed."""
     uneven: tuple[str, ...] = ()
-    """Devices whose low kernels round some elements of a tensor twice and others once, so that the result for a row depends on the rest of
-    its batch."""
+    """Devices whose low kernels round some elements of a tensor twice and others once, so that a row's result depends on its batch."""
     no_kernel: tuple[str, ...] = ()
     """Devices and formats, such as "cpu:fp16" or "cuda:bf16", that lack a low kernel, forward or backward, for some form of the op.
 

@@ -82,8 +82,7 @@ def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
     """True if a convolution has bare taps (weights multiplied by padding alone), or, in 3 dims with padding, too wide a kernel.
 
-    A kernel is too wide if it is wider than the input. `transposed` selects the kind of convolution. For a convolution of the other kind
-    the result is False.
+    A kernel is too wide if it is wider than the input. `transposed` selects the kind of convolution. The other kind gives False.
     """
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))

@@ -172,8 +172,7 @@ class _Cross(torch.autograd.Function):
 class _Times(torch.autograd.Function):
     """Autograd node that multiplies a gradient by `then`: the number that `factor` held when this gradient was computed.
 
-    In a later backward `factor` may hold another number, by which gradients are multiplied. So the derivative of this node is
-    `then / factor`.
+    In a later backward `factor` may hold another number, which multiplies gradients. So the derivative of this node is `then / factor`.
     """
 
     @staticmethod

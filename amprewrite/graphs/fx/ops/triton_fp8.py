@@ -1,8 +1,7 @@
 """Triton kernels that quantise a matrix: they compute its amax, and write its cast untransposed, transposed, or both at once.
 
 The amax is the largest finite magnitude. Importing this file needs Triton. Only fp8_units.py imports it, and lets torch make the copies if
-the import fails. A matrix is read from memory twice, for its amax and for its cast, but once if each row has a scale. Each copy is written
-once.
+the import fails. A matrix is read from memory twice, for its amax and for its cast, but once if each row has a scale.
 """
 
 from __future__ import annotations

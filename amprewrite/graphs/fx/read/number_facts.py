@@ -186,8 +186,7 @@ def _learns(*values: Any) -> bool:
 def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node, Count]:
     """Return the `Count` of each constant of `held`, from its values.
 
-    LARGE: whole numbers, some of them too large for `low` to hold exactly. WHOLE: smaller whole numbers. SMALL: fractions, and values that
-    are unknown.
+    LARGE: whole numbers, some too large for `low` to hold exactly. WHOLE: smaller whole numbers. SMALL: fractions, and unknown values.
     """
     asked = dict[torch.fx.Node, Tensor]()
     with torch.no_grad(), unselected():

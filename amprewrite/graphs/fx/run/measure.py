@@ -1,8 +1,7 @@
 """Measure prices (run times) on the current device: each op of a graph and each size of cast is timed once, and cached on disk.
 
 1. An op is called as in the graph, on random tensors of its shapes. It has two prices: in fp32 and in the low format.
-2. After warm-up calls, several short runs are timed. The price is the smallest mean time of a call, because other work on the machine can
-   only add time.
+2. After warm-up calls, several short runs are timed. The price is the smallest mean time of a call, because other work can only add time.
 3. Prices are stored in the user's cache folder, by device, PyTorch version, threads, op, shapes and dtypes. The file is read as a whole or
    not at all. A write keeps other processes' prices, and is atomic.
 

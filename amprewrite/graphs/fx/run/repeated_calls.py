@@ -2,8 +2,7 @@
 
 Calls are alike if they have the same op, the same plain arguments, and tensors of the same dtype, device, sizes, strides and offset. A
 later call returns the same fake tensor object as the first call. Its op does not run, which saves milliseconds for an op with symbolic
-sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on the node (`MEMORY` in its
-meta).
+sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on it (`MEMORY` in its meta).
 
 Some values are not reused, because they may change, or may differ between calls that are alike: values known at capture, values computed
 under the model's own autocast, and all values of a graph that has data-dependent sizes, or an in-place op that may resize a tensor.

@@ -5,10 +5,8 @@ nothing is kept.
 
 1. Outside of a block every weight is cast where a graph reads it (`passes/lower/hoist_weight_casts.py`).
 2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open a block; the block of `cache_weights="step"` never closes.
-3. A kept copy is dropped if PyTorch counted a write to its weight, if an optimizer stepped the weight, or if the user calls
-   `weights_changed()`.
-4. To find writes that PyTorch does not count, copies are compared with their weights: a few rows at a call, and each copy at the end of a
-   block.
+3. A kept copy is dropped if PyTorch counted a write to its weight, if an optimizer stepped it, or if the user calls `weights_changed()`.
+4. To find writes that PyTorch does not count, copies are compared with their weights: a few rows at a call, each copy at a block's end.
 
 All of this is one file because copies, the blocks that keep them and the events that drop them share one lock.
 """
@@ -247,8 +245,7 @@ class WeightCache:
 
         Each call checks other rows and copies. If a weight changed, the copies are dropped. The block of `cache_weights="step"` then warns,
         any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once. On an accelerator a later call uses
-        it, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every token pays for a
-        comparison.
+        it, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every token pays for it.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):

@@ -3,8 +3,7 @@
 1. Constants with an offset: the common part of their values is larger than the differences.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised.
 3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). Constants are judged by their
-   values, weights as well, because a file does not say which of them were learnt. `OneHot`, which the vocabulary maps to a scatter, has
-   special code.
+   values, weights as well, because a file does not say which were learnt. `OneHot`, a scatter in the vocabulary, has special code.
 4. The summands of linear ops, each with its factor: a constant or a schedule. A constant varies along one dim at most, such as a
    LayerScale, and counts by its root mean square. A schedule is a value of one element that no product made. `loop` and `scan`, which
    begin a body, have special code.

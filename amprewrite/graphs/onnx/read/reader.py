@@ -1,8 +1,7 @@
 """Read an ONNX graph into an op graph: one op-graph node for each node, with the bodies (subgraphs) of If, Loop and Scan inlined.
 
 1. Walk the nodes in order. A body is walked at the position of its node, so that values may cross its border in either format.
-2. Values that enter or leave a body have op-graph nodes of their own. The op-graph nodes of a loop's state share a precision_group, hence
-   one colour.
+2. Values that enter or leave a body have op-graph nodes of their own. Those of a loop's state share a precision_group, hence one colour.
 3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
 5. Facts of the file force colours: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample
@@ -309,8 +308,7 @@ class _Reader:
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
         """Keep the op-graph nodes `names` in fp32, because an op computes with the numbers of a mask, which a low format would clamp.
 
-        Nodes through which the mask reaches them stay fp32, too. `text` is the reason. Nothing changes if none of them reads a constant
-        mask.
+        Nodes through which the mask reaches them stay fp32, too. `text` is the reason. Nothing changes if none reads a constant mask.
         """
         graph = self.reading.graph
 

@@ -14,8 +14,7 @@ The fp8 products of a plan are written in ONNX's form: both operands pass throug
     after    q = QuantizeLinear(x, scale); d = DequantizeLinear(q, scale); y = MatMul(d, DequantizeLinear(w8, scale of w))
 
 A scale is a constant in the low format: the largest magnitude of x in sample runs, or of w, divided by the largest number of e4m3. Larger
-values saturate. A weight is stored in e4m3. Backends such as TensorRT turn the pattern into an fp8 product; other runtimes compute the same
-numbers.
+values saturate. A weight is stored in e4m3. TensorRT and the like turn the pattern into an fp8 product; others compute the same numbers.
 """
 
 from __future__ import annotations
