@@ -31,7 +31,7 @@ from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.observer import exchanges_infinities
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
-from amprewrite.ir.follow_plan import match_region, may_quantise
+from amprewrite.ir.follow_plan import match_region
 from amprewrite.ir.held_wide import held
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Decisions, Problem, run_passes
@@ -123,11 +123,9 @@ def read_problem(
 
 def _asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
     """True if a product may read fp8 copies, or be wide (bf16 operands, fp32 result). A given plan decides, otherwise the policy."""
-    if may_quantise(policy, given):
-        return True
     if given is None:
-        return any(override.word == WIDE for override in policy.overrides)
-    return any(region.edited(Edit.WIDE_PRODUCT) for region in given.regions)
+        return policy.products is not None or any(override.word == WIDE for override in policy.overrides)
+    return any(region.quantised or region.edited(Edit.WIDE_PRODUCT) for region in given.regions)
 
 
 def clean_exported(module: torch.fx.GraphModule) -> None:

@@ -35,7 +35,7 @@ FRESH = ops_with(Trait.FRESH) | {"cast"}
 
 
 class InsertPads(Pass[RegionPlan, EditedGraph]):
-    needs = ("pads",)
+    needs = ("pads.values", "pads.copies")
 
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         _Insertion(plan, edited).run()

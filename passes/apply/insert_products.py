@@ -37,7 +37,7 @@ KEPT = ("nn_module_stack", "stack_trace")
 
 
 class InsertProducts(Pass[RegionPlan, EditedGraph]):
-    needs = ("quantised", "edits")
+    needs = ("quantised.products", "edits")
 
     def __call__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         _ProductInsertion(plan, edited).run()
