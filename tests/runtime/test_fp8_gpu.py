@@ -25,8 +25,8 @@ from amprewrite.graphs.fx.ops.quantised_products import (
     quantised_product,
     round_scaled,
     scale_of,
-    wide_linear,
 )
+from amprewrite.graphs.fx.ops.wide_products import wide_linear
 from amprewrite.passes.lower import keep_quantised
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import GEMMS, RECIPES, SCALED_FORMATS, SMALLEST, TENSOR
