@@ -26,6 +26,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ from amprewrite.runtime.options import is_flattened
 from amprewrite.runtime.training.forward_scale import ForwardScale
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import params_of
-from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, optimizer_inside, parameters_of
+from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, optimizer_inside, sharded_parameters
 from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of
 from amprewrite.runtime.training.optimizers.scale_mistakes import GradScalers, UnscaledBackwards, unscaled_message
 from amprewrite.runtime.training.overflow_probe import OverflowProbe
 from amprewrite.runtime.training.step_record import BackwardEnd, Noted, StepRecord
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 from amprewrite.torch_internals.trees import tree_leaves
@@ -286,7 +288,8 @@ class Training:
     ) -> None:  # fmt: skip
         self.root, self.loss_scale, self.in_parts, self.probe = root, loss_scale, in_parts, OverflowProbe(root)
         self.gate = StepGate(
-            loss_scale, parameters_of(root), on_overflow=on_overflow, on_clean=self.probe.disarm, on_stuck=on_stuck, first=first,
+            loss_scale, lambda: chain(parameters_in(root), sharded_parameters(root)), first=first, on_overflow=on_overflow,
+            on_clean=self.probe.disarm, on_stuck=on_stuck,
             on_unscaled=lambda weights: warn(unscaled_message(weights, self.gate.parameters())),
         )  # fmt: skip
         self._thread = _Thread()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.optim.optimizer import Optimizer
 
 from amprewrite.ir.op_graph import reached
 from amprewrite.runtime.options import fsdp_groups
-from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 
 T = TypeVar("T")
@@ -89,16 +88,6 @@ def _why_unguarded(optimizer: Any) -> str:
         "derives from torch.optim.Optimizer and never called Optimizer.__init__, so PyTorch runs no hooks at its steps; call "
         "super().__init__(params, defaults) in it, or attach the optimizer that it wraps"
     )
-
-
-def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
-    """Return a function that yields the current parameters of `root`, and those of `sharded_parameters(root)`."""
-
-    def parameters() -> Iterator[Tensor]:
-        yield from parameters_in(root)
-        yield from sharded_parameters(root)
-
-    return parameters
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
