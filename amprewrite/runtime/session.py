@@ -33,6 +33,7 @@ from amprewrite.runtime.compiler.plain_words import DOOR_REASON
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.options import sharded_inside
 from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, refuse_training, unfreeze_weights
+from amprewrite.runtime.weights.half_parameters import note_half_inputs
 from amprewrite.runtime.weights.weight_reads import RoundedRead
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError, one_line
@@ -158,9 +159,10 @@ class Session(GraphRewriter):
         try:
             result = self._run(entry, entry.graphs_of_forward if recomputes else entry.graphs, args, kwargs)
             return result, tuple(ran), failures
-        except Exception:
+        except Exception as error:
             if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
                 entry.capture_anew(Anew.FAILED)  # try a new capture next time: the inputs may have been wrong, not the code
+                note_half_inputs(error, self.root, (args, kwargs))
             raise
         finally:
             state.ran, state.failures, state.depth, state.captured = outer

@@ -5,6 +5,8 @@
 2. A trainable half parameter would be its own master weight, and small updates of it would be lost. So every way to rewrite a model
    refuses it, or makes it fp32 in place if the user asks for that (`upcast=True`). A model for evaluation is refused, too, as long as its
    parameters require gradients, because nothing shows that it will not be trained.
+3. Half inputs of a model in fp32 are not converted. torch.autocast casts the operands of each op to one dtype, and so does a captured
+   graph. But some ops refuse operands of two dtypes at capture: their error, PyTorch's own, gets a note that says so.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import LOW_DTYPES, dtype_name
+from amprewrite.torch_internals.trees import tree_leaves
 
 
 def _trainable(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -102,3 +106,14 @@ def conversion_warning(model: nn.Module) -> str:
         "gone, small updates are lost, and there is nothing left to rewrite. Keep a rewritten model in fp32: call amp.float() and "
         "leave out .half(), .bfloat16() and .to(dtype) (Lightning: precision='32-true')"
     )
+
+
+def note_half_inputs(error: Exception, model: nn.Module, inputs: Any) -> None:
+    """Add to the `error` of a call, whose code was not captured, that a model in fp32 got half `inputs`; nothing if it did not."""
+    half = {each.dtype for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.dtype in LOW_DTYPES}
+    if half and all(each.dtype not in LOW_DTYPES for each in parameters_in(model)) and not hasattr(error, "__notes__"):
+        formats = " and ".join(sorted(map(dtype_name, half)))
+        error.add_note(
+            f"amprewrite: {type(model).__name__} was called with {formats} tensors, and its weights are fp32. torch.autocast casts the "
+            "operands of such an op; a rewritten model is captured as the fp32 model that it was: pass fp32 tensors, the graph casts them"
+        )
