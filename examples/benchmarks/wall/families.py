@@ -1,4 +1,4 @@
-"""Twelve families of decoders at width 1,024, two layers deep, beside torch.autocast, for a version of transformers.
+"""Fourteen families of decoders at width 1,024, two layers deep, beside torch.autocast, for a version of transformers.
 
     python examples/benchmarks/wall/families.py [--only llama,phi] [--dtype bf16,fp16] [--length 1024,4096] [--out rows.jsonl]
 
@@ -37,7 +37,7 @@ from amprewrite.tables.formats import parse_format
 FAMILIES = {
     "llama": hf.LlamaConfig, "qwen2": hf.Qwen2Config, "qwen3": hf.Qwen3Config, "gemma2": hf.Gemma2Config, "gemma3": hf.Gemma3TextConfig,
     "mistral": hf.MistralConfig, "mixtral": hf.MixtralConfig, "phi": hf.PhiConfig, "gpt_neox": hf.GPTNeoXConfig, "falcon": hf.FalconConfig,
-    "stablelm": hf.StableLmConfig, "cohere": hf.CohereConfig,
+    "stablelm": hf.StableLmConfig, "cohere": hf.CohereConfig, "bloom": hf.BloomConfig, "mpt": hf.MptConfig,
 }  # fmt: skip
 WORDS = 2000
 SHARE = 1.5
@@ -95,7 +95,8 @@ def table(rows: Sequence[Row]) -> Table:
     """A row a case: gradients' errors, and how much results change with positions in reverse."""
     shown = Table("family, format, tokens", "outcome", "gradients", "autocast's", "ratio", "positions change", "seconds", title=versions())
     for row in (each for each in rows if "ratio" in each):
-        numbers = f"{row['errors'][1]:.2e}", f"{row['autocast'][1]:.2e}", f"{row['ratio']:.2f}", f"{row['positions']:.2f}"
+        moved = "not taken" if row["positions"] is None else f"{row['positions']:.2f}"  # Bloom and MPT count the tokens themselves
+        numbers = f"{row['errors'][1]:.2e}", f"{row['autocast'][1]:.2e}", f"{row['ratio']:.2f}", moved
         shown.add_row(" ".join(row["name"].split()[:3]), row["outcome"], *numbers, f"{row['seconds']:.0f}")
     return shown
 
