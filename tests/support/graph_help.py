@@ -102,8 +102,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Record what runs inside, and let amprewrite believe that it is a CUDA graph that records."""
     with monkeypatch.context() as patch:
         captured, training = amprewrite.runtime.captured, amprewrite.runtime.training
-        steps = (training.loss_scale, training.step_record, training.backwards)
-        graphs = (captured.look_ahead, captured.region, captured.weight_watch, amprewrite.graphs.fx.weights.weight_cache)
+        weights = (amprewrite.runtime.weights.weight_reads, amprewrite.graphs.fx.weights.weight_cache)
+        steps, graphs = (training.loss_scale, training.step_record), (captured.look_ahead, captured.region, *weights)
         for module in (*steps, *graphs):
             patch.setattr(module, "recording", lambda _: True)
         with everything(Recording()) as recorded:
