@@ -304,24 +304,17 @@ class Session(GraphRewriter):
     def _check_overrides(self) -> None:
         """Raise PolicyError if an override names a node that is in no captured graph.
 
-        Warn if it names an op or a module, and no captured graph has such an op, or an op of such a module, with fp32 values.
+        Warn if it names a module from which no captured graph has an op with fp32 values.
         """
         self._check_node_overrides()
         plans = [part for region in self.regions for part in region.plan.flat("")]
-        nodes = [node for plan in plans for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
-        ops, modules = {node.op for node in nodes}, {node.module for node in nodes}
-        for asked in self.options.overrides:
-            if asked.scope == "op" and asked.pattern not in ops:
-                what = f"op {asked.pattern} with fp32 values"
-                causes = "It did not run, or another op does its work, as fused attention does a softmax"
-            elif asked.scope == "module" and not any(map(asked.matches_module, modules)):
-                what = "op with fp32 values of that module"
-                causes = "It did not run, runs as written (plan.skipped), or only holds weights that other modules read"
-            else:
-                continue
-            self.warn_once(
-                f"overrides[{shown(asked.key)}] decides nothing so far: the graphs have no {what}. {causes}; print(amp.plan) lists all ops"
-            )
+        modules = {node.module for plan in plans for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN}
+        for asked in (each for each in self.options.overrides if each.scope == "module"):
+            if not any(map(asked.matches_module, modules)):
+                self.warn_once(
+                    f"overrides[{shown(asked.key)}] decides nothing so far: the graphs have no op with fp32 values of that module. It did "
+                    "not run, runs as written (plan.skipped), or only holds weights that other modules read; print(amp.plan) lists all ops"
+                )
 
     def _check_node_overrides(self) -> None:
         if any(override.scope == "node" for override in self.options.overrides):
@@ -421,11 +414,15 @@ class Session(GraphRewriter):
         return self._plan(shown, *[f"{alike}: amp.plans has each"] * (more > 0))
 
     def _plan(self, plans: Sequence[RegionPlan], *notes: str) -> ModelPlan:
+        regions = tuple(part for index, plan in enumerate(plans) for part in plan.flat(f"graph{index}"))
+        ops = {node.op for part in regions for node in part.nodes}
+        # no warning: a rule for all models, such as fp32 for every softmax, is right in a model without one
+        unused = [each for each in self.options.overrides if each.scope == "op" and each.pattern not in ops]
         return ModelPlan(
             low=self.policy.low.name,
-            regions=tuple(part for index, plan in enumerate(plans) for part in plan.flat(f"graph{index}")),
+            regions=regions,
             skipped=self.left_out,
-            notes=(*self.notes, *notes),
+            notes=(*self.notes, *notes, *(f"overrides[{shown(each.key)}] decides nothing here: no graph has this op" for each in unused)),
             lists=lists if isinstance(lists := self.options.lists, str) else lists.name,
         )
 
