@@ -77,9 +77,7 @@ An override of either stays. Without a product nothing changes.
 
 from __future__ import annotations
 
-from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.pass_base import Decisions
-from amprewrite.ir.pass_base import Problem
+from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 
