@@ -120,7 +120,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
 
         The constant is an argument of the op, or is held in an operand that some op computes with. It does not fit if it underflows where
         zero makes a difference, if it exceeds the range and may not be clamped to ±max, or if it is a factor that takes a value of ordinary
-        size (`_ORDINARY`) beyond the range.
+        size (`_ORDINARY`) beyond the range, or a value of 1 below the smallest normal number, where bits are lost.
         """
         low = self.low
         for constant in _constants(fact.node):
@@ -131,6 +131,8 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 return Colour.HIGH, Reason.CONSTANT, f"{constant:g} exceeds {low.name}"
             if size * _ORDINARY > low.max and fact.op == "mul":
                 return Colour.HIGH, Reason.CONSTANT, f"{constant:g} times an ordinary activation exceeds {low.name}"
+            if size and _shrinks(fact, constant) < low.smallest_normal:
+                return Colour.HIGH, Reason.CONSTANT, f"an ordinary activation scaled by {constant:g} is below {low.name}'s normal numbers"
         for given in fact.node.all_input_nodes:
             if given in self.computed_with:
                 return Colour.HIGH, Reason.CONSTANT, f"its input holds {self.sizes[given]:g}, which exceeds {low.name}"
@@ -178,6 +180,13 @@ def _constants(node: torch.fx.Node) -> list[float]:
     found: list[float] = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
     whole: list[float] = [each for each in (*node.args, *node.kwargs.values()) if type(each) is int]
     return found + whole if whole and op_name(node.target) in _TAKE_NUMBERS else found
+
+
+def _shrinks(fact: Fact, constant: float) -> float:
+    """Return the magnitude to which the op takes a value of 1 if it multiplies by `constant` or divides by it; 1 if it does neither."""
+    if fact.op == "div" and fact.node.args[1:2] == (constant,):
+        return 1 / abs(constant)
+    return abs(constant) if fact.op == "mul" else 1.0
 
 
 def _numbers(values: Any) -> tuple[float, ...]:

@@ -15,9 +15,9 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_checkpoint, storages, tensors, written
 from amprewrite.graphs.fx.ops.on_device import local_part
 from amprewrite.graphs.fx.weights.frozen_weight import thawed
-from amprewrite.ir.evidence.range_rules import POLES
+from amprewrite.ir.evidence.range_rules import POLES, hands_on_small
 from amprewrite.ir.evidence.ranges import RegionRanges, ValueRange, fingerprint
-from amprewrite.ir.op_graph import OpNode
+from amprewrite.ir.op_graph import OpGraph, OpNode, reached
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -28,7 +28,7 @@ class Observer:
 
     If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips weights, whose ranges capture has
     measured, unless an op with a pole at zero (`log`, `reciprocal`) reads them. If `brief` is True, it records no histograms, and it
-    records the smallest magnitude only of values that such ops read.
+    records the smallest magnitude only of values before such ops (`before_pole`).
     """
 
     def __init__(self, gradients: bool = False, weights: bool = True, brief: bool = False) -> None:
@@ -58,7 +58,8 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         super().__init__(captured.module, garbage_collect_values=True)
         self.captured, self.region, self.watch = captured, region, watch
         self.vertices = {node: captured.problem.graph[name] for name, node in captured.nodes.items()}
-        self.poles = set(chain.from_iterable(map(poles, captured.problem.graph)))
+        graph = captured.problem.graph
+        self.poles = set(chain.from_iterable(before_pole(graph, vertex) for vertex in graph))
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = self._run_body(n) if is_checkpoint(n) else super().run_node(n)
@@ -139,7 +140,7 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
         found = {} if ranges is None else {name: value for name, value in ranges.values.items() if value.smallest < smallest}
         low = made | _copied_low(each, planned)
         for vertex in each.problem.graph if found else ():
-            for name in poles(vertex) if vertex.name in made else ():
+            for name in before_pole(each.problem.graph, vertex) if vertex.name in made else ():
                 if name in low and name in found:
                     yield f"{name} comes down to {found[name].smallest:.3g} before {vertex.name}"
 
@@ -179,11 +180,17 @@ def unobserved(captured: Captured, plan: RegionPlan) -> bool:
     return any(unobserved(part, bodies[name]) for name, part in parts.items() if name in bodies)
 
 
-def poles(vertex: OpNode) -> list[str]:
-    """Return the names of the operands for which `vertex` has a pole at zero: it returns an infinity if such an operand is 0."""
-    if vertex.op in POLES:
-        return [operand.value for operand in vertex.operands]
-    return [vertex.operands[1].value] if vertex.op in _DIVIDES and len(vertex.operands) == 2 else []
+def before_pole(graph: OpGraph, vertex: OpNode) -> Iterator[str]:
+    """Yield the names of the values whose zeros `vertex` turns into infinities.
+
+    They are the operands for which it has a pole at zero, and the operands of ops that hand on small numbers to them, such as square roots.
+    """
+    operands = vertex.operands if vertex.op in POLES else vertex.operands[1:2] if vertex.op in _DIVIDES else ()
+    return reached([each.value for each in operands], lambda name: _handed_on(graph[name]))
+
+
+def _handed_on(vertex: OpNode) -> list[str]:
+    return [each.value for each in vertex.operands] if vertex.role == "op" and hands_on_small(vertex.op) else []
 
 
 def _planned(captured: Captured, plan: RegionPlan) -> list[tuple[Captured, RegionPlan]]:
