@@ -67,7 +67,7 @@ _PLACES = re.compile(r"max_position|n_positions|max_seq|seq_length|max_source|ma
 
 def lengthen(config: Any, level: int = 0) -> Any:
     """Give a configuration as many positions as there are tokens, or frames of sound at 50 a second; parts included."""
-    least = max(SIZES.length, SIZES.sound // 320)
+    least = max(SIZES.length, SIZES.sound // 320) + 2  # RoBERTa and its like count from 2 on
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PretrainedConfig) and level < 4:
             lengthen(value, level + 1)
