@@ -29,8 +29,8 @@ class Faulty(nn.Module):
         self.first, self.second, self.third = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        grown = torch.relu(self.first(x)) * 60000.0
-        x = self.second(torch.clamp(grown, max=1e30) / 60000.0)
+        grown = torch.relu(self.first(x)) * 800.0 * 800.0
+        x = self.second(torch.clamp(grown, max=1e30) / 800.0 / 800.0)
         offset = x + 2000.0
         x = offset - 2000.0
         return self.third(x)
@@ -68,7 +68,7 @@ def test_an_overflow_and_a_loss_of_precision_are_named_with_their_lines() -> Non
     report = report_of(Faulty(), torch.randn(16, 32) * 4)
     kinds = {finding.kind: finding for finding in reversed(report.findings) if not finding.backward}
     assert kinds.keys() == {"overflow", "cancellation"}
-    assert kinds["overflow"].lost_at.source == line_of(Faulty, "* 60000.0")
+    assert kinds["overflow"].lost_at.source == line_of(Faulty, "* 800.0 * 800.0")
     assert report.first_bad is kinds["overflow"]
     report = report_of(Faulty(), torch.randn(16, 32) * 4, "bf16")
     (only,) = report.findings

@@ -4,8 +4,8 @@ A constant is clamped to ±max of the low format if that keeps its meaning: if e
 or if the constant is a bound of the op. Any other constant is a number to compute with. Its op stays fp32, and so do the ops that read
 the result: a clamped value would be wrong, and no overflow would show the error, because the value is finite.
 
-This file has special code for `mul`, which makes a large constant larger, for `clamp_max`, whose only bound is an upper one, and for the
-ops that make attention scores: `add`, `softmax`, `scaled_dot_product_attention`.
+This file has special code for `mul` and `div`, which scale values, for `clamp_max`, whose only bound is an upper one, and for the ops that
+make attention scores: `add`, `softmax`, `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
