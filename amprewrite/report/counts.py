@@ -1,5 +1,6 @@
-"""Counts that the views of a plan share: bytes of a result, rows by module, casts by kind. List a plan as text: its graph as code with one
-annotated op per line, or a table with one module or one op per row.
+"""Count what the views of a plan share, such as bytes of a result and casts by kind, and list a plan as text.
+
+A listing is the graph as code with one annotated op per line, or a table with one module or one op per row.
 """
 
 from __future__ import annotations

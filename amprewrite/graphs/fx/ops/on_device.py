@@ -1,5 +1,4 @@
-"""Copy a 0-dim tensor, such as a loss scale, to another device, and take the part of a distributed tensor that this rank holds.
-Keep the state of a loss scale usable inside a CUDA graph.
+"""Move a loss scale between devices, keep its state usable inside a CUDA graph, and take a rank's part of a distributed tensor.
 
 The functions have a file of their own, so that a module that calls them does not import the kernels.
 

@@ -1,4 +1,6 @@
-"""Run captured graphs in fp32, op by op, and record the range of every value. Find the values that leave the low format's range in a plan.
+"""Run captured graphs in fp32, op by op, and record the range of every value.
+
+`dangers` finds the values that leave the low format's range in a plan.
 """
 
 from __future__ import annotations
