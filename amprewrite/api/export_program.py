@@ -45,8 +45,14 @@ def export_with_plan(
     `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Raises CaptureError if
     torch.export cannot capture the model.
     """
+    with ONE_EXPORT:  # whole: ops that run for planning, while another thread exports, would annotate that thread's graph
+        return _export_with_plan(amp, args, dict(kwargs or {}), options)
+
+
+def _export_with_plan(
+    amp: RewrittenBase, args: tuple[Any, ...], kwargs: dict[str, Any], options: Mapping[str, Any]
+) -> tuple[torch.export.ExportedProgram, CastPlan]:
     refuse_ambient_autocast()
-    kwargs = dict(kwargs or {})
     session = session_of(amp)
     plain = plain_of(amp)
     module = capture(plain, args, kwargs, **options)

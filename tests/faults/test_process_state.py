@@ -18,8 +18,10 @@ from process_state import changes, process_state
 from torch import nn
 
 import amprewrite
+from amprewrite.api import export_program
 from amprewrite.api.cli.main import main
 from amprewrite.runtime.ambient.kept_state import random_state_kept
+from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
 
 
 class Net(nn.Module):
@@ -112,6 +114,42 @@ def test_eight_threads_leave_the_process_as_it_was(name, tmp_path):
     failed = together([lambda n=f"n{number}": run(WORK[name], tmp_path, n) for number in range(8)])
     assert not failed, failed
     assert not changes(before, process_state())
+
+
+def test_planning_an_export_annotates_no_graph_of_another_export(monkeypatch):
+    """While a thread exports, functions that Dynamo skips annotate the one graph of the process: exports in eight threads failed."""
+    planning, inside, planned = threading.Event(), threading.Event(), threading.Event()
+    strays = []
+    plan, annotate = export_program.rewrite_for, torch.fx.traceback.annotate
+
+    def plans(*args, **kwargs):
+        planning.set()
+        inside.wait(0.5)  # the other export begins now, if it can
+        try:
+            return plan(*args, **kwargs)
+        finally:
+            planned.set()
+
+    def annotates(noted):
+        if not ONE_EXPORT._is_owned():
+            strays.append(noted)
+        return annotate(noted)
+
+    class Waits(Net):
+        def forward(self, x):
+            inside.set()
+            planned.wait(5)
+            return super().forward(x)
+
+    def another() -> None:
+        planning.wait(60)
+        export_program.capture(Waits().eval(), (X,))
+
+    run(WORK["export"], Path(), "n8")  # imports what is imported on first use
+    monkeypatch.setattr(export_program, "rewrite_for", plans)
+    monkeypatch.setattr(torch.fx.traceback, "annotate", annotates)
+    assert not together([lambda: run(WORK["export"], Path(), "n0"), another])
+    assert not strays
 
 
 @pytest.mark.slow

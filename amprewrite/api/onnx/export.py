@@ -151,7 +151,7 @@ def kept_out(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[s
 def _captured_plan(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> ModelPlan:
     """Return the plan of a call with these inputs. A clone makes the call, so that `amp` itself does not change."""
     clone = wrap(plain_of(amp), session_of(amp).options, face_of(amp))
-    with torch.no_grad():
+    with ONE_EXPORT, torch.no_grad():
         capture_now(clone, tuple(args or ()), dict(kwargs or {}))
     plan: ModelPlan = clone.plan
     return plan

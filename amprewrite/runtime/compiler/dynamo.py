@@ -62,7 +62,11 @@ COUNTS_FROM = 4
 Calls are counted, not graphs: an int that differs from layer to layer stays a constant, because one call captures all layers.
 """
 ONE_EXPORT = threading.RLock()
-"""Held while torch.export or torch.onnx.export runs. Both keep state that all threads share, so two exports at once would fail."""
+"""Held while torch.export or torch.onnx.export runs, and while an export is planned.
+
+Both keep state that all threads share, so two exports at once would fail. The flag `torch.compiler.is_exporting()` is part of it: while it
+is set, functions that Dynamo skips annotate the one graph of the process, whichever thread calls them (`torch.fx.traceback.annotate`).
+"""
 
 
 def compile_afresh(
