@@ -18,7 +18,7 @@ from amprewrite.graphs.fx.node_facts import (
     tensors,
     transformed_nodes,
 )
-from amprewrite.graphs.fx.run.recurrent_layers import in_one_step
+from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
 from amprewrite.graphs.fx.run.repeated_calls import RepeatedCalls
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.passes.apply.insert_casts import CAST
@@ -50,7 +50,8 @@ class _DryRun(torch.fx.Interpreter):
         """Inputs without an example value. torch 2.11 gives none to sizes that a backward in user code reads."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(in_one_step(target), args, kwargs)
+        layer = getattr(target, "__wrapped__", target)
+        return (in_one_step(layer) if layer in LAYERS else target)(*args, **kwargs)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):

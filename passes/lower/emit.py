@@ -109,7 +109,7 @@ def _lower(
             restore_checkpoints(eager)
             run = runs_op_by_op(eager, run, refused)
         run = with_widened_results(run, edited.widened) if edited.widened else run
-    run = with_quantised_weights(run, edited.quantised)
+    run = with_quantised_weights(run, edited.quantised) if edited.quantised else run
     if frozen:
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
     return run if cache is None else with_cached_weights(run, hoisted, cache)

@@ -259,7 +259,8 @@ def with_kept_weights(
             other, _ = copy_graph(module)
             edited = EditedGraph(other, {}, hoisted=hoist_weight_casts(other))
             keep_quantised(edited, len(edited.hoisted))
-            run = with_quantised_weights(callable_of(other), edited.quantised)
+            run = callable_of(other)
+            run = with_quantised_weights(run, edited.quantised) if edited.quantised else run
             takes_kept.append(with_cached_weights(run, edited.hoisted, cache))
         return takes_kept[0](*inputs)
 

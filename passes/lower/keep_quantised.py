@@ -26,9 +26,10 @@ from amprewrite.ir.pass_base import Pass
 
 
 class KeepQuantised(Pass[Target, EditedGraph]):
+    needs = ("inference",)
+
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        if not target.training:
-            keep_quantised(edited, len(edited.hoisted) + len(edited.stored))
+        keep_quantised(edited, len(edited.hoisted) + len(edited.stored))
 
 
 def keep_quantised(edited: EditedGraph, copies: int) -> None:
@@ -65,8 +66,6 @@ def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[Quantise
 
     `quantised` lists the fp8 copies: (position of the low copy among the inputs, further arguments of `quantise`).
     """
-    if not quantised:
-        return run
     kept = WeakIdKeyDictionary()
 
     def copy(value: Tensor, how: tuple[Any, ...], streams: dict[int, int]) -> Scaled:

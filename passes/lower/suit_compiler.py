@@ -28,9 +28,9 @@ CompiledFn = Callable[..., Any]
 
 
 class SuitCompiler(Pass[Target, EditedGraph]):
+    needs = ("compiled",)
+
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        if target.eager:
-            return
         if target.training:
             self._keep_low(edited)
         for node in edited.module.graph.find_nodes(op="placeholder"):

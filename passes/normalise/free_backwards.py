@@ -28,6 +28,8 @@ from amprewrite.torch_internals.dispatch import set_grad_enabled
 
 
 class FreeBackwards(Pass[Reading, EditedGraph]):
+    needs = ("higher_order",)
+
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         for call, body in list(_backwards(edited.module)):
             _free(body, call)

@@ -13,6 +13,8 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
 class RestoreHooks(Pass[Reading, EditedGraph]):
+    needs = ("higher_order",)
+
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
         nodes = edited.module.graph.nodes
         hooks = [node for node in nodes if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook"]

@@ -8,7 +8,7 @@ lead on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -25,6 +25,8 @@ MOST_FILES = 6
 """Files before the first call."""
 MOST_RETURNS = 7
 """Of the whole walk. Reading, deciding and applying each go down to `graphs` or `planner` and come back."""
+MOST_ENTERED = 100
+"""Files in which any function runs from `rewrite(model)` to the end of the first step, `tables` and `ir` among them."""
 NAMES = {str(path): name for name, path in MODULES.items()}
 
 
@@ -101,6 +103,44 @@ def test_few_files_stand_before_the_first_call(walk: tuple[list[str], list[str]]
 def test_the_walk_seldom_comes_back(walk: tuple[list[str], list[str]]) -> None:
     assert len(walk[1]) > 30 and "amprewrite.passes.driver" in walk[1], "it was not seen"
     assert len(returns(walk[1])) <= MOST_RETURNS, returns(walk[1])
+
+
+def mlp() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), {"input": torch.randn(4, 32)}
+
+
+def bert() -> tuple[nn.Module, dict[str, Tensor]]:
+    hf = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 90, "num_attention_heads": 4}
+    ids = torch.randint(1, 100, (2, 16))
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=100, **sizes)), {"input_ids": ids, "labels": ids}
+
+
+def first_step(model: nn.Module, given: dict[str, Tensor]) -> None:
+    out = amprewrite.rewrite(model, dtype="bf16")(**given)
+    (out if isinstance(out, Tensor) else out.loss).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize("make", [mlp, bert])
+def test_a_first_step_enters_few_files(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that has nothing to do says so by `needs`, so that a reader of a small model's step need not read it."""
+    monkeypatch.setattr(devices, "_cpu_has_bf16", lambda: True)
+    first_step(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), {"input": torch.randn(2, 8)})  # imports, and what is made once a process
+    model, given = make()
+    torch._dynamo.reset()
+    entered: dict[str, None] = {}
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename in NAMES:
+            entered[NAMES[frame.f_code.co_filename]] = None
+
+    sys.setprofile(watch)
+    try:
+        first_step(model, given)
+    finally:
+        sys.setprofile(None)
+    assert 50 < len(entered) <= MOST_ENTERED, sorted(entered)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ class Reading:
     """True if the graph is read as a graph with gradients: a backward may follow."""
     grad: bool = True
     """True if gradients are enabled at the start of the graph. Passes read this field only if `training` is True."""
+    higher_order: bool = True
+    """Whether the graph may call higher-order ops, which run body graphs or set hooks."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,14 @@ class Target:
     """Cache that keeps the low copies of weights that the graph reads; None if the graph casts each weight where it reads the weight."""
     frozen: Mapping[int, FrozenWeight] = field(default_factory=dict)
     """The frozen weights among the inputs of the graph, by position."""
+
+    @property
+    def compiled(self) -> bool:
+        return not self.eager
+
+    @property
+    def inference(self) -> bool:
+        return not self.training
 
 
 @dataclass

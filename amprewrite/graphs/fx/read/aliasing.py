@@ -38,7 +38,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.ops.scale_ops import hooked
-from amprewrite.graphs.fx.run.recurrent_layers import in_one_step
+from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
 from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.ir.op_graph import DisjointSets
@@ -192,7 +192,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
             if isinstance(node.target, str):
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
-            return in_one_step(node.target)(*args, **kwargs)
+            return (in_one_step(node.target) if node.target in LAYERS else node.target)(*args, **kwargs)
     except Exception:  # for example, some kernels do not accept symbolic sizes: return capture's example value
         return said
 

@@ -13,7 +13,6 @@ A graph calls a layer over T time steps as one op.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,13 +33,10 @@ def is_packed_call(args: tuple[Any, ...]) -> bool:
 
 
 def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes the fake results of `layer` from one time step. `layer` may run in parts (`in_parts`).
+    """Return a function that computes the fake results of `layer`, one of LAYERS, from one time step.
 
-    Other functions than LAYERS, and calls whose arguments are not in the form in which `nn.RNNBase` passes them, run as given.
+    Calls whose arguments are not in the form in which `nn.RNNBase` passes them run as given.
     """
-    if inspect.unwrap(layer) not in LAYERS:
-        return layer
-    layer = inspect.unwrap(layer)
 
     def padded(x: torch.Tensor, states: Any, *args: Any) -> Any:
         *_, batch_first = args
