@@ -20,8 +20,8 @@ from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.options import MODEL, Options, parse_granularity
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
-from amprewrite.runtime.weights.half_parameters import half_put_back, refuse_trainable
-from amprewrite.runtime.weights.half_parameters import upcast as to_fp32
+from amprewrite.runtime.weights.half_values import half_put_back, refuse_trainable
+from amprewrite.runtime.weights.half_values import upcast as to_fp32
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, keywords, shown
 from amprewrite.tables.boundary.members import named_modules_in, named_parameters_in
 from amprewrite.tables.devices import named_device

@@ -23,7 +23,7 @@ from torch import nn
 from amprewrite.api.rewrite import checked_options, restore, rewrite
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.model.rewritten import is_rewritten, session_of
-from amprewrite.runtime.weights.half_parameters import upcast
+from amprewrite.runtime.weights.half_values import upcast
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, MissingPackageError, PolicyError
 from amprewrite.tables.formats import FP32, LOW_DTYPES, LOW_FORMATS, dtype_name, parse_format

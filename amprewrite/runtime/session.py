@@ -33,7 +33,7 @@ from amprewrite.runtime.compiler.plain_words import DOOR_REASON
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.options import sharded_inside
 from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, refuse_training, unfreeze_weights
-from amprewrite.runtime.weights.half_parameters import note_half_inputs
+from amprewrite.runtime.weights.half_values import TwoDtypes, Widened, note_half_inputs
 from amprewrite.runtime.weights.weight_reads import RoundedRead
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError, one_line
@@ -59,6 +59,9 @@ class Session(GraphRewriter):
 
         In an autocast region of the model's own, and under torch.func transforms or forward-mode derivatives, the module runs as written.
         """
+        if entry.widens and (widened := Widened(args, kwargs)):
+            with widened:
+                return self.call(entry, widened.args, widened.kwargs)
         state, nested = self.state, self.state.depth > 0
         recomputes = current_backward() >= 0  # inside a backward: an activation checkpoint repeats a forward
         again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
@@ -89,7 +92,10 @@ class Session(GraphRewriter):
         given_up, reasons, captured = dynamo.frames_given_up(), dynamo.reasons(), entry.captured
         if not nested:
             self._begin_forward(entry, recomputes, given_up)
-        result, ran, failures = self._run_watched(entry, recomputes, given_up, args, kwargs)
+        try:
+            result, ran, failures = self._run_watched(entry, recomputes, given_up, args, kwargs)
+        except TwoDtypes:
+            return self._start_widened(entry, args, kwargs)
         if self.checks.calls:
             self._check_reads(entry, ran)
         if nested:
@@ -123,6 +129,18 @@ class Session(GraphRewriter):
             state.low_caches = None
         mark_growing(args, kwargs)
         return self.call(entry, args, kwargs)
+
+    def _start_widened(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Start a call of the module `entry` again with its half inputs in fp32, as later calls do from then on. No code of it ran."""
+        entry.capture_anew(Anew.HALF_INPUTS)
+        entry.widens = True
+        try:
+            result = self.call(entry, args, kwargs)
+        except BaseException:
+            entry.widens = False
+            raise
+        self.note(f"half inputs of {entry.place} become fp32 as a call begins: products read them beside weights in fp32")
+        return result
 
     def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
         """Raise RoundedRead if a check finds that the call read rounded weights. `ran`: the rewritten graphs that ran in the call."""

@@ -29,7 +29,7 @@ from amprewrite.ir.plans.plan import Skipped
 from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Session
-from amprewrite.runtime.weights.half_parameters import refuse_trainable
+from amprewrite.runtime.weights.half_values import refuse_trainable
 from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import PolicyError
 from amprewrite.torch_internals.dispatch import current_backward

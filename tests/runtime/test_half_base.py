@@ -223,45 +223,6 @@ def test_a_model_all_in_fp64_says_that_nothing_is_rewritten():
     low(part)
 
 
-@pytest.mark.parametrize("given", ["image", "cache"])
-def test_half_inputs_that_an_op_refuses_in_fp32_are_named(given):
-    """torch.autocast casts the operands of each op; PyTorch's own error says neither that nor what to do."""
-    if given == "image":
-        amp, args = low(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())), (torch.randn(2, 3, 8, 8),)
-    else:
-        amp, args = low(Cached()), (torch.randn(4, 16), {"keys": [torch.randn(4, 16)]})
-    half = torch.utils._pytree.tree_map(torch.Tensor.bfloat16, args[-1:])
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"same|dtype") as caught:
-            amp(*args[:-1], *half)
-        assert len(caught.value.__notes__) == 1
-        assert "was called with bf16 tensors, and its weights are fp32" in caught.value.__notes__[0]
-    assert amp(*args).dtype == torch.float32
-    assert "  low  " in str(amp.plan)
-
-
-def test_an_error_of_the_model_itself_gets_no_note_on_half_inputs():
-    class Refuses(nn.Linear):
-        def forward(self, x):
-            if x.shape[0] == 3:
-                raise ValueError("three")
-            return super().forward(x)
-
-    amp = low(Refuses(16, 16))
-    amp(torch.randn(4, 16).bfloat16())
-    with pytest.raises(ValueError, match="three") as caught:
-        amp(torch.randn(3, 16))
-    assert not hasattr(caught.value, "__notes__")
-
-
-class Cached(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(16, 16)
-
-    def forward(self, x, cache):
-        return F.scaled_dot_product_attention(super().forward(x)[None], cache["keys"][0][None], cache["keys"][0][None])
-
-
 def hidden(model):
     """A function whose frame holds no module, as that of a decorator of a library."""
     held = types.SimpleNamespace(model=model)

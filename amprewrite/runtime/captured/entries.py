@@ -28,9 +28,10 @@ from amprewrite.runtime.captured.region import CallRecord, Region
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.capture_check import CaptureCheck, can_be_checked
 from amprewrite.runtime.compiler.dynamo import parameter_names
-from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
+from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again, under_way
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
+from amprewrite.runtime.weights.half_values import TwoDtypes, half_beside_fp32, reads_two_dtypes
 from amprewrite.runtime.weights.weight_reads import Known
 from amprewrite.tables.errors import CaptureError
 from amprewrite.torch_internals.dispatch import current_backward, is_any_autocast_enabled
@@ -55,6 +56,7 @@ class Anew(Enum):
     FAILED = "a call failed in it"
     NOT_CAPTURED = "capture failed: the entry runs as written, around its parts"
     LOW_CACHE = "the plan reads a cache of generate() in fp32"
+    HALF_INPUTS = "half inputs of its calls become fp32"
     FROZEN = "the model was frozen, or is not frozen any more"
 
 
@@ -101,7 +103,7 @@ class Graphs:
             entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
             recurrent=not (entry.compiles and session.runs_recurrent_eagerly), failed=_weakly(self.failed), beside_hooks=beside_hooks,
             hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph), around=_weakly(session.state.regions_around),
-            eager=session.options.backend == "eager",
+            eager=session.options.backend == "eager", refused=_weakly(self.refused),
         )  # fmt: skip
 
     @functools.cached_property
@@ -152,6 +154,13 @@ class Graphs:
         """Record code on which Dynamo failed: it runs as written from now on."""
         self.entry.session.state.failures.append(failure)
 
+    def refused(self, inputs: Any) -> None:
+        """Raise TwoDtypes if a call of a model in fp32 can start again with its half `inputs` in fp32: no code of it has run."""
+        entry, session = self.entry, self.entry.session
+        begun = entry.widens or session.state.ran or under_way(entry.function)
+        if not begun and half_beside_fp32(session.root, inputs):
+            raise TwoDtypes
+
     def no_graph(self, read: bool) -> None:
         """Record that Dynamo made no graph of the module's own forward. `read`: True if Dynamo read all of it, False if it gave up."""
         self.empty = read and self.empty is not False
@@ -189,6 +198,8 @@ class Graphs:
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
         """The backend that Dynamo calls: rewrite a captured graph, and return the function that runs in its place."""
         self.leave_early_hooks(module)
+        if half_beside_fp32(self.entry.session.root, example_inputs) and reads_two_dtypes(module):
+            self.refused(example_inputs)
         frame = dynamo.frame_id()
         self._captures[frame] += 1
         reason = getattr(module, "compile_subgraph_reason", None)
@@ -250,6 +261,8 @@ class Entry:
         """The name of this entry in messages: "Bert" or "Bert.encoder"."""
         self.compiles = not (session.runs_recurrent_eagerly and isinstance(session.root.get_submodule(path), nn.RNNBase))
         self.captured = self._to_capture = captured
+        self.widens = False
+        """True if half inputs of a call become fp32 as it begins, since products read them beside weights in fp32."""
         self.names = parameter_names(function)
         self.hooks = HookWatch(session.root)
         self.fresh_starts = 0

@@ -44,7 +44,7 @@ from amprewrite.runtime.options import is_sharded, policy_on
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.training import Training
 from amprewrite.runtime.weights.freezing import lost_values
-from amprewrite.runtime.weights.half_parameters import conversion_warning, frozen_note
+from amprewrite.runtime.weights.half_values import conversion_warning, frozen_note
 from amprewrite.runtime.weights.weight_reads import ReadChecks, Schedule, WeightReads, known_weights, moved, weight_reads, weights_by_path
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device

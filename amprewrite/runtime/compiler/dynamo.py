@@ -27,7 +27,7 @@ from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.log_quiet import Unlogged, has_logger
 from amprewrite.ir.pass_base import no_collection
 from amprewrite.runtime.ambient.low_cache import shared_sizes
-from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
+from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, failure_of, unseen
 from amprewrite.runtime.compiler.heard import (
     breaking_at_gradients,
     breaking_at_hooks,
@@ -73,6 +73,7 @@ def compile_afresh(
     function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
     recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False, hooks_differ: bool = True,
     no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around, eager: bool = False,
+    refused: Callable[[Any], None] = lambda _: None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a clone of `function`, a forward in the model `root`. Dynamo compiles it with an empty cache, even if it skipped `function`.
 
@@ -94,7 +95,9 @@ def compile_afresh(
         for a compiler Dynamo would leave the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
     12. Code of a compiler runs as written. Dynamo sees it if a forward takes gradients: a compiler compiles a backward when it first runs.
-    13. Before torch 2.13 a hook on a tensor that the code computes breaks the graph, because Dynamo would lose gradients of the hook.
+    13. If an op in `function` refuses its operands, or if code with half inputs asks whether autocast is on, `refused` is called with the
+        local variables of the frame. An error of it reaches the caller, and the frame's code has not run.
+    14. Before torch 2.13 a hook on a tensor that the code computes breaks the graph, because Dynamo would lose gradients of the hook.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
     """
@@ -102,7 +105,7 @@ def compile_afresh(
     filters = [*([_without_global_hooks] if beside_hooks else []), *([_without_stored_weights] if frozen else [])]
     filtered: dict[str, Any] = {"guard_filter_fn": _all_of(filters)} if filters else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
-    given = unseen(backend)
+    given, refused = unseen(backend), unseen(refused)
     context = torch._dynamo.optimize(backend=given, nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
     settings["record_runtime_overhead"] = False  # off, because this mark in profiles costs 3 us in each call
@@ -135,13 +138,23 @@ def compile_afresh(
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
             hooks, layers = breaking_at_hooks(), recurrent_layers_whole()
             quick = no_collection() if eager else contextlib.nullcontext()  # not beside a compiler, which may run for minutes
-            reporting = reporting_autocast_on(root, frame[0].f_locals, around())
+            reporting = reporting_autocast_on(root, frame[0].f_locals, around(), refused)
+
+            def gave_up(failure: Failure) -> None:
+                if own and failure.of_op:
+                    refused(frame[0].f_locals)
+                failed(failure)
+
             try:
-                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, hooks, layers, quick:
+                with torch._dynamo.config.patch(now), Listener(gave_up), reporting, gradients, shared, hooks, layers, quick:
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)
                 return made
+            except Exception as error:  # only if `whole`: otherwise Dynamo reports it to the listener
+                if own and failure_of(error).of_op:
+                    refused(frame[0].f_locals)
+                raise
             finally:
                 captured = captured or counters["stats"]["unique_graphs"] != graphs
 

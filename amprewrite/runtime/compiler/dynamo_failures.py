@@ -46,6 +46,8 @@ class Failure:
     """The reason, in plain words."""
     place: str
     """The line that Dynamo could not read, as "file:line in function"; "" if it is unknown."""
+    of_op: bool = False
+    """True if an op refused its operands when Dynamo ran it on tensors without values."""
 
 
 def try_all_again() -> None:
@@ -97,7 +99,7 @@ def failure_of(error: BaseException) -> Failure:
     known = isinstance(error, torch._dynamo.exc.TorchDynamoException)
     if not (known and why):
         why = f"PyTorch's capture fails on it{': ' * bool(why)}{why} ({name})"
-    return Failure(plain_reason(why), place)
+    return Failure(plain_reason(why), place, isinstance(error, torch._dynamo.exc.TorchRuntimeError))
 
 
 def _code(error: BaseException) -> types.CodeType | None:
@@ -116,18 +118,18 @@ class Unseen(BaseException):
         self.error = error
 
 
-def unseen(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `backend` with its errors wrapped in `Unseen`, so that Dynamo does not handle them."""
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, which Dynamo calls, with its errors wrapped in `Unseen`, so that Dynamo does not handle them."""
 
-    def compile_graph(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+    def call(*args: Any) -> Any:
         try:
-            return backend(module, example_inputs)
+            return function(*args)
         except _PASS:
             raise
         except Exception as error:
             raise Unseen(error) from error
 
-    return compile_graph
+    return call
 
 
 def under_way(function: Callable[..., Any]) -> bool:

@@ -10,7 +10,7 @@ the regions. The reported dtype is fp32, so that a cast to this dtype in the mod
 2. The true answer is given inside an autocast region that the model itself entered, and for a device that the model is not on.
 3. The true answer is given to PyTorch's own code, which asks in order to choose kernels or, in `custom_fwd`, to convert inputs.
 4. The true answer is given to a model that holds half values or is called with some. Such a model asks whether autocast will make dtypes
-   agree. Autocast will not, because it is off.
+   agree. Autocast will not, because it is off. If only inputs are half, the call starts again with these inputs in fp32 (`Widened`).
 
 Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32 (`autocast_for_fp32`).
 
@@ -54,22 +54,22 @@ def regions_around() -> int:
 
 
 @contextlib.contextmanager
-def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator[None]:
+def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, asked_with_half: Callable[[Any], None]) -> Iterator[None]:
     """Context manager for a conversion of a frame by Dynamo, in which `torch.is_autocast_enabled` and similar functions return True.
 
     Items 2 to 4 at the top of this file name the exceptions. `root` is the model. `inputs` are the values that the frame reads, nested in
-    lists, tuples and dicts. `around` is the number of autocast regions around the call of the model.
+    lists, tuples and dicts. `around` is the number of autocast regions around the call of the model. If a value is half,
+    `asked_with_half` is called with `inputs` when the code asks.
     """
     devices = _devices(root, inputs)
-    if not devices:
-        yield
-        return
 
     def heard(device: str) -> bool:
         return device in devices and regions_around() == around
 
     def answer(asked: Callable[..., Any], told: bool | torch.dtype, default: str) -> Callable[..., Any]:
         def handle(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            if not devices:
+                asked_with_half(inputs)
             given = [each.as_python_constant() for each in (*args, *kwargs.values())]
             own = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch"
             device = str(given[0]) if given else default
@@ -82,7 +82,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator
         torch.is_autocast_cpu_enabled: answer(torch.is_autocast_cpu_enabled, True, "cpu"),
         torch.get_autocast_dtype: answer(torch.get_autocast_dtype, torch.float32, "cuda"),
         torch.get_autocast_gpu_dtype: answer(torch.get_autocast_gpu_dtype, torch.float32, "cuda"),
-        is_any_autocast_enabled: answer(is_any_autocast_enabled, True, min(devices)),
+        is_any_autocast_enabled: answer(is_any_autocast_enabled, True, min(devices, default="")),
     }
     with handling(answers):
         yield

@@ -30,7 +30,7 @@ from amprewrite.runtime.model.part_calls import (
 from amprewrite.runtime.options import Options, part_paths
 from amprewrite.runtime.session import Session, enter
 from amprewrite.runtime.weights.freezing import brings_fp32, hook_states, refuse_frozen, unfreeze_weights, without_frozen_weights
-from amprewrite.runtime.weights.half_parameters import conversion_warning
+from amprewrite.runtime.weights.half_values import conversion_warning
 from amprewrite.tables.boundary.members import named_buffers_in, named_modules_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 

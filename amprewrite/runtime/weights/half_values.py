@@ -1,27 +1,32 @@
-"""Handle parameters that are in half precision before the rewrite: frozen parameters are accepted, trainable parameters are refused.
+"""Handle values in half precision that a model has or gets before the rewrite: parameters and inputs.
 
 1. A frozen half parameter is read in its own dtype: an op that computes in half precision in the original does so in the rewrite, too.
    So LoRA over a half-precision base works.
 2. A trainable half parameter would be its own master weight, and small updates of it would be lost. So every way to rewrite a model
    refuses it, or makes it fp32 in place if the user asks for that (`upcast=True`). A model for evaluation is refused, too, as long as its
    parameters require gradients, because nothing shows that it will not be trained.
-3. Half inputs of a model in fp32 are not converted. torch.autocast casts the operands of each op to one dtype, and so does a captured
-   graph. But some ops refuse operands of two dtypes at capture: their error, PyTorch's own, gets a note that says so.
+3. A model in fp32 may get half inputs, such as cached latents or images of a half data loader. PyTorch refuses most products of half
+   inputs and fp32 weights; torch.autocast casts their operands. If capture finds such a product, the inputs become fp32 as the call begins,
+   and the graph casts them like any fp32 input (`Widened`). If there is none, PyTorch runs the model with half inputs, and so do we.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from amprewrite.graphs.fx.node_facts import example_value, tensors
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import LOW_DTYPES, dtype_name
+from amprewrite.tables.ops.op_lists import OPS, op_name
+from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.trees import tree_leaves
 
 
@@ -106,6 +111,97 @@ def conversion_warning(model: nn.Module) -> str:
         "gone, small updates are lost, and there is nothing left to rewrite. Keep a rewritten model in fp32: call amp.float() and "
         "leave out .half(), .bfloat16() and .to(dtype) (Lightning: precision='32-true')"
     )
+
+
+class TwoDtypes(Exception):
+    """A product of a model in fp32 reads a half input. Raised at capture, before code of the call has run: the call can start again."""
+
+
+def half_beside_fp32(model: nn.Module, inputs: Any) -> bool:
+    """True if there are half tensors in `inputs`, and the floating parameters of `model` are in no half dtype."""
+    if not any(isinstance(each, Tensor) and each.dtype in LOW_DTYPES for each in tree_leaves(inputs)):
+        return False
+    dtypes = {each.dtype for each in parameters_in(model)}
+    return torch.float32 in dtypes and dtypes.isdisjoint(LOW_DTYPES)
+
+
+def reads_two_dtypes(module: torch.fx.GraphModule) -> bool:
+    """True if a product in the captured graph `module` or in its subgraphs reads half and fp32 operands.
+
+    Dynamo's tensors without values multiply them, while PyTorch's kernels refuse them.
+    """
+    graphs = (each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule))
+    return any(_of_two_dtypes(node) for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method"))
+
+
+def _of_two_dtypes(node: torch.fx.Node) -> bool:
+    row = OPS.get(op_name(node.target))
+    if row is None or row.kind is not OpKind.ALLOW:
+        return False
+    dtypes = {tensor.dtype for each in node.all_input_nodes for tensor in tensors(example_value(each))}
+    return torch.float32 in dtypes and not dtypes.isdisjoint(LOW_DTYPES)
+
+
+class Widened:
+    """Context manager for a call: its half tensors are in fp32, among the arguments and in lists, tuples and dicts among them.
+
+    Lists and dicts stay the objects that they are, because the model may add to them: they hold the fp32 tensors inside the block, and the
+    half tensors again afterwards. If the call writes to an fp32 tensor, its values are copied into the half tensor at the end.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._made: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._items: list[tuple[Any, Any, Any, Any]] = []
+        """The items to replace in lists and dicts, as (container, index or key, item before, item inside the block)."""
+        self._seen: set[int] = set()
+        self.args: tuple[Any, ...] = self._wide(args)
+        self.kwargs: dict[str, Any] = {name: self._wide(each) for name, each in kwargs.items()}
+
+    def __bool__(self) -> bool:
+        """True if there are half tensors."""
+        return bool(self._made)
+
+    def __enter__(self) -> Self:
+        for container, key, _, inside in self._items:
+            container[key] = inside
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for container, key, before, inside in self._items:
+            there = container.get(key) if isinstance(container, dict) else container[key] if key < len(container) else None
+            if there is inside:
+                container[key] = before
+        for half, wide, version in self._made.values():
+            if wide._version != version:
+                with torch.no_grad():
+                    half.copy_(wide)
+
+    def _wide(self, value: Any) -> Any:
+        """Return what the call gets in place of `value`: an fp32 tensor, a tuple with such, or `value` itself."""
+        kind = type(value)
+        if kind is tuple:
+            inside = tuple(map(self._wide, value))
+            return value if all(map(operator.is_, inside, value)) else inside
+        if (kind is list or kind is dict) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            for key, before in enumerate(value) if kind is list else value.items():
+                inside = self._wide(before)
+                if inside is not before:
+                    self._items.append((value, key, before, inside))
+        if not isinstance(value, Tensor) or value.dtype not in LOW_DTYPES:
+            return value
+        if id(value) not in self._made:
+            wide = _counted(value)
+            self._made[id(value)] = value, wide, wide._version
+        return self._made[id(value)][1]
+
+
+def _counted(half: Tensor) -> Tensor:
+    """Return `half` as an fp32 tensor that counts the writes to it, as tensors made in inference mode do not."""
+    if not torch.is_inference_mode_enabled():
+        return half.float()
+    with torch.inference_mode(False), torch.no_grad():
+        return half.float()
 
 
 def note_half_inputs(error: Exception, model: nn.Module, inputs: Any) -> None:
