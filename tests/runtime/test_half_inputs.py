@@ -131,6 +131,12 @@ def test_strict_and_parts_take_half_inputs():
     assert "half inputs of" in str(amprewrite.plan(net, (x,), dtype="bf16"))
 
 
+def test_verify_measures_half_inputs_as_calls_compute_them():
+    x = torch.randn(2, 3, 16, 16)
+    amp = amprewrite.rewrite(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU()).eval(), dtype="bf16")
+    assert amprewrite.verify(amp, (x.bfloat16(),)).output_error == amprewrite.verify(amp, (x.bfloat16().float(),)).output_error > 0
+
+
 def test_models_that_pytorch_runs_with_half_inputs_keep_their_dtypes():
     amp = amprewrite.rewrite(nn.LayerNorm(16), dtype="bf16")
     assert amp(torch.randn(4, 16).bfloat16()).dtype == torch.bfloat16

@@ -32,6 +32,7 @@ from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values, copied,
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.runtime.options import part_paths
+from amprewrite.runtime.weights.half_values import half_beside_fp32, is_half
 from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
@@ -76,6 +77,8 @@ class StrictRun:
         refuse_ambient_autocast()
         self.amp, self.session = amp, session_of(amp)
         self.args, self.kwargs, self.backward, self.loss = args, kwargs, backward, loss
+        if half_beside_fp32(plain_of(amp), (args, kwargs)):  # a call of `amp` gives the numbers of these tensors in fp32
+            self.args, self.kwargs = tree_map(lambda each: each.float() if is_half(each) else each, (args, kwargs))
         self.low = FP32.name
         self.regions: list[StrictRegion] = []
         self.kept: frozenset[str] = frozenset()

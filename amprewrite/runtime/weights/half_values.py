@@ -117,9 +117,14 @@ class TwoDtypes(Exception):
     """A product of a model in fp32 reads a half input. Raised at capture, before code of the call has run: the call can start again."""
 
 
+def is_half(value: Any) -> bool:
+    """True if `value` is a tensor in half precision."""
+    return isinstance(value, Tensor) and value.dtype in LOW_DTYPES
+
+
 def half_beside_fp32(model: nn.Module, inputs: Any) -> bool:
     """True if there are half tensors in `inputs`, and the floating parameters of `model` are in no half dtype."""
-    if not any(isinstance(each, Tensor) and each.dtype in LOW_DTYPES for each in tree_leaves(inputs)):
+    if not any(map(is_half, tree_leaves(inputs))):
         return False
     dtypes = {each.dtype for each in parameters_in(model)}
     return torch.float32 in dtypes and dtypes.isdisjoint(LOW_DTYPES)
@@ -188,7 +193,7 @@ class Widened:
                 inside = self._wide(before)
                 if inside is not before:
                     self._items.append((value, key, before, inside))
-        if not isinstance(value, Tensor) or value.dtype not in LOW_DTYPES:
+        if not is_half(value):
             return value
         if id(value) not in self._made:
             wide = _counted(value)
@@ -206,8 +211,8 @@ def _counted(half: Tensor) -> Tensor:
 
 def note_half_inputs(error: Exception, model: nn.Module, inputs: Any) -> None:
     """Add to the `error` of a call, whose code was not captured, that a model in fp32 got half `inputs`; nothing if it did not."""
-    half = {each.dtype for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.dtype in LOW_DTYPES}
-    if half and all(each.dtype not in LOW_DTYPES for each in parameters_in(model)) and not hasattr(error, "__notes__"):
+    if half_beside_fp32(model, inputs) and not hasattr(error, "__notes__"):
+        half = {each.dtype for each in filter(is_half, tree_leaves(inputs))}
         formats = " and ".join(sorted(map(dtype_name, half)))
         error.add_note(
             f"amprewrite: {type(model).__name__} was called with {formats} tensors, and its weights are fp32. torch.autocast casts the "
