@@ -48,7 +48,7 @@ from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, fingerprint
 from amprewrite.ir.follow_plan import may_quantise
 from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
-from amprewrite.ir.policies.policy import Policy, ProductPolicy, parse_products
+from amprewrite.ir.policies.policy import Policy, ProductPolicy, parse_overrides, parse_products
 from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, shown
@@ -64,6 +64,10 @@ TARGET = "meta"
 """Name of the device for op lists and costs. It stands for no particular device, since a file may run on any accelerator."""
 LONGEST = 1e6
 """Largest `time_limit` that is accepted, in seconds."""
+
+
+class Crash(EmitError):
+    """Raised if ONNX Runtime ends the process when it loads a rewritten model."""
 
 
 class Rejected(EmitError):
@@ -174,7 +178,6 @@ class Job:
         self.name = name
         self.policy = replace(policy, keeps_copies=True)  # casts of weights cost nothing: a file stores weights in their readers' format
         self.low, self.keep_io = policy.low, keep_io
-        self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
         self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)
         self.model = model
@@ -211,6 +214,24 @@ class Job:
             unshaped = any(value.shape is None for value in self.model.graph.inputs)
             remedy = f"{', pass calibration= with inputs that fit' * unshaped}, or pass verify=False to have it neither run nor checked"
             self.take_invalid(samples, remedy if feeds is None else "")
+        before, notes = self.model.clone() if order.verify else self.model, tuple(self.notes)
+        try:
+            return self.rewrite(samples, order)
+        except Crash:
+            if self.given is not None or any(o.pattern == "permute" for o in self.policy.overrides):
+                raise
+        self.model = before
+        self.notes = [*notes, f"Transposes stay fp32: ONNX Runtime's optimiser crashes on some of them in {self.low.name}"]
+        self.policy = replace(self.policy, overrides=(*self.policy.overrides, *parse_overrides({"permute": "deny"}, self.low)))
+        return self.rewrite(samples, order)
+
+    @property
+    def lists(self) -> OpLists:
+        """The op lists of the policy, changed by its overrides."""
+        return self.policy.op_lists(op_lists(self.policy.lists, self.low, "cuda"))
+
+    def rewrite(self, samples: Samples, order: Order) -> OnnxResult:
+        """Decide, edit the model, and write and check it. Raises Crash if ONNX Runtime crashes on the result."""
         asked = frozenset(o.pattern for o in self.policy.overrides if o.scope == "op")
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
         reading.graph = with_counts(reading, self.model, self.low)
@@ -331,9 +352,9 @@ class Job:
         if self.low.ort_cpu and may_crash(self.model):
             tried = trial.failure(made if isinstance(made, str) else made.SerializeToString(), [], providers(), seconds)
             if tried.startswith(trial.ENDS):
-                raise EmitError(
+                raise Crash(
                     f"ONNX Runtime crashes when it loads the rewritten model: {tried}. Its optimiser is known to do so on Transposes in "
-                    f"{self.low.name} before matrix products; overrides={{'permute': 'deny'}} keeps them in fp32"
+                    f"{self.low.name} before matrix products; keep them in fp32, by the plan or by overrides={{'permute': 'deny'}}"
                 )
         try:
             runner = session(made)

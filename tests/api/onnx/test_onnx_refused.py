@@ -161,6 +161,25 @@ def test_an_optimiser_that_fails_on_the_result_alone_is(monkeypatch: pytest.Monk
         rewrite_onnx(tmp_path / "m.onnx")
 
 
+def test_transposes_stay_fp32_where_onnx_runtime_crashes_on_them(tmp_path: Path) -> None:
+    nodes = [
+        node("MatMul", ["x", "v"], ["a"]),
+        node("Transpose", ["a"], ["t"], perm=[1, 0, 2], name="t"),
+        node("Shape", ["t"], ["s"]),
+        node("MatMul", ["t", "w"], ["m"]),
+    ]
+    outputs = [value("m", "s", "b", 8), value("s", 3, dtype=onnx.TensorProto.INT64)]
+    made = graph(nodes, "net", [value("x", "b", "s", 16)], outputs, [weight("v", 16, 16), weight("w", 16, 8)])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    if not trial.failure(rewrite_onnx(model, verify=False).model.SerializeToString(), [], ["CPUExecutionProvider"], 5.0):
+        pytest.skip("this ONNX Runtime loads the file")
+    result = rewrite_onnx(model, tmp_path / "out.onnx")
+    assert any("Transposes stay fp32" in note for note in result.report.notes)
+    assert result.plan.find("t")[0].colour.value == "high" and result.report.runtime_error < 1e-3
+    with pytest.raises(EmitError, match="ONNX Runtime crashes"):  # a plan is followed as it is
+        rewrite_onnx(model, plan=result.plan.edit({"t": "low"}))
+
+
 def test_a_file_on_which_onnx_runtime_crashes_is_refused_and_the_process_lives(tmp_path: Path) -> None:
     nodes = [
         node("Softmax", ["x"], ["a"]),
