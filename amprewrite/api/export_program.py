@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.node_facts import example_value, tensors
 from amprewrite.passes.driver import CapturedGraph, clean_exported, pin_high
 from amprewrite.passes.lower.read_frozen_weights import store_low
 from amprewrite.passes.normalise.strip_checks import strip_checks
@@ -28,7 +29,7 @@ from amprewrite.passes.weigh_plans import weighed
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.captured.look_ahead import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
-from amprewrite.runtime.compiler.heard import autocast_for_fp32
+from amprewrite.runtime.compiler.heard import HALF, exported_under_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.runtime.options import part_paths
 from amprewrite.tables.boundary.members import named_buffers_in
@@ -93,12 +94,20 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     Raises CaptureError with the message of torch.export if the export fails.
     """
     refuse_ambient_autocast()
-    with autocast_for_fp32(model, (args, kwargs)):
-        module = _export(model, model, args, dict(kwargs or {}), options).module(check_guards=False)
+    def export() -> torch.nn.Module:
+        return _export(model, model, args, dict(kwargs or {}), options).module(check_guards=False)
+
+    module = exported_under_autocast(model, (args, kwargs), export, _computes_half)
     assert isinstance(module, CapturedGraph)
     _refuse_values_missing(module, model)
     clean_exported(module)
     return module
+
+
+def _computes_half(module: nn.Module) -> bool:
+    """True if an op of the exported graph gives a value in half precision."""
+    assert isinstance(module, CapturedGraph)
+    return any(each.dtype in HALF for node in module.graph.nodes for each in tensors(example_value(node)))
 
 
 def _refuse_values_missing(module: CapturedGraph, model: nn.Module) -> None:

@@ -176,6 +176,34 @@ def test_the_models_own_autocast_regions_stay_as_they_were():
     assert relative_error([got], [model(x)]) < 0.03
 
 
+class OwnHalf(nn.Module):
+    def __init__(self, product: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.product = nn.Linear(8, 8), nn.Linear(8, 8), product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.product:
+            h = nn.functional.linear(x.bfloat16(), self.a.weight.bfloat16())
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                h = self.a(x)
+        return self.b(h.float())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_the_model_computes_in_half_precision_itself_is_exported_as_it_runs(dtype: str, tmp_path):
+    model, x = OwnHalf(product=True).eval(), torch.randn(3, 8)
+    program = amprewrite.rewrite(model, dtype=dtype).export_program((x,))
+    assert torch.equal(program.module()(x), amprewrite.rewrite(model, dtype=dtype)(x))
+    again = amprewrite.rewrite(program, dtype=dtype).export_program((x,))  # a program that is mixed already
+    assert torch.equal(again.module()(x), program.module()(x))
+
+
+def test_a_model_with_an_autocast_region_for_halves_is_exported_to_onnx(tmp_path):
+    amp = amprewrite.rewrite(OwnHalf(product=False).eval(), dtype="bf16")
+    assert amp.export_onnx(tmp_path / "m.onnx", (torch.randn(3, 8),)).report.valid
+
+
 def test_unused_and_tied_parameters_keep_their_names():
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -25,7 +25,7 @@ from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
-from amprewrite.runtime.compiler.heard import autocast_for_fp32
+from amprewrite.runtime.compiler.heard import exported_under_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
@@ -160,28 +160,31 @@ def _captured_plan(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Map
 def _export(
     plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opset: int | None, dynamic_shapes: Any, optimize: bool = True
 ) -> ir.Model:
-    try:
-        with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):
-            program = torch.onnx.export(
-                plain,
-                args if kwargs else (*args, {}),  # the exporter takes a last dict for kwargs: {} protects a dict among the arguments
-                kwargs=kwargs,
-                dynamo=True,
-                verbose=False,
-                opset_version=opset,
-                dynamic_shapes=dynamic_shapes,
-                optimize=optimize,
-            )
-    except Exception as error:
-        cause = error.__cause__ or error  # the exporter wraps the error in a long text of advice: report the cause
-        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-        raise CaptureError(
-            f"torch.onnx.export cannot export {type(plain).__name__}: {type(cause).__name__}: {' '.join(lines[:2])[:300]}; "
-            "export the plain model with torch.onnx.export to see its full report"
-        ) from error
-    assert program is not None
-    model: ir.Model = program.model
-    return model
+    def export() -> ir.Model:
+        try:
+            with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad():
+                program = torch.onnx.export(
+                    plain,
+                    args if kwargs else (*args, {}),  # the exporter takes a last dict for kwargs: {} protects a dict among the arguments
+                    kwargs=kwargs,
+                    dynamo=True,
+                    verbose=False,
+                    opset_version=opset,
+                    dynamic_shapes=dynamic_shapes,
+                    optimize=optimize,
+                )
+        except Exception as error:
+            cause = error.__cause__ or error  # the exporter wraps the error in a long text of advice: report the cause
+            lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+            raise CaptureError(
+                f"torch.onnx.export cannot export {type(plain).__name__}: {type(cause).__name__}: {' '.join(lines[:2])[:300]}; "
+                "export the plain model with torch.onnx.export to see its full report"
+            ) from error
+        assert program is not None
+        model: ir.Model = program.model
+        return model
+
+    return exported_under_autocast(plain, (args, kwargs), export)
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

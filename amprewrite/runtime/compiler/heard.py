@@ -12,7 +12,8 @@ the regions. The reported dtype is fp32, so that a cast to this dtype in the mod
 4. The true answer is given to a model that holds half values or is called with some. Such a model asks whether autocast will make dtypes
    agree. Autocast will not, because it is off. If only inputs are half, the call starts again with these inputs in fp32 (`Widened`).
 
-Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32 (`autocast_for_fp32`).
+Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32. It would widen half values
+that the code computes itself, so such code is exported without autocast (`exported_under_autocast`).
 
 Dynamo evaluates these functions as constants. While Dynamo converts a frame, they have handlers of ours instead (`handling`),
 and so have a few other functions. Dynamo's own lock for conversions is held meanwhile, so that no other thread captures with these.
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,11 +40,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
+from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import LOW_FORMATS
 from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
 from amprewrite.torch_internals.dynamo import Unsupported
 
-_HALF = frozenset(each.dtype for each in LOW_FORMATS)
+HALF = frozenset(each.dtype for each in LOW_FORMATS)
+T = TypeVar("T")
 
 
 def regions_around() -> int:
@@ -88,13 +91,24 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, asked_with_
         yield
 
 
-@contextlib.contextmanager
-def autocast_for_fp32(root: nn.Module, inputs: Any) -> Iterator[None]:
-    """Context manager that switches autocast on with the dtype fp32, on the devices of the model `root` and its `inputs`.
+def exported_under_autocast(
+    root: nn.Module, inputs: Any, export: Callable[[], T], computes_half: Callable[[T], bool] = lambda _: False
+) -> T:
+    """Return `export()`, called under autocast with the dtype fp32, on the devices of the model `root` and its `inputs`.
 
-    If a parameter, buffer or input is half, nothing is switched on. So no value changes its dtype.
+    It is called without autocast if a parameter, buffer or input is half, if `computes_half(result)`, or if it fails under autocast with a
+    CaptureError. So no value changes its dtype.
     """
-    before = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in sorted(_devices(root, inputs))]
+    devices, found = _devices(root, inputs), None
+    if devices:
+        with contextlib.suppress(CaptureError), _autocast_for_fp32(devices):
+            found = export()
+    return export() if found is None or computes_half(found) else found
+
+
+@contextlib.contextmanager
+def _autocast_for_fp32(devices: set[str]) -> Iterator[None]:
+    before = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in sorted(devices)]
     try:
         for device, _, _ in before:
             torch.set_autocast_enabled(device, True)
@@ -112,7 +126,7 @@ def _devices(root: nn.Module, inputs: Any) -> set[str]:
     The result is an empty set if a tensor is in half precision.
     """
     tensors = [*chain(parameters_in(root), buffers_in(root)), *_tensors(inputs)]
-    return set() if any(each.dtype in _HALF for each in tensors) else {each.device.type for each in tensors} or {"cpu"}
+    return set() if any(each.dtype in HALF for each in tensors) else {each.device.type for each in tensors} or {"cpu"}
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
