@@ -88,11 +88,14 @@ class CastPlan(ModelPlan):
         half = sum(node.flops for node in ops if node.reason is Reason.HALF)
         share = f"{100 * low / flops:.1f} % of matmul and convolution FLOPs" if flops else "no matmul or convolution"
         share += f"; {100 * half / flops:.1f} % are in half precision already" if half else ""
+        casts = f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations"
+        if any(region.casts_follow for region in self.regions):
+            casts = "casts follow from the colours when the plan is applied"
         lines = heavy(self)
         lines += [
             f"{len(ops)} ops in {len(self.regions)} graph{'s' * (len(self.regions) != 1)}: {colours[Colour.LOW]} low ({self.low}), "
             f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
-            f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
+            f"{casts}; low does {share}",
         ]
         lines += fp8_counts(self)
         foreign = Counter(node.op for node in ops if node.reason is Reason.UNLISTED and "::" in node.op)

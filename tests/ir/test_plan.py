@@ -334,6 +334,14 @@ def test_diff_lists_what_the_other_does_differently(plan: CastPlan) -> None:
     assert plan.diff(plan) == ""
 
 
+def test_an_edited_plan_says_that_its_casts_follow(plan: CastPlan) -> None:
+    edited = plan.edit({"head": "high"})
+    assert plan.diff(edited) == "linear_4: low -> high (the given plan says so)"
+    assert plan.diff(plan.edit({})) == ""
+    assert "0 casts" not in f"{edited}{edited.listing()}" and "casts follow from the colours" in edited.summary()
+    assert "0 casts" in str(amprewrite.plan(Small(), INPUTS, dtype="fp32"))
+
+
 def test_diff_names_nodes_that_only_one_has() -> None:
     one, two = pair(), replace(pair(), regions=pair().regions[:1])
     assert "only here: graph1/exp" in one.diff(two)

@@ -174,6 +174,11 @@ class RegionPlan:
         """Return, by name of the op, the edits of the kinds `what`. Edits that are switched off are left out."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
+    @property
+    def casts_follow(self) -> bool:
+        """True if no casts are planned yet, as after `edit()`: they follow from the colours when the plan is applied."""
+        return not self.casts and any(node.colour is Colour.LOW and node.role == "op" for node in self.nodes)
+
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
         """Return this plan of one graph, renamed to `name`, followed by the plans of its subgraphs, whose names are "name.subgraph"."""
         bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
@@ -383,7 +388,10 @@ class ModelPlan:
         return {node.name.removeprefix(prefix) for node in self.find(name) if node.name.startswith(prefix)}
 
     def diff(self, other: ModelPlan) -> str:
-        """Return the differences of `other` from this plan as text, one a line; "" if there are none. Raises PlanError if it is no plan."""
+        """Return the differences of `other` from this plan as text, one a line; "" if there are none. Raises PlanError if it is no plan.
+
+        Casts are not compared if a plan was edited and not applied yet, because they follow from its colours.
+        """
         if not isinstance(other, ModelPlan):
             raise PlanError(f"diff() takes a plan, not one {type(other).__name__}")
         mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
@@ -393,7 +401,8 @@ class ModelPlan:
             for name, node in mine.items()
             if name in theirs and node.colour is not theirs[name].colour
         ]
-        here, there = ({(c.value, c.to, c.users) for c in plan.casts} for plan in (self, other))
+        planned = () if any(region.casts_follow for plan in (self, other) for region in plan.regions) else (self, other)
+        here, there = ({(c.value, c.to, c.users) for c in plan.casts} for plan in planned) if planned else (set(), set())
         lines += [f"cast gone: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(here - there)]
         lines += [f"cast new: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(there - here)]
         mine_edits, their_edits = ({str(edit): None for region in plan.regions for edit in region.edits} for plan in (self, other))
@@ -428,7 +437,8 @@ def shape_of(node: NodePlan) -> str:
 def region_lines(region: RegionPlan) -> list[str]:
     """Return the printed lines of the plan of one graph: name, shape, dtype, colour and reason. A cast precedes its first reader."""
     state = "training" if region.training else "inference"
-    lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {len(region.casts)} casts)"]
+    casts = "casts follow" if region.casts_follow else f"{len(region.casts)} casts"
+    lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {casts})"]
     shown = [node for node in region.nodes if node.role == "op"]
     width = max((len(node.name) for node in shown), default=0)
     size = max((len(shape_of(node)) for node in shown), default=0)
