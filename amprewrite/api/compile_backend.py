@@ -103,7 +103,7 @@ def compiled(module: nn.Module) -> Compiled:
     found = sessions_of(module)
     if not found:
         raise PlanError(
-            f"torch.compile(backend='amprewrite') has captured nothing of this {type(module).__name__} yet; call it once, or call "
-            "amprewrite.rewrite(model), whose result has a plan"
+            f"torch.compile(backend='amprewrite') has captured nothing of this {type(module).__name__}; call it once. If Dynamo gave it "
+            "up, as it does forwards with an LSTM or GRU, TORCH_LOGS=graph_breaks says why, and amprewrite.rewrite(model) rewrites it"
         )
     return Compiled(found[-1])

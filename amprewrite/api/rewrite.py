@@ -260,6 +260,8 @@ def checked_options(
     if plan is not None and low is not None and plan.regions and plan.low != low.name:
         raise PlanError(f"the plan is for low = {plan.low}, dtype= asks for {low.name}; leave dtype= out, or make a plan for {low.name}")
     checked = parse_overrides({} if overrides is None else overrides, low or LOW_FORMATS[1])
+    if checked and plan is not None:
+        raise PolicyError("plan= chooses formats, as overrides= does; put the overrides into the plan with plan.edit")
     if not isinstance(lists, str | OpLists):
         raise OpListError(f"lists={shown(lists)} is no preset; use the name of one, or an OpLists value")
     op_lists(lists, low or LOW_FORMATS[1], "cpu")

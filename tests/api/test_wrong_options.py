@@ -127,6 +127,15 @@ def test_wrong_values_of_other_doors(value: Any) -> None:
         assert len(str(caught.value)) <= 600
 
 
+def test_a_plan_with_overrides_is_refused() -> None:
+    plan = amprewrite.plan(small(), (torch.randn(2, 3),), dtype="bf16")
+    with pytest.raises(PolicyError, match="plan= chooses formats, as overrides= does"):
+        amprewrite.rewrite(small(), plan=plan, overrides={"relu": "deny"})
+    compiled = torch.compile(small(), backend=amprewrite.compile_backend, options={"plan": plan, "overrides": {"relu": "deny"}})
+    with pytest.raises(Exception, match="plan= chooses formats, as overrides= does"):
+        compiled(torch.randn(2, 3))
+
+
 def test_wrong_values_at_plans_calibrations_and_losses() -> None:
     model, batch = small(), (torch.randn(2, 3),)
     plan, calibration = amprewrite.plan(model, batch, dtype="bf16"), amprewrite.calibrate(model, [batch])

@@ -285,6 +285,13 @@ def test_what_was_not_captured_has_no_plan():
         amprewrite.compiled(lambda x: x)
 
 
+def test_a_forward_that_dynamo_gives_up_says_where_to_look():
+    model = torch.compile(nn.GRU(4, 4), backend=amprewrite.compile_backend, options={"dtype": "bf16"})
+    model(torch.randn(3, 2, 4))
+    with pytest.raises(PlanError, match=r"captured nothing of this \w+; .* an LSTM or GRU, TORCH_LOGS=graph_breaks says why"):
+        amprewrite.compiled(model)
+
+
 def test_the_entry_point_names_it():
     group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch_dynamo_backends"]
     module, _, name = group["amprewrite"].partition(":")
