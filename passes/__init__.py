@@ -96,7 +96,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
-    SpreadCopies(),  # let autograd add up in fp32 the gradients of the readers of a value that many read, such as the weights of a cell
+    SpreadCopies(),  # if many ops read one value, such as a weight of a recurrent cell, let autograd add up its gradients in fp32
     SuitKernels(),  # give norms fp32 weights of one, pad before convolutions, and run recurrent layers in parts, where low would be inexact
     ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale leaving gradients
     FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster
@@ -111,7 +111,7 @@ LOWER: tuple[Lowering, ...] = (
     HoistWeightCasts(),  # with a weight cache, read low copies of weights that are kept between calls, so that later calls cast no weight
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored, so that low copies need no cast
     KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that later calls quantise no weight
-    SuitCompiler(),  # for a compiler, record the source of each input, and let it save low values for backward instead of fp32 copies
+    SuitCompiler(),  # for a compiler, record where each input comes from, and let low values be saved for backward, not fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
     GroupWeights(),  # without a compiler, cast many small weights and their gradients together, which saves launches and Python code

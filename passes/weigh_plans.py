@@ -50,10 +50,11 @@ LEAST_TOLD = 1e-3
 
 
 def weighed(plan: RegionPlan) -> RegionPlan:
-    """Return `plan`, and the plans of its subgraphs, with the prices of the plans that they were compared with, and with notes on these.
+    """Return `plan` and the plans of its subgraphs with what a reader wants to know: the prices of alternatives, and reasons.
 
-    On a device that gains nothing from padding, add the reasons why nothing is padded. Nothing that runs depends on prices or reasons, so
-    they are computed when a plan is read. Graphs that stay fp32 as a whole are not compared.
+    The alternatives are the plans that each plan was compared with. A graph that stays fp32 as a whole was compared with none. On a device
+    that gains nothing from padding, the reasons say why nothing is padded. Nothing that runs depends on prices or reasons, so they are
+    computed only when a plan is read.
     """
     problem, plan = plan.basis, replace(plan, bodies=tuple(map(weighed, plan.bodies)))
     if problem is None or any(note.startswith(LEFT) for note in plan.notes):

@@ -62,7 +62,8 @@ def _export_with_plan(
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    # only with dtype=: without it, graphs on this device may run in fp32, and must not adopt the low colours of the file
+    # `agree` gives the colours of this export to the model's other graphs, but only if the user chose dtype=. Otherwise graphs on this
+    # device may run in fp32, and must not take over the low colours of the exported file.
     if session.options.low is not None:
         with session.lock:
             session.agree(region)

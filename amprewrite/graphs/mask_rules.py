@@ -43,8 +43,8 @@ class MaskRules(ABC, Generic[Value]):
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
         """True if numbers beyond the low format's range in `value` are used only to block positions, as a mask does.
 
-        `sides` selects such numbers above zero (ABOVE), below zero (BELOW), or both. The result is True for any value if the low format has
-        fp32's range, because there ±max differs from such numbers by a rounding at most.
+        `sides` selects such numbers above zero (ABOVE), below zero (BELOW), or both. If the low format has fp32's range, as bf16 does, the
+        result is True for any value: to clamp a number of fp32 to ±max of bf16 changes it by no more than a rounding.
         """
         return not self.low.narrow or only_blocks(value, sides, self.reads, self.low, self._blocking)
 

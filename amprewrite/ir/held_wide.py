@@ -117,7 +117,7 @@ class _Reading:
         given = [each.value for each in data_of(node) if not each.scalar]
         found = [self.found[each] for each in given]
         if node.may_saturate and not any(self.found[each] is Held.EXACT and each in self.from_inputs for each in given):
-            # a mask, or values plus a mask: never EXACT, even if the mask is, because constants that block positions need no exact digits
+            # `node` makes a mask or adds one to values: at most ROUNDED, even if the mask is EXACT, as what blocks needs no exact digits
             return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
         if node.op in DRAWS or (node.op in RANDOM | UNIFORM and not given):
             return Held.PLAIN

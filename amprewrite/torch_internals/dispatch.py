@@ -92,6 +92,9 @@ def in_forward_mode() -> bool:
 
 
 def leave_forward_mode() -> None:
-    """Leave the level of forward mode that a graph has entered, if any. `in_forward_mode` does not see such levels. Levels do not nest."""
+    """Leave the level of forward-mode AD that a graph has entered; do nothing if it entered none.
+
+    Levels do not nest, so one exit is enough. `in_forward_mode` does not see levels that a graph entered, so it is not asked.
+    """
     with contextlib.suppress(RuntimeError):  # raised if no level is open; torch has no function to ask
         torch._C._exit_dual_level(level=0)

@@ -57,9 +57,10 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 
 
 def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
-    """Let the readers of `value` in the graph read a contiguous copy, apart from views if the graph returns memory of `value`.
+    """Insert a contiguous copy of `value`, and let the ops of the graph that read `value` read the copy.
 
-    Nodes other than `captured` ones are casts, clamps and pads, and no views.
+    If the graph returns memory of `value`, views of it still read `value` itself, so that results share memory as before. Only nodes in
+    `captured` can be views: the others are casts, clamps and pads.
     """
     kept = returned_memory(value.graph) & memory_of(value)
     views = {node for node in captured if not kept.isdisjoint(memory_of(node))}

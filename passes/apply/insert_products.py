@@ -112,5 +112,5 @@ class _ProductInsertion:
 
 
 def _unlinked(operand: torch.fx.Node) -> torch.fx.Node:
-    """Return the copy whose memory `operand` shares, if `operand` is a linked copy; otherwise `operand`."""
+    """Return the node whose memory `operand` shares, if `operand` is the result of `linked_copy`; otherwise `operand` itself."""
     return operand.args[3] if operand.target is linked_copy else operand  # type: ignore[return-value]

@@ -37,7 +37,10 @@ class SuitCompiler(Pass[Target, EditedGraph]):
             node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
 
     def _keep_low(self, edited: EditedGraph) -> None:
-        """Let the graph return low values instead of fp32 casts of them, and mark its casts to fp32 for recomputation in the backward."""
+        """Let the graph return low values in place of their fp32 casts, which the caller of the graph makes.
+
+        Mark the casts to fp32 inside the graph, so that the compiler repeats them in the backward and does not save their results.
+        """
         edited.make_own()
         edited.widened = return_low(edited.module.graph)
         for node in filter(widens, edited.module.graph.nodes):

@@ -46,9 +46,10 @@ def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, to
 
 
 def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> None:
-    """Remove the calls by which Dynamo disables gradients in the backward graph `body` of `call`; ops with a mode of their own keep it.
+    """Remove the calls by which Dynamo disables gradients from `body`, the backward graph of `call`, which calls an autograd Function.
 
-    Do nothing if there are no such calls, or if the author's code fixes the grad mode of all ops.
+    An op whose grad mode the author's code sets keeps that mode. Do nothing if there are no such calls, or if the code sets the grad mode
+    of every op.
     """
     ops = [node for node in body.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     switches = [node for node in ops if op_name(node.target) in SET_GRAD]

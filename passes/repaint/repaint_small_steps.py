@@ -146,7 +146,10 @@ class _Sums:
         return frozenset([*kept, *(each for name in kept for way in ways[name].values() for each in way.passed)])
 
     def _updated(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
-        """Yield (name of an earlier value that the sum `node` updates, the path back to it), by rules 2 and 3 of this file."""
+        """Yield (name, path) for each earlier value to which `node`, a sum, adds a step. `path` leads from the sum back to the value.
+
+        Rules 2 and 3 at the top of this file say which values count.
+        """
         plain, scaled = dict[str, _Way](), dict[str, _Way]()
         waiting = deque([(node, _Way())])
         for _ in range(FEW**2):

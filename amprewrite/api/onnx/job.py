@@ -484,8 +484,8 @@ def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        # leave out an error that is so large that the reader should stay fp32 (`read.loss.kept`), if the reader runs low all the same:
-        # the passes then found the error harmless
+        # `read.loss.kept` says that the error of the constant is too large for a low reader. If the passes let the reader run low all the
+        # same, they found this error harmless, so it is not reported
         if read.loss is not None and (kept or not read.loss.kept):
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())

@@ -401,7 +401,7 @@ def reasons() -> dict[str, int]:
 
     The same dict object is returned until Dynamo gives a further reason.
     """
-    if dict.__ne__(counters["unimplemented"], _READ[0]):  # the `!=` of a Counter is a function of Python
+    if dict.__ne__(counters["unimplemented"], _READ[0]):  # the comparison of dict: that of Counter is written in Python and slow
         _READ[0] = dict(counters["unimplemented"])
     return _READ[0]
 

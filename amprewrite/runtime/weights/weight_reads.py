@@ -148,10 +148,10 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
-    """Return (note for the plan, fit now) for each weight in `known` whose fit to the low format has changed since capture.
+    """Return (note for the plan, present fit) for each weight in `known` whose fit has changed since capture.
 
-    Returns [] while a CUDA graph is being recorded. `weights` has the present values. The fit of a weight that is sharded over ranks
-    counts as changed only if the local shard is now too large.
+    The fit of a weight says whether the low format can hold its numbers. `weights` has the present values. For a weight that is sharded
+    over ranks, only one change counts: the local shard now has numbers beyond the range. Returns [] while a CUDA graph is being recorded.
     """
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]

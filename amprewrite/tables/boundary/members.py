@@ -85,7 +85,10 @@ def _members(model: nn.Module, table: str, method: str, remove_duplicate: bool) 
 
 
 def _registered(model: nn.Module, table: str, remove_duplicate: bool) -> tuple[list[tuple[str, Any]], set[int]]:
-    """Return ((name, member) for the members in `table` of all registered modules, the ids of these members)."""
+    """Return the (name, member) pairs of all registered modules of `model`, and the set of the ids of these members.
+
+    `table` is the attribute of a module that holds them, such as "_parameters". If `remove_duplicate`, a shared member is listed once.
+    """
     found, known = list[tuple[str, Any]](), set[int]()
     for path, module in named_modules_in(model, remove_duplicate):
         for name, member in getattr(module, table).items():

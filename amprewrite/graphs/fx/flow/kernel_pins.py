@@ -47,9 +47,10 @@ def pin_unset(fact: Fact, low: Format) -> Pin | None:
 
 
 def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
-    """Return the names of the convolutions, except transposed ones, whose low backward leaves weight gradients uninitialised.
+    """Return the names of the convolutions whose low kernel never writes the gradients of bare taps, so that these hold any numbers.
 
-    Symbolic sizes count by their value at capture.
+    A bare tap is a position of the kernel that meets only padding. Transposed convolutions are left out. Symbolic sizes count by their
+    value at capture.
     """
     return tuple(name for name, node in nodes.items() if _may_be_unset(node, low) and _has_bare_taps(node, transposed=False))
 

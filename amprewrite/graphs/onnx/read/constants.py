@@ -124,7 +124,7 @@ class ConstantFacts:
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if `node` reads a constant whose numbers beyond the range are clamped to ±max."""
+        """True if `node`, a call of `op`, reads the constant `value` with numbers beyond the low format's range, clamped to its ±max."""
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
