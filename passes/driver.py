@@ -22,9 +22,9 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_g
 from amprewrite.graphs.fx.flow.attention_calls import read_repeated_heads, read_strided_masks
 from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps, read_by_many, read_run_by_steps, trained_values
 from amprewrite.graphs.fx.flow.summands import read_summands
-from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
+from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, is_opaque, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import ATTENTION, MASK, argument, read_masks
-from amprewrite.graphs.fx.read.bodies import KEPT, calls_higher_order, inner_graphs, kept_high, leads_nowhere, operands
+from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants, read_matrix_products
 from amprewrite.graphs.fx.read.number_facts import factors, magnitudes, offsets, read_counts
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
@@ -85,7 +85,7 @@ def read_problem(
     normalised = EditedGraph(module, {})
     alike = policy.parity is not None
     grad = torch.is_grad_enabled() or (alike and not turns_grad_on(module.graph))
-    reading = Reading(lists, policy.low, training or alike, grad, calls_higher_order(module.graph))
+    reading = Reading(lists, policy.low, training or alike, grad, any(map(is_opaque, module.graph.nodes)))
     run_passes(NORMALISE, reading, normalised, name)
     module = normalised.module
     note_held(module.graph)

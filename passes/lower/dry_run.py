@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,14 +43,10 @@ class _DryRun(torch.fx.Interpreter):
         self.expected = expected
         self.open_autocasts: list[Any] = []
         self.transformed = transformed_nodes(module.graph)
-        self.repeated = RepeatedCalls(module.graph)
+        self.repeated = RepeatedCalls(module.graph, any(PAD in node.meta for node in module.graph.nodes))
         self.touched: set[torch.fx.Node] = set()
         self.unknown: set[torch.fx.Node] = set()
         """Inputs without an example value. torch 2.11 gives none to sizes that a backward in user code reads."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer = getattr(target, "__wrapped__", target)
-        return (in_one_step(layer) if layer in LAYERS else target)(*args, **kwargs)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):
@@ -74,9 +69,14 @@ class _DryRun(torch.fx.Interpreter):
         self.touched.add(n)
         for given in self.unknown.intersection(n.all_input_nodes) if self.unknown else ():
             raise Refused(n, f"capture left no example value on its input {given.name}")
-        run = partial(super().run_node, n)
+        layer = getattr(n.target, "__wrapped__", n.target)
+        target = in_one_step(layer) if layer in LAYERS else n.target
+
+        def run(values: dict[torch.fx.Node, Any]) -> Any:
+            return getattr(self, n.op)(target, *torch.fx.map_arg((n.args, n.kwargs), values.__getitem__))
+
         try:
-            value = run() if self.open_autocasts else self.repeated.give(n, self.env.__getitem__, run)
+            value = run(self.env) if self.open_autocasts else self.repeated.give(n, self.env.__getitem__, run)
         except Exception as error:
             raise Refused(n, _short(error)) from error
         if op == ENTER_AUTOCAST:

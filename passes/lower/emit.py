@@ -22,13 +22,7 @@ from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.passes import LOWER
-from amprewrite.passes.lower.hoist_weight_casts import (
-    Copy,
-    copies_read,
-    read_low_alone,
-    with_cached_weights,
-    with_kept_weights,
-)  # fmt: skip
+from amprewrite.passes.lower.hoist_weight_casts import Copy, copies_read, read_low_alone, with_cached_weights, with_kept_weights
 from amprewrite.passes.lower.keep_quantised import quantise_input, with_quantised_weights
 from amprewrite.passes.lower.read_frozen_weights import example_inputs_of, stored_copy, with_frozen_weights
 from amprewrite.passes.lower.restore_checkpoints import restore_checkpoints

@@ -26,10 +26,9 @@ from amprewrite.ir.pass_base import Pass
 
 
 class KeepQuantised(Pass[Target, EditedGraph]):
-    needs = ("inference",)
-
     def __call__(self, target: Target, edited: EditedGraph) -> None:
-        keep_quantised(edited, len(edited.hoisted) + len(edited.stored))
+        if not target.training:
+            keep_quantised(edited, len(edited.hoisted) + len(edited.stored))
 
 
 def keep_quantised(edited: EditedGraph, copies: int) -> None:

@@ -125,10 +125,6 @@ class Target:
     def compiled(self) -> bool:
         return not self.eager
 
-    @property
-    def inference(self) -> bool:
-        return not self.training
-
 
 @dataclass
 class EditedGraph:

@@ -21,7 +21,7 @@ from amprewrite.tables.ops.op_lists import Op, Trait, find_op, is_inplace, op_na
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 from amprewrite.torch_internals.dispatch import FakeTensor, is_wrapped_by_transform, tracing_context
 from amprewrite.torch_internals.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
-from amprewrite.torch_internals.trees import tree_leaves
+from amprewrite.torch_internals.trees import tree_leaves, tree_map
 
 NO_TREE = {type(None), bool, int, float, str}
 """Classes of values that contain neither tensors nor nodes, so that pytree need not search them."""
@@ -171,6 +171,22 @@ def named_sizes(tensor: torch.Tensor) -> tuple[int | str, ...]:
     """Return the sizes of `tensor`: ints, and the texts of symbolic sizes."""
     shape = tensor.shape
     return tuple(s if isinstance(s, int) else str(s) for s in shape) if torch.SymInt in map(type, shape) else tuple(shape)
+
+
+def sized(node: torch.fx.Node) -> Any:
+    """Return the example value of `node`, with the sizes at capture in place of symbolic sizes. Ops run about ten times as fast on them."""
+    value = example_value(node)
+    return tree_map(_sized, value) if isinstance(value, tuple | list) else _sized(value)
+
+
+def _sized(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    sizes = (*value.shape, *value.stride()) if type(value) is FakeTensor and value.layout is torch.strided else ()
+    if torch.SymInt not in map(type, sizes):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(hints(value), tuple(map(hint, value.stride())), dtype=value.dtype, device=value.device)
 
 
 def comparable(size: Any) -> Any:

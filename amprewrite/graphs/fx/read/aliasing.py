@@ -28,10 +28,11 @@ from amprewrite.graphs.fx.node_facts import (
     bodies,
     differentiable,
     example_value,
-    hint,
+    hints,
     is_checkpoint,
     is_opaque,
     memory_of,
+    sized,
     storages,
     tensors,
     transformed_nodes,
@@ -44,7 +45,6 @@ from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.ir.op_graph import DisjointSets
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.torch_internals.dispatch import FakeTensor
-from amprewrite.torch_internals.trees import tree_map
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
 """Dispatch key of the Python code that capture runs in place of PyTorch's own code."""
@@ -117,14 +117,11 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
         return given if isinstance(given, torch.fx.Node) else None
     if node.op not in ("call_function", "call_method") or is_opaque(node) or written(node) or node.target is hooked:
         return None
-    if not any(_hints(example_value(operand)) == _hints(example_value(node)) for operand in node.all_input_nodes):
+    shapes = [[hints(tensor) for tensor in tensors(example_value(each))] for each in (node, *node.all_input_nodes)]
+    if shapes[0] not in shapes[1:]:
         return None  # no operand has the result's shape, so none is returned unchanged: the op need not be run
     value = real_value(node)
     return next((operand for operand in node.all_input_nodes if isinstance(value, torch.Tensor) and example_value(operand) is value), None)
-
-
-def _hints(value: Any) -> list[int] | None:
-    return [hint(size) for size in value.shape] if isinstance(value, torch.Tensor) else None
 
 
 def reads_back(node: torch.fx.Node) -> bool:
@@ -143,24 +140,6 @@ def _wanting(node: torch.fx.Node) -> Any:
     """Return the example value of `node`, with plain sizes, as a copy that requires a gradient. A value without gradients is not copied."""
     value = sized(node)
     return value.detach().requires_grad_().clone() if differentiable(value) else value
-
-
-def sized(node: torch.fx.Node) -> Any:
-    """Return the example value of `node`, with the sizes at capture in place of symbolic sizes. Ops run faster on such values."""
-    value = example_value(node)
-    return tree_map(_sized, value) if isinstance(value, tuple | list) else _sized(value)
-
-
-def _sized(value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return hint(value)
-    if type(value) is not FakeTensor or value.layout is not torch.strided:
-        return value
-    if all(type(size) is int for size in (*value.shape, *value.stride())):
-        return value
-    shape, strides = map(hint, value.shape), map(hint, value.stride())
-    with value.fake_mode:
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=value.dtype, device=value.device)
 
 
 def _backward(value: torch.Tensor) -> Any:

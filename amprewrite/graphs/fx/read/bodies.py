@@ -31,11 +31,6 @@ _NO_GRADIENT = ops_with(Trait.STOPS_GRADIENT) | ops_with(Trait.HAS_STEPS)
 """Ops that pass no gradient, or a gradient of zeros, to their operands."""
 
 
-def calls_higher_order(graph: torch.fx.Graph) -> bool:
-    """True if a node of the graph calls a higher-order op."""
-    return any(isinstance(node.target, HigherOrderOperator) for node in graph.nodes)
-
-
 def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, str]]:
     """Yield (node, attribute that holds the body graph) for every body graph of `module`. Checkpoints are left out."""
     for node in module.graph.nodes:

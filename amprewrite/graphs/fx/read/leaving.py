@@ -42,12 +42,13 @@ from amprewrite.graphs.fx.node_facts import (
     example_value,
     is_opaque,
     memory_of,
+    sized,
     tensors,
     transform_regions,
     written,
 )
 from amprewrite.graphs.fx.ops.scale_ops import hooked
-from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor, sized
+from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor
 from amprewrite.graphs.fx.run.repeated_calls import Answers
 from amprewrite.ir.op_graph import reached
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with

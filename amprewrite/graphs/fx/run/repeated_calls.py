@@ -3,6 +3,8 @@
 Calls are alike if they have the same op, the same plain arguments, and tensors of the same dtype, device, sizes, strides and offset. A
 later call returns the same fake tensor object as the first call. Its op does not run, which saves milliseconds for an op with symbolic
 sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on it (`MEMORY` in its meta).
+Results have the sizes of capture's example values, unless the graph is padded; only their dtypes may differ. So an op with symbolic sizes
+runs on the sizes at capture, and an op whose result is new memory of the form at capture does not run again for other sizes.
 
 Some values are not reused, because they may change, or may differ between calls that are alike: values known at capture, values computed
 under the model's own autocast, and all values of a graph that has data-dependent sizes, or an in-place op that may resize a tensor.
@@ -10,7 +12,9 @@ under the model's own autocast, and all values of a graph that has data-dependen
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +27,12 @@ from amprewrite.graphs.fx.node_facts import (
     NO_TREE,
     comparable,
     example_value,
+    hint,
+    hints,
     is_opaque,
     memory_of,
     named_arguments,
+    sized,
     storages,
     written,
 )
@@ -51,10 +58,23 @@ class _Given:
     """True if a part of the result is in memory that belongs to no operand."""
 
 
+def _sizes(tensor: torch.Tensor) -> Hashable:
+    return tuple(map(comparable, (*tensor.shape, *tensor.stride(), tensor.storage_offset())))
+
+
+def _order(tensor: torch.Tensor) -> Hashable:
+    """Return the dims of `tensor` in their order in memory; its sizes and strides if there are gaps in its memory."""
+    sizes, strides = hints(tensor), tuple(map(hint, tensor.stride()))
+    dense = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) == math.prod(sizes)
+    return tuple(sorted(range(len(sizes)), key=strides.__getitem__)) if dense else _sizes(tensor)
+
+
 class Alike:
     """Finds alike calls of one graph (same op, plain arguments, and form of the tensors): `key` gives such calls equal keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Callable[[torch.Tensor], Hashable] = _sizes) -> None:
+        """`layout` returns the sizes and strides of a tensor, or as much of them as calls must share to be alike."""
+        self._layout = layout
         self._forms: dict[Hashable, int] = {}
         self._form_of: dict[int, tuple[torch.Tensor, int]] = {}
         """(tensor, number of its form), by the id of the tensor. Holding the tensor keeps its id from being reused."""
@@ -92,16 +112,26 @@ class Alike:
         """
         known = self._form_of.get(id(tensor))
         if known is None:
-            if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.is_nested:
+            if not _is_plain(tensor):
                 raise _NotAlike
-            if tensor.constant is not None and tensor.numel():  # capture knows the value, so the result of the call may depend on it
-                raise _NotAlike
-            sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-            plain = tuple(map(comparable, sizes))
             marks = (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, tensor.is_inference())
-            form = (tensor.dtype, tensor.device, tensor.dim(), plain, marks)
+            form = (tensor.dtype, tensor.device, tensor.dim(), self._layout(tensor), marks)
             known = self._form_of[id(tensor)] = tensor, self._forms.setdefault(form, len(self._forms))
         return known[1]
+
+
+def _is_plain(value: Any) -> bool:
+    """True if `value` is a strided fake tensor whose numbers capture does not know, so that no result can depend on them."""
+    strided = type(value) is FakeTensor and value.layout == torch.strided and not value.is_nested
+    return strided and (value.constant is None or not value.numel())
+
+
+def _differ_in_dtype(made: Any, captured: Any) -> bool:
+    """True if `made` has the sizes and strides of `captured` at capture. A dim of size one may have any stride."""
+    if not _is_plain(made) or not _is_plain(captured) or hints(made) != hints(captured):
+        return False
+    strides = zip(hints(made), made.stride(), captured.stride(), strict=True)
+    return all(size == 1 or hint(own) == hint(other) for size, own, other in strides)
 
 
 class Answers:
@@ -122,36 +152,56 @@ class Answers:
 class RepeatedCalls:
     """Reuses the result of an op call on fake tensors for later calls with the same op, arguments and forms of tensors, in one graph."""
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(self, graph: torch.fx.Graph, padded: bool = False) -> None:
+        """`padded` is True if values of the graph may have other sizes than at capture."""
         self._off = any("unbacked_bindings" in node.meta or (written(node) and not _leaves_sizes(node)) for node in graph.nodes)
         self._given: dict[Hashable, _Given] = {}
-        self._alike = Alike()
+        self._alike, self._alike_but_for_sizes = Alike(), Alike(_order)
+        self._dtype_of_kind: dict[Hashable, torch.dtype] = {}
+        self._sized = not padded and not self._off
+        self._symbolic = self._sized and any(isinstance(example_value(node), torch.SymInt) for node in graph.nodes)
         self._shared: set[torch.fx.Node] = set()
         """Nodes whose value is the same object as the value of an earlier node, and nodes that may share memory with them."""
         self._fresh = itertools.count(-1, -1)
 
-    def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[], Any]) -> Any:
-        """Return the value of `node`: the result of an earlier call that is alike, otherwise of `run()`.
+    def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[Any], Any]) -> Any:
+        """Return the value of `node`: the result of an earlier call that is alike, otherwise of `run`.
 
-        `value_of` returns the value of an operand node. The memory of a node with a shared value is recorded in its meta.
+        `value_of` returns the value of an operand, `run` the result for given values. The memory of a shared value is recorded in its meta.
         """
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)
         writes = written(node)
         key = None if self._off or is_opaque(node) or writes else self._alike.key(node, value_of)
-        given = None if key is None else self._given.get(key)
+        given, captured = None if key is None else self._given.get(key), example_value(node)
+        by_kind = self._sized and key is not None and given is None and _is_plain(captured)
+        kind = (self._alike_but_for_sizes.key(node, value_of), _order(captured)) if by_kind else None
+        if kind in self._dtype_of_kind:
+            value = captured.new_empty_strided(captured.shape, captured.stride(), dtype=self._dtype_of_kind[kind])
+            given = self._given[key] = _Given(value, (), True)
         if given is None:
-            values, value = [value_of(operand) for operand in operands], run()
-            lies = storages(value)
+            values = read = {operand: value_of(operand) for operand in operands}
+            made: Any = None
+            if self._symbolic and _is_plain(captured) and not writes and not is_opaque(node):
+                read = {operand: sized(operand) for operand in operands}
+                with contextlib.suppress(Exception):  # the run on symbolic sizes raises the error of the op
+                    made = run(read)
+            if _differ_in_dtype(made, captured):
+                value = captured.new_empty_strided(captured.shape, captured.stride(), dtype=made.dtype)
+            else:
+                read, value = values, (made := run(values))
+            lies = storages(made)
             # The result of an in-place op shares memory only with the operands that the op writes. An operand that the op only reads may
             # have the same fake tensor as a written operand, because `give` reuses fake tensors, and yet has other memory in a real run.
             may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]
-            aliases = tuple(place for place in may_be if lies & storages(values[place]))
-            own = not lies <= {storage for place in aliases for storage in storages(values[place])}
+            aliases = tuple(place for place in may_be if lies & storages(read[operands[place]]))
+            own = not lies <= {storage for place in aliases for storage in storages(read[operands[place]])}
             given = _Given(value, aliases, own)
-            if key is not None and _may_be_given_again(value):
+            if key is not None and all(map(_is_plain, value if isinstance(value, tuple | list) else [value])):
                 self._given[key] = given
-            if not any(operands[place] in self._shared for place in aliases):
+            if by_kind and own and not aliases and _differ_in_dtype(made, captured):
+                self._dtype_of_kind[kind] = made.dtype
+            if read is values and not any(operands[place] in self._shared for place in aliases):
                 return value
         self._shared.add(node)
         memory = {storage for place in given.aliases for storage in memory_of(operands[place])}
@@ -165,9 +215,3 @@ def _leaves_sizes(node: torch.fx.Node) -> bool:
         return True
     packet = getattr(torch.ops.aten, op_name(node.target), None)
     return packet is not None and any(torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())
-
-
-def _may_be_given_again(value: Any) -> bool:
-    """True if later calls that are alike may return the object `value`, because it consists of plain fake tensors without known values."""
-    found = value if isinstance(value, tuple | list) else [value]
-    return all(type(each) is FakeTensor and each.constant is None for each in found)
