@@ -224,7 +224,7 @@ MUTANTS = (
     Mutant(
         "positions-rounded", "products of positions run low, also where the model switches autocast off if it is on: angles are wrong beyond 256", ("programs",), ("count_angles",),
         (("amprewrite/ir/evidence/counts.py", "for node in graph if (text := _counted(node, counts, summed)) != node.counted}", "for node in graph if (text := \"\") != node.counted}"),
-         ("amprewrite/runtime/compiler/dynamo.py", "Listener(gave_up), reporting, ", "Listener(gave_up), ")),
+         ("amprewrite/runtime/compiler/dynamo.py", "Listener(failed), reporting, ", "Listener(failed), ")),
     ),
     Mutant(
         "early-rounding", "values that no product has rounded are rounded in front of differences and norms", ("programs",), ("offset",),

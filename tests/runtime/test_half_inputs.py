@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,6 +92,14 @@ def test_half_inputs_give_the_numbers_of_the_same_inputs_in_fp32(name, fmt):
         results.append([out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))])
         assert ("half inputs of" in str(amp.plan)) is (given is x)
     assert all(map(torch.equal, *results))
+
+
+def test_nothing_depends_on_logs():
+    logging.disable(logging.CRITICAL)
+    try:
+        assert amprewrite.rewrite(nn.Conv1d(2, 2, 3), dtype="bf16")(torch.randn(1, 2, 8).half()).dtype == torch.float32
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def test_code_before_the_op_that_refuses_runs_once():

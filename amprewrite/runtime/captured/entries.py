@@ -103,7 +103,7 @@ class Graphs:
             entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
             recurrent=not (entry.compiles and session.runs_recurrent_eagerly), failed=_weakly(self.failed), beside_hooks=beside_hooks,
             hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph), around=_weakly(session.state.regions_around),
-            eager=session.options.backend == "eager", refused=_weakly(self.refused),
+            eager=session.options.backend == "eager", starts_again=_weakly(self.starts_again),
         )  # fmt: skip
 
     @functools.cached_property
@@ -154,12 +154,10 @@ class Graphs:
         """Record code on which Dynamo failed: it runs as written from now on."""
         self.entry.session.state.failures.append(failure)
 
-    def refused(self, inputs: Any) -> None:
-        """Raise TwoDtypes if a call of a model in fp32 can start again with its half `inputs` in fp32: no code of it has run."""
+    def starts_again(self, inputs: Any) -> bool:
+        """True if a call of a model in fp32 can start again with its half `inputs` in fp32, because no code of it has run."""
         entry, session = self.entry, self.entry.session
-        begun = entry.widens or session.state.ran or under_way(entry.function)
-        if not begun and half_beside_fp32(session.root, inputs):
-            raise TwoDtypes
+        return not entry.widens and half_beside_fp32(session.root, inputs) and not session.state.ran and not under_way(entry.function)
 
     def no_graph(self, read: bool) -> None:
         """Record that Dynamo made no graph of the module's own forward. `read`: True if Dynamo read all of it, False if it gave up."""
@@ -198,8 +196,8 @@ class Graphs:
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
         """The backend that Dynamo calls: rewrite a captured graph, and return the function that runs in its place."""
         self.leave_early_hooks(module)
-        if half_beside_fp32(self.entry.session.root, example_inputs) and reads_two_dtypes(module):
-            self.refused(example_inputs)
+        if self.starts_again(example_inputs) and reads_two_dtypes(module):
+            raise TwoDtypes
         frame = dynamo.frame_id()
         self._captures[frame] += 1
         reason = getattr(module, "compile_subgraph_reason", None)

@@ -37,6 +37,7 @@ from amprewrite.runtime.compiler.heard import (
     sharing_sizes,
 )
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
+from amprewrite.runtime.weights.half_values import TwoDtypes
 from amprewrite.tables.boundary.members import modules_in, parameters_in
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.extras import load_extra
@@ -73,7 +74,7 @@ def compile_afresh(
     function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
     recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False, hooks_differ: bool = True,
     no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around, eager: bool = False,
-    refused: Callable[[Any], None] = lambda _: None,
+    starts_again: Callable[[Any], bool] = lambda _: False,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a clone of `function`, a forward in the model `root`. Dynamo compiles it with an empty cache, even if it skipped `function`.
 
@@ -95,8 +96,8 @@ def compile_afresh(
         for a compiler Dynamo would leave the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
     12. Code of a compiler runs as written. Dynamo sees it if a forward takes gradients: a compiler compiles a backward when it first runs.
-    13. If an op in `function` refuses its operands, or if code with half inputs asks whether autocast is on, `refused` is called with the
-        local variables of the frame. An error of it reaches the caller, and the frame's code has not run.
+    13. If `starts_again` returns True for the local variables of a call, the call can begin again with its half inputs in fp32. If an op
+        then refuses its operands, or code asks whether autocast is on, TwoDtypes is raised, and no code of `function` has run.
     14. Before torch 2.13 a hook on a tensor that the code computes breaks the graph, because Dynamo would lose gradients of the hook.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
@@ -105,7 +106,7 @@ def compile_afresh(
     filters = [*([_without_global_hooks] if beside_hooks else []), *([_without_stored_weights] if frozen else [])]
     filtered: dict[str, Any] = {"guard_filter_fn": _all_of(filters)} if filters else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
-    given, refused = unseen(backend), unseen(refused)
+    given = unseen(backend)
     context = torch._dynamo.optimize(backend=given, nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
     settings["record_runtime_overhead"] = False  # off, because this mark in profiles costs 3 us in each call
@@ -138,22 +139,19 @@ def compile_afresh(
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
             hooks, layers = breaking_at_hooks(), recurrent_layers_whole()
             quick = no_collection() if eager else contextlib.nullcontext()  # not beside a compiler, which may run for minutes
-            reporting = reporting_autocast_on(root, frame[0].f_locals, around(), refused)
-
-            def gave_up(failure: Failure) -> None:
-                if own and failure.of_op:
-                    refused(frame[0].f_locals)
-                failed(failure)
-
+            again = own and starts_again(frame[0].f_locals)
+            if again:  # a refusal is raised here, before the code runs
+                now["suppress_errors"] = False
+            reporting = reporting_autocast_on(root, frame[0].f_locals, around(), again)
             try:
-                with torch._dynamo.config.patch(now), Listener(gave_up), reporting, gradients, shared, hooks, layers, quick:
+                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, hooks, layers, quick:
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)
                 return made
-            except Exception as error:  # only if `whole`: otherwise Dynamo reports it to the listener
-                if own and failure_of(error).of_op:
-                    refused(frame[0].f_locals)
+            except Exception as error:
+                if again and failure_of(error).of_op:
+                    raise Unseen(TwoDtypes()) from error
                 raise
             finally:
                 captured = captured or counters["stats"]["unique_graphs"] != graphs

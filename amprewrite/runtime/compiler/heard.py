@@ -39,6 +39,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
+from amprewrite.runtime.compiler.dynamo_failures import Unseen
+from amprewrite.runtime.weights.half_values import TwoDtypes
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import LOW_FORMATS
@@ -57,12 +59,12 @@ def regions_around() -> int:
 
 
 @contextlib.contextmanager
-def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, asked_with_half: Callable[[Any], None]) -> Iterator[None]:
+def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool) -> Iterator[None]:
     """Context manager for a conversion of a frame by Dynamo, in which `torch.is_autocast_enabled` and similar functions return True.
 
     Items 2 to 4 at the top of this file name the exceptions. `root` is the model. `inputs` are the values that the frame reads, nested in
-    lists, tuples and dicts. `around` is the number of autocast regions around the call of the model. If a value is half,
-    `asked_with_half` is called with `inputs` when the code asks.
+    lists, tuples and dicts. `around` is the number of autocast regions around the call of the model. If `again`, the call can begin again
+    with its half inputs in fp32, and does so as soon as the code asks: TwoDtypes is raised, in an Unseen.
     """
     devices = _devices(root, inputs)
 
@@ -71,8 +73,8 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, asked_with_
 
     def answer(asked: Callable[..., Any], told: bool | torch.dtype, default: str) -> Callable[..., Any]:
         def handle(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            if not devices:
-                asked_with_half(inputs)
+            if again:
+                raise Unseen(TwoDtypes())
             given = [each.as_python_constant() for each in (*args, *kwargs.values())]
             own = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch"
             device = str(given[0]) if given else default
