@@ -76,6 +76,8 @@ def insert_cast(
             source.meta.pop(MEMORY, None)
         copy = graph.call_method("to", (source, to.dtype))
     copy.meta = {**value.meta, CAST: to.name, "weight": weight}
+    if "nn_module_stack" in place.meta:  # torch.export.unflatten takes apart no module whose ops another module's interrupt
+        copy.meta["nn_module_stack"] = place.meta["nn_module_stack"]
     copy.meta.pop("grapharg", None)
     copy.meta.pop(LEAVES, None)
     copy.meta.pop(MEMORY, None)

@@ -176,6 +176,24 @@ def test_the_models_own_autocast_regions_stay_as_they_were():
     assert relative_error([got], [model(x)]) < 0.03
 
 
+class Interrupted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.net(x)
+        return self.net(h * self.norm(h).exp())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_program_can_be_unflattened(dtype: str):
+    x = torch.randn(3, 8)
+    program = amprewrite.rewrite(Interrupted(), dtype=dtype).export_program((x,))
+    assert torch.equal(torch.export.unflatten(program)(x), program.module()(x))
+
+
 class OwnHalf(nn.Module):
     def __init__(self, product: bool) -> None:
         super().__init__()
