@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import amprewrite
@@ -75,23 +74,6 @@ def test_fp16_tells_of_it_at_the_first_call(asks: Callable[[], bool]) -> None:
     assert message in amp.plan.notes
     assert not said(lambda: amp(data())), "once"
     assert amp.calls == 2, "what the call writes is written once"
-
-
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(self.linear, x * 2, use_reentrant=True)
-
-
-def test_the_comparison_runs_in_the_grad_mode_of_the_call() -> None:
-    amp = amprewrite.rewrite(Reentrant(), dtype="fp16")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # without gradients PyTorch warns that the checkpoint gives none
-        amp(data().requires_grad_()).sum().backward()
-    assert amp.linear.weight.grad is not None
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amprewrite.graphs.fx.node_facts import differentiates, is_batched, kept_meta, written_inputs, written_memory
@@ -193,11 +192,6 @@ def random_states(devices: Sequence[int]) -> Callable[[], None]:
     return set_back
 
 
-def _nothing(_: Any) -> Any:
-    """Return None. As a hook for saved tensors it keeps none of them."""
-    return None
-
-
 def copied(leaf: Any) -> Any:
     """Return a copy of an argument, with the same `requires_grad`; values that are no tensors are returned unchanged.
 
@@ -277,7 +271,7 @@ class CaptureCheck:
             if self._is_had(had):
                 return None
             values = Values()
-            wanted, again = self._as_written(values), self._as_written()
+            wanted, again = self._as_written(self.grad, values), self._as_written(self.grad)
             far = furthest(wanted, had)
             if far <= TOLERANCE or furthest(wanted, again) > TOLERANCE:
                 return None
@@ -294,10 +288,10 @@ class CaptureCheck:
     def _is_had(self, had: Sequence[Tensor]) -> bool:
         """True if all results of the plain model are among `had`, the values of the captured graph.
 
-        The model runs in the grad mode of the call, but keeps nothing for backward, which saves memory. The result is False if it raises.
+        The model runs without gradients, which saves memory. The result is False if the model raises in this mode.
         """
         try:
-            return furthest(self._as_written(keeps=False), had) <= TOLERANCE
+            return furthest(self._as_written(False), had) <= TOLERANCE
         except _FAILURES:
             return False
 
@@ -312,18 +306,17 @@ class CaptureCheck:
             finally:
                 now()
 
-    def _as_written(self, values: Values | None = None, keeps: bool = True) -> list[Tensor]:
+    def _as_written(self, grad: bool, values: Values | None = None) -> list[Tensor]:
         """Return the floating results of the plain model on copies of the arguments, buffers and random states.
 
-        `values`, if given, records the result of every op. `keeps`: whether tensors are saved for a backward inside the forward.
+        `grad`: grad mode of the run. `values`, if given, records the result of every op.
         """
         plain = self.plain()
         copies = {key: start.clone() for key, (_, start) in self.buffers.items()}
         for module in plain.modules():
             module._buffers.update({name: copies.get(id(each), each) for name, each in module._buffers.items() if each is not None})
         args, kwargs = tree_map(copied, (self.args, self.kwargs))
-        dropped = contextlib.nullcontext() if keeps else saved_tensors_hooks(_nothing, _nothing)
-        with Quiet(*loggers_of(plain)), self._again(self.grad), dropped, values or contextlib.nullcontext():
+        with Quiet(*loggers_of(plain)), self._again(grad), values or contextlib.nullcontext():
             return [each.detach() for each in results_of(plain.forward(*args, **kwargs))]
 
     def _captured(self, interpreter: torch.fx.Interpreter) -> Any:
