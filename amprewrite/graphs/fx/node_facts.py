@@ -502,7 +502,7 @@ def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch
     """Return {node: nodes that open the transforms around it, outermost first} for all nodes inside torch.func transforms."""
     around, found = list[torch.fx.Node](), {}
     for node in graph.nodes:
-        name = _name(node)
+        name = str(getattr(node.target, "__name__", ""))
         around += [node] if name.endswith(OPENS) else []
         if around:
             found[node] = tuple(around)

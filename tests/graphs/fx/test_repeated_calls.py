@@ -52,7 +52,13 @@ def sizes_of_data(layer: nn.Linear, x: Tensor) -> Tensor:
     return x + chosen.sum(0) + chosen.shape[0]
 
 
-BLOCKS = [attention, views, in_place, turned_in_place, sizes_of_data]
+def twice_the_same_operand(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Calls of the same forms, of one operand and of two."""
+    square = layer.weight + x.mean()
+    return x + torch.matmul(square, square).sum() + torch.matmul(square, square + 1.0).sum()
+
+
+BLOCKS = [attention, views, in_place, turned_in_place, sizes_of_data, twice_the_same_operand]
 
 
 class Blocks(nn.Module):

@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.node_facts import (
     MEMORY,
     RETURNED,
     Fact,
+    arguments,
     bodies,
     differentiable,
     example_value,
@@ -40,6 +41,7 @@ from amprewrite.graphs.fx.node_facts import (
 )
 from amprewrite.graphs.fx.ops.scale_ops import hooked
 from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
+from amprewrite.graphs.fx.run.repeated_calls import Answers
 from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.ir.op_graph import DisjointSets
@@ -67,17 +69,17 @@ class Ties:
 
 def note_memory(graph: torch.fx.Graph) -> None:
     """Record in each node's meta (key MEMORY) the storages that its result has in eager PyTorch, if they differ from those of capture."""
-    really: dict[int, set[int]] = {}
-    apart = transformed_nodes(graph)
+
+    def shared(op: torch.fx.Node) -> list[bool]:
+        given = storages(real_value(op))
+        return [not given.isdisjoint(storages(example_value(operand))) for _, operand in arguments(op)]
+
+    really, apart, shares = dict[int, set[int]](), transformed_nodes(graph), Answers(shared)
     for node in graph.nodes:
-        if node.op == "output":
-            continue
-        if node not in apart and _runs_as_python(node):
-            given = storages(real_value(node))
-            for operand in node.all_input_nodes:
-                if given & storages(example_value(operand)):
-                    really |= dict.fromkeys(storages(example_value(node)) - given, memory_of(operand))
         told = storages(example_value(node))
+        if node not in apart and _runs_as_python(node):
+            viewed = [operand for (_, operand), is_shared in zip(arguments(node), shares(node), strict=True) if is_shared]
+            really |= {own: memory_of(each) for each in viewed for own in told.difference(*map(storages, map(example_value, viewed)))}
         if not really.keys().isdisjoint(told):
             node.meta[MEMORY] = {memory for storage in told for memory in really.get(storage, {storage})}
 

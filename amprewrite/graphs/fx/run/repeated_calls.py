@@ -128,21 +128,20 @@ def _is_plain(value: Any) -> bool:
 
 def _differ_in_dtype(made: Any, captured: Any) -> bool:
     """True if `made` has the sizes and strides of `captured` at capture. A dim of size one may have any stride."""
-    if not _is_plain(made) or not _is_plain(captured) or hints(made) != hints(captured):
-        return False
-    strides = zip(hints(made), made.stride(), captured.stride(), strict=True)
-    return all(size == 1 or hint(own) == hint(other) for size, own, other in strides)
+    alike = _is_plain(made) and _is_plain(captured) and hints(made) == hints(captured)
+    strides = zip(hints(made), made.stride(), captured.stride(), strict=True) if alike else ()
+    return alike and all(size == 1 or hint(own) == hint(other) for size, own, other in strides)
 
 
 class Answers:
     """The answers of a function about op calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
 
-    def __init__(self, ask: Callable[[torch.fx.Node], bool], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
+    def __init__(self, ask: Callable[[torch.fx.Node], Any], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
         """`ask` answers for one call. It may read the call's op, plain arguments, and operands as `value_of` returns them, nothing else."""
         self._ask, self._value_of = ask, value_of
-        self._alike, self._known = Alike(), dict[Hashable, bool]()
+        self._alike, self._known = Alike(), dict[Hashable, Any]()
 
-    def __call__(self, node: torch.fx.Node) -> bool:
+    def __call__(self, node: torch.fx.Node) -> Any:
         key = self._alike.key(node, self._value_of) or node
         if key not in self._known:
             self._known[key] = self._ask(node)
