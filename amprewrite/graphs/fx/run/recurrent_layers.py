@@ -33,10 +33,7 @@ def is_packed_call(args: tuple[Any, ...]) -> bool:
 
 
 def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes the fake results of `layer`, one of LAYERS, from one time step.
-
-    Calls whose arguments are not in the form in which `nn.RNNBase` passes them run as given.
-    """
+    """Return a function that computes the fake results of `layer`, one of LAYERS, from one time step."""
 
     def padded(x: torch.Tensor, states: Any, *args: Any) -> Any:
         *_, batch_first = args
@@ -53,7 +50,7 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(layer)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 9:
+        if kwargs or len(args) != 9:  # not the form in which `nn.RNNBase` passes arguments: run as given
             return layer(*args, **kwargs)
         return (packed if is_packed_call(args) else padded)(*args)
 
