@@ -244,6 +244,7 @@ BAD = {
     "convert {m}:good gone/out.pt2": "make the folder first",
     "convert noise.json out.onnx": "this is no cast plan",
     "verify {m}:good --max-rel-err -1": "is no error to allow",
+    "plan {m}:good --depth -1": "-1 is no count; give 0 or more",
     "verify {m}:good --max-rel-err much": "invalid",
     "lists sofmax": "there is no op 'sofmax'; did you mean softmax",
     "frobnicate": "invalid choice: 'frobnicate'",

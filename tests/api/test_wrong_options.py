@@ -127,6 +127,13 @@ def test_wrong_values_of_other_doors(value: Any) -> None:
         assert len(str(caught.value)) <= 600
 
 
+def test_a_plan_for_other_lists_is_refused_at_once() -> None:
+    plan = amprewrite.plan(nn.Linear(3, 3), (torch.randn(2, 3),), dtype="bf16", lists="o2")
+    amprewrite.rewrite(nn.Linear(3, 3), plan=plan, lists="o2")
+    with pytest.raises(PlanError, match="for lists = o2, lists= asks for tf"):
+        amprewrite.rewrite(nn.Linear(3, 3), plan=plan, lists="tf")
+
+
 def test_a_plan_with_overrides_is_refused() -> None:
     plan = amprewrite.plan(small(), (torch.randn(2, 3),), dtype="bf16")
     with pytest.raises(PolicyError, match="plan= chooses formats, as overrides= does"):

@@ -225,6 +225,16 @@ def test_edit_reaches_one_graph_of_several() -> None:
     assert [node.colour for node in pair().edit({"exp": "low"}).find("exp")] == [Colour.LOW, Colour.LOW]
 
 
+def test_edit_takes_the_names_of_formats_as_colours(plan: CastPlan) -> None:
+    assert plan.edit({"exp": "bf16"}) == plan.edit({"exp": "low"})
+    assert plan.edit({"exp": "fp32"}) == plan.edit({"exp": "high"})
+
+
+def test_what_is_no_text_is_no_plan() -> None:
+    with pytest.raises(PlanError, match=r"takes text that plan.to_json.* not one dict"):
+        CastPlan.from_json({})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "colours, says",
     [

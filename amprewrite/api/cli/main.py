@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     _convert(command("convert", "write a model in mixed precision, as .onnx or .pt2"))
     made = command("verify", "measure what the plan costs in accuracy, with true rounding")
     made.add_argument("--max-rel-err", type=number, metavar="X", help="status 1 where the output error exceeds X")
-    made.add_argument("--top", type=int, default=20, metavar="N", help="rows in the JSON")
+    made.add_argument("--top", type=count, default=20, metavar="N", help="rows in the JSON")
     _policy(made, plan=True)
     made = command("debug", "find what overflows, underflows or cancels; status 1 where something does")
     made.add_argument("--suggest", action="store_true", help="bisect to the fewest nodes to keep in fp32")
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     made = command("calibrate", "watch a model's values on batches: what fp16 cannot hold", epilog=f"{BATCHES}\n\n{MODEL}")
     made.add_argument("batches", metavar="BATCHES", nargs="?", default="", help="the model's example inputs if left out")
     made.add_argument("-o", "--output", metavar="PATH", help="write the ranges, for --calibration and rewrite(calibration=...)")
-    made.add_argument("--top", type=int, default=20, metavar="N", help="how many values to show, those most at risk first")
+    made.add_argument("--top", type=count, default=20, metavar="N", help="how many values to show, those most at risk first")
     made.add_argument("--train", action="store_true", help="training mode")
     _runs_on(made)
     made = command("lists", "print the op lists", model=False)
@@ -135,7 +135,7 @@ def _plan(made: argparse.ArgumentParser) -> None:
     ):  # fmt: skip
         made.add_argument(name, metavar="PATH", help=f"write {what}")
     made.add_argument("-o", "--output", metavar="PATH", help="write the plan as JSON")
-    made.add_argument("--depth", type=int, metavar="N", help="module levels that pictures open")
+    made.add_argument("--depth", type=count, metavar="N", help="module levels that pictures open")
     made.add_argument("--errors", action="store_true", help="run the model and put ranges and errors into --html")
     _policy(made, plan=True)
 
@@ -186,6 +186,13 @@ def _planned_for(word: str) -> str:
         here = " The device that a model runs on is --run-on." if word.lower().partition(":")[0] in ("cuda", "mps", "xpu", "meta") else ""
         raise argparse.ArgumentTypeError(f"{word} is no device that is planned for; known are {', '.join(NAMED)}.{here}")
     return word.lower()
+
+
+def count(word: str) -> int:
+    value = int(word)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{word} is no count; give 0 or more")
+    return value
 
 
 def number(word: str) -> float:

@@ -276,6 +276,8 @@ class ModelPlan:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the plan in `text`, which `to_json` wrote and users may have edited. Raises PlanError if the text is no valid plan."""
+        if not isinstance(text, str):
+            raise PlanError(f"from_json() takes text that plan.to_json() wrote, not one {type(text).__name__}")
         try:
             data = read_json(text)
         except BadData as error:
@@ -296,6 +298,7 @@ class ModelPlan:
     def edit(self, colours: Mapping[str, str]) -> Self:
         """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
+        In a plan without fp8 products, the names of formats stand for colours, too: "bf16" in a plan for bf16 for "low", "fp32" for "high".
         "wide" rounds the operands of matrix products to bf16 and keeps their results in fp32. In a plan with fp8 products, "fp8" and the
         name of the low format set the format in which products read their operands; a name such as "linear_3.grad_weight" then stands for a
         single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module
@@ -303,6 +306,9 @@ class ModelPlan:
         """
         if not isinstance(colours, Mapping):
             raise PlanError(f"edit() takes a dict such as {{'linear': 'high'}}, not one {type(colours).__name__}")
+        if not any(region.quantised for region in self.regions):  # then the names of formats can only mean colours
+            words = {self.low: "low", "fp32": "high"}
+            colours = {name: words.get(word, word) if isinstance(word, str) else word for name, word in colours.items()}
         formats = {name: word for name, word in colours.items() if word in (FP8, self.low)}
         if formats:
             rest = {name: word for name, word in colours.items() if name not in formats}
