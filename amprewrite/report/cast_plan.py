@@ -89,7 +89,7 @@ class CastPlan(ModelPlan):
         share = f"{100 * low / flops:.1f} % of matmul and convolution FLOPs" if flops else "no matmul or convolution"
         share += f"; {100 * half / flops:.1f} % are in half precision already" if half else ""
         casts = f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations"
-        if any(region.casts_follow for region in self.regions):
+        if self.casts_follow:
             casts = "casts follow from the colours when the plan is applied"
         lines = heavy(self)
         lines += [
@@ -157,7 +157,7 @@ class CastPlan(ModelPlan):
     def __str__(self) -> str:
         lines = [f"cast plan, low = {self.low}, lists = {self.lists}"]
         for region in self.regions:
-            lines += ["", *region_lines(region)]
+            lines += ["", *region_lines(region, self.casts_follow)]
         return "\n".join([*map(printable, lines), "", self.counts()])
 
     @staticmethod

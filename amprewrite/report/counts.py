@@ -228,7 +228,7 @@ def code_lines(plan: ModelPlan) -> Iterator[Line]:
     """Yield the lines of the listing in running order, with a header for each graph and at each change of module."""
     for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
         state = "training" if region.training else "inference"
-        count = "casts follow" if region.casts_follow else f"{len(casts)} casts"
+        count = "casts follow" if plan.casts_follow else f"{len(casts)} casts"
         yield Line("graph", f"# {region.name}, {state}: {sum(n.role == 'op' for n in nodes)} ops, {count}")
         prefix = f"{region.name}/" if len(plan.regions) > 1 else ""
         made: dict[str, list[Cast]] = {}

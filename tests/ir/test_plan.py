@@ -352,6 +352,14 @@ def test_an_edited_plan_says_that_its_casts_follow(plan: CastPlan) -> None:
     assert "0 casts" in str(amprewrite.plan(Small(), INPUTS, dtype="fp32"))
 
 
+def test_casts_in_subgraphs_alone_are_counted() -> None:
+    """A graph of low ops around a checkpoint may have no casts of its own."""
+    inner = pair().regions[0]
+    found = CastPlan("fp16", (replace(inner, name="outer", casts=()), inner))
+    assert "1 casts: " in found.summary()
+    assert "casts follow" not in f"{found}{found.listing()}"
+
+
 def test_diff_names_nodes_that_only_one_has() -> None:
     one, two = pair(), replace(pair(), regions=pair().regions[:1])
     assert "only here: graph1/exp" in one.diff(two)

@@ -174,11 +174,6 @@ class RegionPlan:
         """Return, by name of the op, the edits of the kinds `what`. Edits that are switched off are left out."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
-    @property
-    def casts_follow(self) -> bool:
-        """True if no casts are planned yet, as after `edit()`: they follow from the colours when the plan is applied."""
-        return not self.casts and any(node.colour is Colour.LOW and node.role == "op" for node in self.nodes)
-
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
         """Return this plan of one graph, renamed to `name`, followed by the plans of its subgraphs, whose names are "name.subgraph"."""
         bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
@@ -393,6 +388,11 @@ class ModelPlan:
         prefix = f"{region.name}/" if len(self.regions) > 1 else ""
         return {node.name.removeprefix(prefix) for node in self.find(name) if node.name.startswith(prefix)}
 
+    @property
+    def casts_follow(self) -> bool:
+        """True if no casts are planned yet, as after `edit()`: they follow from the colours when the plan is applied."""
+        return not self.casts and any(node.colour is Colour.LOW and node.role == "op" for node in self.nodes)
+
     def diff(self, other: ModelPlan) -> str:
         """Return the differences of `other` from this plan as text, one a line; "" if there are none. Raises PlanError if it is no plan.
 
@@ -407,7 +407,7 @@ class ModelPlan:
             for name, node in mine.items()
             if name in theirs and node.colour is not theirs[name].colour
         ]
-        planned = () if any(region.casts_follow for plan in (self, other) for region in plan.regions) else (self, other)
+        planned = () if self.casts_follow or other.casts_follow else (self, other)
         here, there = ({(c.value, c.to, c.users) for c in plan.casts} for plan in planned) if planned else (set(), set())
         lines += [f"cast gone: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(here - there)]
         lines += [f"cast new: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(there - here)]
@@ -440,10 +440,10 @@ def shape_of(node: NodePlan) -> str:
     return "x".join(map(str, node.shape)) or "-"
 
 
-def region_lines(region: RegionPlan) -> list[str]:
+def region_lines(region: RegionPlan, casts_follow: bool = False) -> list[str]:
     """Return the printed lines of the plan of one graph: name, shape, dtype, colour and reason. A cast precedes its first reader."""
     state = "training" if region.training else "inference"
-    casts = "casts follow" if region.casts_follow else f"{len(region.casts)} casts"
+    casts = "casts follow" if casts_follow else f"{len(region.casts)} casts"
     lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {casts})"]
     shown = [node for node in region.nodes if node.role == "op"]
     width = max((len(node.name) for node in shown), default=0)
