@@ -265,7 +265,7 @@ def checked_options(
     if not isinstance(lists, str | OpLists):
         raise OpListError(f"lists={shown(lists)} is no preset; use the name of one, or an OpLists value")
     name = op_lists(lists, low or LOW_FORMATS[1], "cpu").name
-    if plan is not None and plan.regions and name != plan.lists:
+    if plan is not None and plan.regions and name not in ("default", plan.lists):
         raise PlanError(f"the plan is for lists = {plan.lists}, lists= asks for {name}; leave lists= out, or make a plan with these lists")
     _check_backend(backend)
     if low is FP32 and plan is None:

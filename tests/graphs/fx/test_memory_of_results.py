@@ -193,3 +193,31 @@ def test_a_result_that_is_a_view_leaves_as_one(dtype):
         kept.append(y.grad)
     assert torch.equal(kept[0], torch.full((2, 3, 8), -2.0))
     assert torch.equal(kept[1], kept[0])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_view_that_a_checkpoint_returns_and_reads_has_one_gradient(dtype):
+    """A view of it outside of the checkpoint would have the caller's part of the gradient alone."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            def part(x):
+                y = self.linear(x)
+                return y, y.relu()
+
+            y, z = checkpoint(part, x, use_reentrant=False)
+            return y, y.detach(), z
+
+    torch.manual_seed(0)
+    model, x, kept = Head(), torch.randn(2, 3, 8), []
+    for each in (model, amprewrite.rewrite(model, dtype=dtype, loss_scale=None)):
+        y, _, z = each(x)
+        y.retain_grad()
+        (z.sum() - 2 * y.sum()).backward()
+        kept.append(y.grad)
+    assert set(kept[0].unique().tolist()) == {-1.0, -2.0}
+    assert torch.equal(kept[1], kept[0])

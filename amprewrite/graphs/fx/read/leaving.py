@@ -14,7 +14,7 @@ graph the conversion returns `x` itself. The plan must give it fp32, so in the e
    hooks; such a tensor is made with gradients enabled and returned with gradients disabled. The idle conversion follows the op that makes
    the memory, its *maker*. The views that lead from the maker to the results run in fp32, and so do all ops that may write to the memory.
    If the maker returns a view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because
-   autograd treats a view and a base differently after an in-place write.
+   autograd treats a view and a base differently after an in-place write. A view that a checkpoint returns and also reads gets none.
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
    the result has hooks, the conversion precedes the hooks, so that the hooks are on the tensor that the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
@@ -79,7 +79,7 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
         makers = {maker: None for maker in makers if maker not in own}
     if not makers and not chains and not own:
         return False
-    viewed = {maker for maker in makers if without_grad is not None and memory_of(maker) & set(shared) and is_view(maker)}
+    viewed = {maker for maker in makers if without_grad is not None and memory_of(maker) & set(shared) and _may_be_viewed(maker)}
     copy_of = make_own()
     for node in own - chains:
         copy_of(node).meta[LEAVES] = READ_BACK
@@ -92,6 +92,12 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
         if maker in viewed:
             _view(copied.graph, followed)
     return True
+
+
+def _may_be_viewed(maker: Node) -> bool:
+    """True if `maker` returns a view, unless a checkpoint reads it too: the gradient of a further view would lack the checkpoint's part."""
+    inside = made_inside(maker)
+    return is_view(maker) and (inside is None or all(user.op == "output" for user in inside.users))
 
 
 def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterator[Node]:
