@@ -23,7 +23,7 @@ import onnx_ir as ir
 from amprewrite.api.onnx.plans import REGION, carry_over, given_region, keep_out
 from amprewrite.graphs.onnx.check import invalid, same_complaint
 from amprewrite.graphs.onnx.ops import constant_tensor, forget_guesses, format_of, op_of, to_proto
-from amprewrite.graphs.onnx.read.evidence import read_matrix_products, read_offsets, read_repeated, read_summands, with_counts
+from amprewrite.graphs.onnx.read.evidence import drawing_ops, read_matrix_products, read_offsets, read_repeated, read_summands, with_counts
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
 from amprewrite.graphs.onnx.run import trial
@@ -323,6 +323,9 @@ class Job:
             raise EmitError(f"the rewritten model is too slow to check: {error}, and smaller samples as calibration= take less") from error
         if strict is not None and not math.isfinite(strict):
             self.notes.append(tell_of_overflow(self.name, self.low))
+        elif strict is not None and (drawn := drawing_ops(self.model)):
+            who = f"the model draws random numbers ({', '.join(drawn)})"
+            self.notes.append(f"{who}: the error is that of other draws, not of rounding alone")
         return replace(report, valid=not complaint, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:

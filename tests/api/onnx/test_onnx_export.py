@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import helper
 from onnx_help import F16, F32, ONE_PASS, differs_before_ort_1_27, export, ops, run
 from tiers import long_beyond
 from torch import nn
@@ -268,6 +269,17 @@ class Exported(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.last(x)
         return y + torch.randn_like(y) if self.draws else y * (2.0 if torch.compiler.is_exporting() else 1.0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_file_that_draws_says_so_beside_its_error(training):
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Dropout", ["y", "rate", "training"], ["z"])]
+    held = {"w": np.eye(16, dtype=np.float32), "rate": np.float32(0.5), "training": np.array(training)}
+    shapes = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [8, 16]) for name in ("x", "z")]
+    graph = helper.make_graph(nodes, "g", shapes[:1], shapes[1:], [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in held.items()])
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    notes = amprewrite.rewrite_onnx(made, dtype="fp16").report.notes
+    assert any("draws random numbers (Dropout)" in note for note in notes) is training
 
 
 def test_an_export_that_computes_something_else_is_refused_but_for_a_draw(tmp_path):
