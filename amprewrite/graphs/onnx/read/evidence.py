@@ -7,6 +7,7 @@
 4. The summands of linear ops, each with its factor: a constant or a schedule. A constant varies along one dim at most, such as a
    LayerScale, and counts by its root mean square. A schedule is a value of one element that no product made. `loop` and `scan`, which
    begin a body, have special code.
+5. The ops that draw random numbers in each run. `Dropout` has special code, since it draws in training mode alone.
 """
 
 from __future__ import annotations
