@@ -29,9 +29,10 @@ from amprewrite.passes.weigh_plans import weighed
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.captured.look_ahead import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
-from amprewrite.runtime.compiler.heard import HALF, exported_under_autocast
+from amprewrite.runtime.compiler.heard import exported_under_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.runtime.options import part_paths
+from amprewrite.runtime.weights.half_values import is_half
 from amprewrite.tables.boundary.members import named_buffers_in
 from amprewrite.tables.errors import AmpRewriteError, CaptureError
 from amprewrite.tables.vocabulary import Reason
@@ -95,6 +96,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     Raises CaptureError with the message of torch.export if the export fails.
     """
     refuse_ambient_autocast()
+
     def export() -> torch.nn.Module:
         return _export(model, model, args, dict(kwargs or {}), options).module(check_guards=False)
 
@@ -108,7 +110,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
 def _computes_half(module: nn.Module) -> bool:
     """True if an op of the exported graph gives a value in half precision."""
     assert isinstance(module, CapturedGraph)
-    return any(each.dtype in HALF for node in module.graph.nodes for each in tensors(example_value(node)))
+    return any(is_half(each) for node in module.graph.nodes for each in tensors(example_value(node)))
 
 
 def _refuse_values_missing(module: CapturedGraph, model: nn.Module) -> None:

@@ -40,14 +40,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, in_one_step
 from amprewrite.runtime.compiler.dynamo_failures import Unseen
-from amprewrite.runtime.weights.half_values import TwoDtypes
+from amprewrite.runtime.weights.half_values import TwoDtypes, is_half
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.errors import CaptureError
-from amprewrite.tables.formats import LOW_FORMATS
 from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
 from amprewrite.torch_internals.dynamo import Unsupported
 
-HALF = frozenset(each.dtype for each in LOW_FORMATS)
 T = TypeVar("T")
 
 
@@ -128,7 +126,7 @@ def _devices(root: nn.Module, inputs: Any) -> set[str]:
     The result is an empty set if a tensor is in half precision.
     """
     tensors = [*chain(parameters_in(root), buffers_in(root)), *_tensors(inputs)]
-    return set() if any(each.dtype in HALF for each in tensors) else {each.device.type for each in tensors} or {"cpu"}
+    return set() if any(map(is_half, tensors)) else {each.device.type for each in tensors} or {"cpu"}
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
