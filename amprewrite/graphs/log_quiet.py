@@ -1,7 +1,7 @@
 """Silence torch's logging in one thread for a while, and leave calls of a model's loggers out of captured graphs.
 
-Levels, handlers and records of other threads are not changed. When the library only tries an op, a failure is expected, and the caller
-reports it where it matters. torch would log each with a traceback.
+The levels and handlers of loggers stay unchanged, and so do the records of other threads. When the library only tries an op, a failure is
+expected, and torch would log it with a traceback. If a failure matters, the caller reports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Quiet(logging.Filter):
-    """A context manager that drops the log records of the thread that made it, by default from the logger of fake tensors."""
+    """Context manager that hides the log records of the thread that made it. It filters `loggers`, by default torch's of fake tensors."""
 
     def __init__(self, *loggers: logging.Logger) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Quiet(logging.Filter):
 
     def __enter__(self) -> Self:
         for logger in self.loggers:
-            logger.filters.insert(0, self)  # in front, so that an inner block that reads records sees them before an outer one drops them
+            logger.filters.insert(0, self)  # in front, so that the filter of a nested block sees a record before this one drops it
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,9 +40,9 @@ class Quiet(logging.Filter):
 
 
 class Unlogged(set[Any]):
-    """Replaces Dynamo's set of functions to leave out of graphs. It also contains every method of a logging.Logger.
+    """Replacement for Dynamo's set of functions to leave out of graphs. It also contains every method of a logging.Logger.
 
-    If a logger's method is looked up, `note` is called with the name of the logger.
+    When Dynamo looks up a logger's method, `note` is called with a sentence that names the logger.
     """
 
     def __init__(self, others: Iterable[Any] = (), note: Callable[[str], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Find out whether ±max may replace numbers beyond the low format's range, in a graph of any kind.
+"""Find out whether ±max of the low format (bf16 or fp16) may replace numbers beyond its range, in a graph of any kind.
 
 Each kind of graph (fx, ONNX) has a subclass of `MaskRules`, which gives the readers of a value (`Read` in `ir/evidence/range_rules.py`) and
 the operands of the op that makes a value.
@@ -24,13 +24,13 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 class MaskRules(ABC, Generic[Value]):
-    """Decides whether ±max may replace masks and other numbers beyond a low format's range in one graph, whose ops a subclass reads."""
+    """Decides whether ±max may replace masks and other numbers beyond a low format's range in one graph. A subclass reads the graph."""
 
     def __init__(self, low: Format) -> None:
         self.low = low
         self._blocking: set[tuple[Value, int]] = set()
         self.reaches_softmax = Reaches(self._scores, self._enters_softmax)
-        """True for a value if a softmax reads scores that are computed from it, or if attention takes it or such scores as its mask."""
+        """Function of a value: True if a softmax reads scores computed from it, or if attention takes it or such scores as its mask."""
 
     @abstractmethod
     def reads(self, value: Value) -> Iterable[Read[Value]]:
@@ -59,15 +59,15 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if a value is computed from numbers and other masks alone, so that it holds no data."""
+        """True if `value` holds no data: no floating input or weight enters it, and ops that make masks compute its operands."""
         makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
-        """True if a low copy of `value` may clamp numbers beyond the range to ±max, because they are from a mask or computed from one.
+        """True if a low copy of `value` may clamp numbers beyond the range to ±max, because they belong to a mask.
 
         `op`, of kind `kind`, makes the value. `far` is True if the op reads a number beyond the range, `masks` if such a number only blocks
-        positions, and `beside` if an operand of the op holds such numbers already.
+        positions, and `beside` if an operand of the op already holds numbers that may be clamped.
 
         Data added to a mask, for example scores with blocked positions, may be clamped if it is only moved or if a softmax reads it. Data
         that enters other arithmetic may not: ±max would be a wrong number, and because it is finite, no overflow would show the error.

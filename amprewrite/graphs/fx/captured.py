@@ -1,4 +1,4 @@
-"""Classes for one graph in the passes: as captured, with the planner's input (`Captured`), and as edited by the plan (`EditedGraph`)."""
+"""Classes that passes use for one graph: `Captured`, with the planner's input, and `EditedGraph`, a copy that is edited as planned."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Captured:
     problem: Problem
     module: torch.fx.GraphModule
     nodes: dict[str, torch.fx.Node]
-    """The fx node of each node of the planner's op graph, by the name of the latter."""
+    """{name of a node in the planner's op graph: its fx node}."""
     match_given: Callable[[Problem], RegionPlan] | None = None
-    """Function that finds the part of a given plan for this graph, or for a body graph inside it. None if no plan is given."""
+    """Function that returns the user's plan for this graph, or for a body graph inside it. None if the user gives no plan."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     given: dict[str, str] = field(default_factory=dict)
@@ -53,16 +53,16 @@ class Captured:
     factors: Mapping[str, float] = field(default_factory=dict)
     """Signed root mean square of each parameter that may scale a value (LayerScale, ReZero), by its name in the op graph."""
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
-    """By node: whether its value consists of counts such as positions and lengths, and how large these may be (`ir/evidence/counts.py`)."""
+    """{node: `Count` of its value}. It says if the value consists of counts, such as positions, and how large these may be."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
     """(reason, detail) of each body graph that is not rewritten, by the attribute that holds it.
 
-    The key "" stands for all body graphs without a key of their own.
+    The key "" gives the reason of all body graphs that have no key.
     """
     by_autocast: Captured | None = None
     """The same graph, read with the op lists of torch.autocast for a comparison; None if no comparison needs it."""
     tried: bool = False
-    """True if a plan of this graph has passed a run on fake tensors, so that later plans are decided without such a run."""
+    """True if a plan of this graph has passed a run on fake tensors, so that later plans need no such run."""
 
     def know(self, **facts: Any) -> None:
         """Replace `problem` by a copy with these `facts`, which are fields of `Problem`."""
@@ -86,7 +86,7 @@ class Captured:
 
     @property
     def results(self) -> dict[int, str]:
-        """Names, in the op graph, of the nodes that compute the graph's results, by position. Results that are no nodes are left out."""
+        """{position of a result: name, in the op graph, of the node that computes it}. Results that are no nodes are left out."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
         # the forward graph of an autograd Function returns (results, saved values): take the results alone
@@ -128,11 +128,11 @@ class Target:
 
 @dataclass
 class EditedGraph:
-    """A copy of a captured graph, which the applying passes edit as the plan says."""
+    """A copy of a captured graph. The passes that apply a plan edit this copy."""
 
     module: torch.fx.GraphModule
     nodes: dict[str, torch.fx.Node]
-    """The fx node of each node of the planner's op graph, by the name of the latter."""
+    """{name of a node in the planner's op graph: its fx node}."""
     calls: Mapping[str, Call] = field(default_factory=dict)
     """Arguments and shapes of every op as plain data, by the op's name in the plan; {} if no operand may be padded."""
     hoisted: list[Hoisted] = field(default_factory=list)
@@ -144,9 +144,9 @@ class EditedGraph:
     widened: list[Widened] = field(default_factory=list)
     """The results that the graph returns in the low format. They are cast after the graph has run."""
     cast_up: list[int] = field(default_factory=list)
-    """Positions of the frozen weights that the graph takes low and casts to fp32."""
+    """Positions of inputs that are frozen weights, of which the graph takes the low values and casts them to fp32."""
     own: bool = False
-    """True if nobody else reads `module`, for instance because `make_own` has replaced it by a copy: passes may edit it in place."""
+    """True if passes may edit `module` in place, because no other code reads it, for instance after `make_own`."""
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
@@ -154,7 +154,7 @@ class EditedGraph:
         return {node: name for name, node in self.nodes.items()}
 
     def make_own(self) -> Callable[[torch.fx.Node], torch.fx.Node]:
-        """Replace `module` by a copy, unless it is `own` already. Return a function from an old node to the node that replaces it."""
+        """Replace `module` by a copy, unless it is `own` already. Return a function that maps an old node to its replacement."""
         if self.own:
             return lambda node: node
         (self.module, copies), self.own = copy_graph(self.module), True
@@ -196,7 +196,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     for node in module.graph.nodes:
         copy = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        if args:  # set later, because create_node walks its arguments; and only if there are any, because fx walks its tables of nodes
+        if args:  # set later, to spare the search of create_node through them; only if there are any, because setting them takes time
             copy.args = args
         if kwargs:
             copy.kwargs = kwargs

@@ -28,7 +28,7 @@ NO_TREE = {type(None), bool, int, float, str}
 SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
 ENTER_INFERENCE, EXIT_INFERENCE = "_enter_inference_mode", "_exit_inference_mode"
 GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
-"""Ops that change the grad mode. Ops before and after them share no cast, because a cast made in inference mode cannot be saved."""
+"""Ops that change the grad mode. Ops before and after them share no cast: a cast made in inference mode cannot be saved for backward."""
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
 """Names of the higher-order ops that run an activation checkpoint. Body graphs of other higher-order ops never return low results."""
@@ -48,7 +48,7 @@ MEMORY = "amprewrite_memory"
 HELD = "amprewrite_held"
 """Key in the meta of a graph input that the model holds (a weight, a global) instead of taking it as an argument."""
 NODE = "amprewrite_node"
-"""Key in the meta of a node of an edited graph: its name in the plan. A cast has the name of the value that it casts."""
+"""Key in the meta of a node of an edited graph: the node's name in the plan. A cast has the name of the value that it casts."""
 
 ROLES = {"placeholder", "get_attr", "output"}
 FUNCTORCH = OPENS, CLOSES = "_increment_nesting", "_decrement_nesting"
@@ -174,7 +174,7 @@ def named_sizes(tensor: torch.Tensor) -> tuple[int | str, ...]:
 
 
 def sized(node: torch.fx.Node) -> Any:
-    """Return the example value of `node`, with the sizes at capture in place of symbolic sizes. Ops run about ten times as fast on them."""
+    """Return the example value of `node`, with the sizes at capture in place of symbolic sizes: ops run about ten times as fast."""
     value = example_value(node)
     return tree_map(_sized, value) if isinstance(value, tuple | list) else _sized(value)
 
@@ -330,13 +330,13 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 
 @lru_cache(maxsize=1024)
 def _may_write(target: Callable[..., Any] | str) -> bool:
-    """True if a call of `target` may write to an operand without the argument `out`; False for most ops, so that they need no search."""
+    """True if a call of `target` without the argument `out` may write to an operand. False for most ops, whose operands need no search."""
     by_class = isinstance(target, HigherOrderOperator | OpOverload | OpOverloadPacket)
     return by_class or is_inplace(target) or (not isinstance(target, str) and "inplace" in _parameters(target))
 
 
 def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
-    """Return the operands that `node` writes although its name does not show it: running statistics, or an embedding with max_norm."""
+    """Return the operands that `node` writes although its name does not show it: running statistics, an embedding's table (max_norm)."""
     row = find_op(op_name(node.target)) if node.op.startswith("call") else None
     if row is None or not row.writes:
         return ()
@@ -398,7 +398,7 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
 def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Iterable[torch.fx.Node]] = written) -> list[torch.fx.Node]:
     """Return the operands that the body graphs of a higher-order op write; `write` returns the operands that one node writes.
 
-    For a checkpoint it is known to which operand an input of the body belongs. If a body of another op writes an input, all operands count.
+    Each input of a checkpoint's body belongs to a known operand. If a body of any other op writes an input, all operands are returned.
     """
     operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
     if "mutation" in node.target.name():  # type: ignore[union-attr]
@@ -416,9 +416,9 @@ def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Ite
 
 
 def takes_gradients(graph: torch.fx.Graph) -> bool:
-    """True if `graph` computes gradients by torch.autograd or by a function of torch.func.vjp, or returns what such a function reads.
+    """True if `graph` calls torch.autograd or a function of torch.func.vjp, or returns values that such a function may read afterwards.
 
-    A call of the function inside a transform of the graph does not count, unless the function reads values from outside of it.
+    A call of the function inside a torch.func transform does not count, unless it reads values from outside of the transform.
     """
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
@@ -511,7 +511,7 @@ def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch
 
 
 Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
-"""Result of `transform_openings`."""
+"""{node: nodes that open the torch.func transforms around it, outermost first}, as `transform_openings` returns it."""
 
 
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:

@@ -112,7 +112,7 @@ def closed_if_raised() -> Iterator[None]:
         yield
     except BaseException as error:
         if torch.is_inference_mode_enabled() and not inference:
-            traceback.clear_frames(error.__traceback__)  # a region of inference mode ends when the object that stands for it is freed
+            traceback.clear_frames(error.__traceback__)  # inference mode ends when its guard, an object in these frames, is freed
         if not forward_mode:
             leave_forward_mode()
         # close the transforms one by one: the function of torch 2.11 that closes a transform closes two at once

@@ -1,1 +1,1 @@
-"""Follow values through a captured graph: small steps, values with many readers, and numbers beyond the low format's range."""
+"""Follow values through a captured graph: summands, masks, values with many readers, and numbers beyond the low format's range."""

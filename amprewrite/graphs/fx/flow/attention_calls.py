@@ -1,4 +1,4 @@
-"""Find attention calls that would be faster with other operands: with the original heads, or with a contiguous mask.
+"""Find attention calls that would be faster with different operands: key and value heads before their repetition, or a contiguous mask.
 
 Some calls read a copy of the key and value heads for each query head, although the kernel can read the original heads.
 
@@ -10,16 +10,16 @@ Models of the transformers library repeat heads if they have a mask, and otherwi
 This file looks for the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`. It does not look for `view`, because a
 view cannot merge the copies.
 
-The rows of some masks do not lie in memory one element after another.
+Some masks are not contiguous along their last dim.
 
-    bias = table(buckets).permute(2, 0, 1)          element (head, query, key) lies beside (head + 1, query, key)
+    bias = table(buckets).permute(2, 0, 1)          in memory, (head + 1, query, key) follows (head, query, key)
     scaled_dot_product_attention(q, k, v, where(allowed, bias, lowest))
 
 Fused GPU kernels take no such mask (`check_last_dim_stride_equals_1_dense`, ATen/native/transformers/sdp_utils_cpp.h). Attention then
-converts queries, keys and values to fp32, multiplies in fp32, and keeps its fp32 operands and shares for backward.
+converts queries, keys and values to fp32, multiplies in fp32, and saves fp32 operands and attention weights for backward.
 
-Elementwise ops hand the layout of an operand on to their result. So the value to copy is the first with this layout, here `bias`: it is
-smaller than the mask, and a copy of it serves all layers.
+Elementwise ops pass the layout of an operand on to their result. So the value to copy is the first with this layout, here `bias`: it is
+smaller than the mask, and one copy serves all layers.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _way_to(whole: object) -> Way | None:
 
 
 def _adds_a_dim(node: torch.fx.Node) -> bool:
-    """True if an op returns its whole operand with one more dim."""
+    """True if an op returns its whole operand with dims of size 1 added, such as `x[:, :, None]`."""
     if op_name(node.target) == "unsqueeze":
         return True
     index = node.args[1] if op_name(node.target) == "getitem" and len(node.args) == 2 else None
@@ -125,9 +125,9 @@ _HANDS_LAYOUT_ON = ops_with(Trait.HANDS_LAYOUT_ON)
 
 
 def read_strided_masks(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """Return {value: attention calls}: if the readers of the value in the graph read a contiguous copy, the calls can have a fused kernel.
+    """Return {value: attention calls that can use a fused kernel if all readers of the value in the graph read a contiguous copy of it}.
 
-    Calls are left out if their mask has another dtype than the queries, which fused kernels refuse, or if the graph writes to the mask.
+    Fused kernels take queries of four dims, and a mask that is boolean or of the queries' dtype. Masks that the graph writes are left out.
     """
     found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     strided = {mask: calls for mask, calls in mask_readers(graph).items() if _step(mask) not in (None, 1)}
@@ -151,14 +151,17 @@ def _may_fuse(mask: torch.fx.Node, call: torch.fx.Node) -> bool:
 
 
 def _step(node: torch.fx.Node) -> Any:
-    """Return how far apart the elements of a row of `node` lie in memory; None if `node` has no rows of several elements."""
+    """Return the stride of the last dim of `node`; None if `node` has no strides, or if the size of this dim is 1."""
     value = example_value(node)
     rows = isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0 and comparable(value.shape[-1]) != 1
     return comparable(value.stride(-1)) if rows else None
 
 
 def _first(mask: torch.fx.Node, written: set[int], returned: set[int]) -> torch.fx.Node:
-    """Return the first value that hands its layout on to `mask`. The graph does not write to it, and returns no value on the way."""
+    """Return the earliest value that passes its layout on to `mask`.
+
+    The search back from `mask` stops before a value that the graph writes to, and at a value that the graph returns.
+    """
     node = mask
     while op_name(node.target) in _HANDS_LAYOUT_ON and returned.isdisjoint(memory_of(node)):
         before = [each for each in node.all_input_nodes if _step(each) == _step(node)]

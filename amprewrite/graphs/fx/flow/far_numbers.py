@@ -1,8 +1,8 @@
 """Find constants beyond the low format's range in a captured graph, and force to fp32 the ops that compute with such constants.
 
-A constant is clamped to ±max of the low format if that keeps its meaning: if every reader uses the constant to block a position of a mask,
-or if the constant is a bound of the op. Any other constant is a number to compute with. Its op stays fp32, and so do the ops that read
-the result: a clamped value would be wrong, and no overflow would show the error, because the value is finite.
+A constant is clamped to ±max of the low format if that keeps its meaning: if every reader uses the constant to block positions, as a mask
+does, or if the constant is a bound of its op. Any other constant is a number to compute with. Its op stays fp32, and so do the ops that
+read the result: a clamped value would be wrong, and no overflow would show the error, because the value is finite.
 
 This file has special code for `mul` and `div`, which scale values, for `clamp_max`, whose only bound is an upper one, and for the ops that
 make attention scores: `add`, `softmax`, `scaled_dot_product_attention`.
@@ -118,9 +118,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
-        The constant is an argument of the op, or is held in an operand that some op computes with. It does not fit if it underflows where
-        zero makes a difference, if it exceeds the range and may not be clamped to ±max, or if it is a factor that takes a value of ordinary
-        size (`_ORDINARY`) beyond the range, or a value of 1 below the smallest normal number, where bits are lost.
+        An argument does not fit if it underflows where zero makes a difference, or if it exceeds the range and may not be clamped to ±max.
+        A factor does not fit if it takes a value of ordinary size (`_ORDINARY`) beyond the range, or a value of 1 below the smallest normal
+        number, where bits are lost. An operand does not fit if it holds constants beyond the range that some op computes with.
         """
         low = self.low
         for constant in _constants(fact.node):
@@ -160,7 +160,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return self.holds_mask(fact.node, fact.op, fact.row.kind, bool(far), masks, beside)
 
     def _blocks(self, node: torch.fx.Node, constant: float) -> bool:
-        """True if `constant`, which `node` fills in, blocks attention positions: it is large as in a mask, or negative before softmax."""
+        """True if `constant`, which `node` fills in, blocks positions: it is as large as in masks, or negative and a softmax reads it."""
         return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
 
     def _may_be_mask(self, node: torch.fx.Node) -> bool:
@@ -183,7 +183,7 @@ def _constants(node: torch.fx.Node) -> list[float]:
 
 
 def _shrinks(fact: Fact, constant: float) -> float:
-    """Return the magnitude to which the op takes a value of 1 if it multiplies by `constant` or divides by it; 1 if it does neither."""
+    """Return the magnitude of the op's result for an operand of 1 if the op multiplies or divides by `constant`; otherwise 1."""
     if fact.op == "div" and fact.node.args[1:2] == (constant,):
         return 1 / abs(constant)
     return abs(constant) if fact.op == "mul" else 1.0

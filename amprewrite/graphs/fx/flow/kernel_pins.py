@@ -1,15 +1,17 @@
-"""Find ops whose low kernel loses accuracy on a device, in its forward or its backward, and force them to fp32 by a *pin*.
+"""Find ops whose low kernel loses accuracy on a device, in its forward or its backward. A *pin* forces an op to fp32.
+
+The accuracy is lost for one of four reasons. The functions `pin_...` return pins.
 
 1. A gradient is added up in the low format: by the kernel, or by autograd if the op takes one value as many arguments.
 2. The kernel rounds some elements twice, depending on their position.
 3. The backward leaves the gradients of *bare taps* unwritten. A bare tap is a weight of a convolution that is multiplied by padding alone,
-   or a weight of a transposed convolution whose products are all cut off. For these weights oneDNN's bf16 kernels for strided convolutions
+   or a weight of a transposed convolution whose products are all cropped. For these weights oneDNN's bf16 kernels for strided convolutions
    return uninitialised memory, at times NaN, also under torch.autocast. This was measured with torch 2.13: in one and two dims with kernel
    sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, and inputs of up to 4 elements a dim; in three dims, and for
    transposed convolutions in one and two dims, with all of these up to 3. The only other padded convolutions with wrong gradients have
    three dims and a kernel wider than the input. A convolution with bare taps runs low with a separate op for its padding, giving right
    gradients. A transposed convolution with bare taps stays fp32. Transposed convolutions in three dims were not measured.
-4. Each time step of a recurrent layer reads the weights, and autograd adds up their low gradients. Such a layer runs low, in parts of some
+4. Each time step of a recurrent layer reads the weights, and autograd adds up their low gradients. Such a layer runs low, in parts of STEPS
    steps (`graphs/fx/run/recurrent_layers.py`). oneDNN has a kernel for all steps of a bf16 LSTM, which adds up in fp32.
 
 This file has special code for `getitem`, which may take its indices from tensors.
@@ -47,7 +49,7 @@ def pin_unset(fact: Fact, low: Format) -> Pin | None:
 
 
 def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
-    """Return the names of the convolutions whose low kernel never writes the gradients of bare taps, so that these hold any numbers.
+    """Return the names of the convolutions whose low backward leaves the gradients of bare taps uninitialised.
 
     A bare tap is a position of the kernel that meets only padding. Transposed convolutions are left out. Symbolic sizes count by their
     value at capture.
@@ -56,7 +58,11 @@ def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str
 
 
 def read_run_by_steps(nodes: Mapping[str, torch.fx.Node], low: Format, trained: Set[str]) -> tuple[str, ...]:
-    """Return the names of recurrent layers with weights in `trained` that their device runs step by step, if they have over STEPS steps."""
+    """Return the names of trained recurrent layers that their device runs as separate ops for each of more than STEPS time steps.
+
+    A layer is trained if one of its weights is in `trained`, the names of all values that get gradients. Layers on packed sequences are
+    included whatever their number of steps.
+    """
     learning = {nodes[name] for name in trained}
     return tuple(name for name, node in nodes.items() if node.target in LAYERS and _runs_by_steps(node, low, learning))
 
@@ -176,7 +182,7 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 MOST_READERS = 8
 """Largest number of gradients of one value that may be added up in a low format.
 
-Each addition rounds. In bf16, eight additions together are off by as much as one product: by 0.4 %.
+Each addition rounds. In bf16, eight additions together have an error of 0.4 %, as large as the error of one product.
 """
 
 

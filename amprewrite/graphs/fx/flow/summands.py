@@ -1,9 +1,9 @@
-"""Read the summands of the linear ops of an fx graph, each with its factor: numbers, *learnt factors*, *schedules* and *noise*.
+"""Read the summands of the linear ops of an fx graph, each with its factor: a number, a *learnt factor*, a *schedule* or *noise*.
 
-`repaint-small-steps` finds samplers and solvers by them. Learnt factors and schedules vary along one dim at most.
+The pass `repaint-small-steps` finds samplers and solvers by these summands. Learnt factors and schedules vary along one dim at most.
 
 1. A schedule is computed without a product from buffers, inputs and constants of a sampler or solver, such as `sigmas[i + 1] - sigmas[i]`
-   or `alphas[t].sqrt()`. It varies along fewer dims than the value. Its numbers are known only when the graph runs. Samplers and solvers
+   or `alphas[t].sqrt()`. It varies along fewer dims than the sum. Its numbers are known only when the graph runs. Samplers and solvers
    with a schedule take small steps. A value computed from random draws or booleans (stochastic depth, padding) is no schedule, because
    such values scale residual streams, which take large steps.
 2. A learnt factor is computed from parameters and numbers (LayerScale, ReZero, a learnt step). Its size is its root mean square, which is
@@ -11,7 +11,7 @@
 3. Noise is drawn from a normal distribution, is a floating input, or is computed from such values. A stochastic solver multiplies the
    result of a network by noise. A value computed from integers is no noise, because it may be a mask.
 
-It knows `div` by name: with a rounding mode, it is not linear.
+This file has special code for `div`, which is not linear if it has a rounding mode.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class _Factors:
         return size if made is None and row.kind is OpKind.CLEAR else made
 
     def _read(self, node: torch.fx.Node, role: str) -> None:
-        """Add `node`, whose role in the op graph is `role`, to the sets of the kinds of factors that it may be.
+        """Add `node` to the sets `exact`, `learnt` and `noise` if it may be such a factor. `role` is its role in the op graph.
 
         Exact values may be schedules: they are computed without parameters, gradients, products, random draws and booleans. Buffers,
-        constants and inputs that require no gradient count, too. Learnt values are computed from exact and learnt ones, and parameters are
-        learnt. Noise is a normal draw, a floating input that requires no gradient, or computed from these alone, without a product.
+        constants and inputs that require no gradient are exact. Parameters are learnt, and so are values computed from exact and learnt
+        values. Noise is a normal draw, a floating input that requires no gradient, or computed from these alone, without a product.
         """
         value, op = example_value(node), op_name(node.target)
         if role == "output" or not isinstance(value, torch.Tensor):
@@ -118,9 +118,10 @@ class _Factors:
             self.learnt.add(node)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
-        """True if the op `beside` may use `node` as a step size: it varies along one dim at most, and along fewer than the result.
+        """True if the op `beside` may use its operand `node` as a step size.
 
-        It must also be computed without parameters (be in `exact`), or be a learnt factor (in `learnt`) if `beside` is a `mul` or `div`.
+        The operand varies along one dim at most, and along fewer dims than the result of `beside`. It is computed without parameters (it is
+        in `exact`), or it is a learnt factor (in `learnt`) and `beside` is a `mul` or `div`.
         """
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in FACTORS)
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)

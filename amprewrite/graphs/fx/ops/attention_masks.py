@@ -42,7 +42,7 @@ class Kind(Enum):
 
 
 def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]] | None:
-    """Return (nodes that compute `mask`, in graph order; size nodes that they read), or None if `mask` depends on more than sizes.
+    """Return (nodes that compute `mask`, in graph order; nodes of sizes that these read), or None if `mask` depends on more than sizes.
 
     The result is also None if an op writes in place to one of these nodes.
     """
@@ -171,8 +171,8 @@ class Masks:
     def find(self, lengths: tuple[int, int], sizes: tuple[Any, ...], device: torch.device) -> tuple[Tensor | None, bool]:
         """Return (mask to pass to attention, value of `is_causal`). The mask is None if attention needs none.
 
-        The first call with given sizes reads the values of the mask, which waits for the device. If they cannot be read, because sizes are
-        symbolic or a CUDA graph is recorded, the mask is passed.
+        The first call with given sizes reads the values of the mask, so the host waits for the device. If the values cannot be read,
+        because sizes are symbolic or a CUDA graph is recorded, the mask is passed.
         """
         known = all(type(size) is int for size in (*sizes, *lengths))
         may_look = known and ((sizes, lengths) in self._kinds or not recording(device))

@@ -86,8 +86,8 @@ def multiply_units(
 
 
 def _multiply(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # A failure is remembered by this key: of the properties by which cuBLAS chooses an algorithm, all but the rows of `left`, because their
-    # number changes with the batch.
+    # Failures are recorded by this key: the properties by which cuBLAS chooses an algorithm. The key lacks the number of rows of `left`,
+    # because it changes with the batch.
     kind = (left.device, left.dtype, right.dtype, ours.dim(), bias is None, fast, left.shape[1], len(right))
     if kind not in _failed:
         try:
@@ -110,7 +110,7 @@ def _shape(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tens
 
 
 def _launch(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # flatten and unflatten set the strides that the kernel needs. `contiguous` may not: it accepts any strides for a matrix with one row.
+    # flatten and unflatten set the strides that the kernel needs. `contiguous` is not enough: it keeps all strides of a one-row matrix.
     left, right = (each.contiguous().flatten().unflatten(0, each.shape) for each in (left, right))
     return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=fast)
 
@@ -148,7 +148,7 @@ def fails_on(device: torch.device, recipe: Recipe) -> str:
 
 @cache
 def makes_copies(device: torch.device) -> bool:
-    """True if our Triton kernels make right fp8 copies on `device`."""
+    """True if our Triton kernels make correct fp8 copies on `device`."""
     with disable_dispatch_modes(), torch.no_grad():
         ones, one = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device), torch.ones((), dtype=torch.float32, device=device)
 
@@ -156,7 +156,7 @@ def makes_copies(device: torch.device) -> bool:
             scale, (data, scales) = (make(ones, E4M3.dtype, 1.0, True) for make in (kernels.scale_of, kernels.cast_rows))
             return scale / 256, data.float() / scales, *kernels.cast_both(ones, one, E4M3.dtype, True, True)
 
-        made = _launched(ones, copies)  # not `by_kernel`: it runs no kernel while Dynamo compiles a graph, which is when plans are made
+        made = _launched(ones, copies)  # not `by_kernel`, which runs no kernel while Dynamo compiles a graph: plans are made then
         right = made is not None and all(bool((each.float() == 1).all()) for each in made)
     if made is not None and not right:
         _fails(("casts", ones.device), "the kernel that makes fp8 copies gives wrong ones here; torch makes them")
@@ -164,7 +164,7 @@ def makes_copies(device: torch.device) -> bool:
 
 
 def runnable(products: ProductPolicy, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
-    """Return `products`, restricted to what works on a device of this `kind`, such as "cuda"; None if a trial of a GEMM fails there.
+    """Return the fp8 policy `products` as far as a device of this `kind`, such as "cuda", can run it; None if a trial of a GEMM fails.
 
     If a trial of our kernel that makes fp8 copies fails, and no compiler makes them (`products.fused`), the returned policy assumes the
     slower copies that torch makes. `note` is called with the reason for each restriction. `products` is returned unchanged, without a

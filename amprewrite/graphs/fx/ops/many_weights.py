@@ -1,7 +1,7 @@
 """Cast many weights, or unscale their gradients, by one autograd node: one launch serves them all, forward and backward.
 
-Each weight gets what a node of its own gives it. `forward(ctx, ...)` is in the old style, for its speed (see scale_ops.py). For 16 weights
-of 64 x 64 on a CPU, casts forward and backward take the host 221 us in one node, and 245 us by `.to`.
+Results and gradients are the same as with one node for each weight. `forward(ctx, ...)` is in the old style, for its speed (see
+scale_ops.py). For 16 weights of 64 x 64 on a CPU, casts forward and backward take the host 221 us in one node, and 245 us by `.to`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from amprewrite.torch_internals.dispatch import are_plain, count_dispatch_modes,
 from amprewrite.torch_internals.kernels import copy_tensors
 
 SHARES = (None, torch.float32)
-"""Formats with which the results of `cross_together` share the memory of the weights."""
+"""Values of the argument `dtype` with which the results of `cross_together` share the memory of the weights."""
 _learns, _hooks, _last_hooks = map(operator.attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _is_there: Callable[[Any], bool] = partial(operator.is_not, None)
 _NO_CONTEXT = contextlib.nullcontext()
 
 
 def cross_together(dtype: torch.dtype | None, inverse: Tensor | None, *weights: Tensor) -> Sequence[Tensor]:
-    """Return `weights`, which are fp32, as `dtype`, in one launch. Their gradients are cast to fp32 in another launch.
+    """Return the fp32 `weights`, cast to `dtype` in one launch. Another launch casts their gradients to fp32.
 
-    If `dtype` is None or fp32, the results share the memory of the weights. With fp32 their gradients may be overwritten: only casts read
-    the results. `inverse`, a 0-dim fp32 tensor, multiplies the gradients; with None they are only cast.
+    If `dtype` is None or fp32, the results share the memory of the weights. With fp32, only casts may read the results, because backward
+    may overwrite their gradients. `inverse`, a 0-dim fp32 tensor, multiplies the gradients; with None they are only cast.
 
     A weight with a hook on its gradient has a node of its own, because autograd calls the hook whenever the node runs. In a shared node the
     hook would get None if only other weights have gradients in a backward. All weights have nodes of their own if one is not plain dense
@@ -55,14 +55,14 @@ def cross_together(dtype: torch.dtype | None, inverse: Tensor | None, *weights: 
 
 
 def _alone(weight: Tensor, dtype: torch.dtype | None, inverse: Tensor | None) -> Tensor:
-    """Return what a weight with a node of its own is for the graph."""
+    """Return `weight` as `dtype`, by an autograd node for this weight alone. `inverse` multiplies its gradient."""
     if dtype not in SHARES:
         return pad_cast(weight, dtype, (), inverse)  # type: ignore[arg-type]
     return weight if inverse is None else unscale_gradient(weight, inverse)
 
 
 class _Together(torch.autograd.Function):
-    """Autograd node of `cross_together`. If a weight gets no gradient in a backward, the result for it is None, not zeros."""
+    """Autograd node of `cross_together`. A weight whose result gets no gradient in a backward gets None, not zeros."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype | None, inverse: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:

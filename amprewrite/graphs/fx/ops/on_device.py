@@ -68,7 +68,7 @@ class Recorded:
 
     @contextlib.contextmanager
     def in_place(self, where: Tensor | None = None) -> Iterator[None]:
-        """Context manager in which the caller may replace the tensors of the state. At its end the new values go to the old addresses.
+        """Context manager in which the caller may replace the tensors of the state. At its end, new values are copied to the old addresses.
 
         With `where`, a 0-dim boolean tensor, the values are copied only if `where` is true.
         """

@@ -35,7 +35,8 @@ def slice_dims(x: Tensor, layout: Layout, dense: bool = False) -> Tensor:
 def resize(x: Tensor, have: Layout, want: Layout, refresh: bool = False, dense: bool = False) -> Tensor:
     """Return `x` with its padding changed from the layout `have` to the layout `want`.
 
-    Padding that is the same in both layouts stays, unless `refresh` asks for new zeros. With `dense`, a slice is contiguous.
+    Padding that is the same in both layouts stays, unless `refresh` asks for new zeros. With `dense`, the result is contiguous if
+    padding is only removed.
     """
     kept = () if refresh else tuple(entry for entry in have if entry in want)
     off = tuple(entry for entry in have if entry not in kept)
@@ -92,8 +93,8 @@ def _padded_copy(w: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
 def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
     """Return `w.to(dtype)` padded as in `layout`. The gradient of `w` has the shape and the dtype of `w`.
 
-    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; with None the gradient is only cast. `kept` is such a copy of
-    `w` from an earlier call, or None. If it is given, the result shares its memory.
+    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; with None the gradient is only cast. `kept` is the result
+    of an earlier call for `w`, or None. If it is given, the result shares its memory.
     """
     if kept is not None and not (w.requires_grad and torch.is_grad_enabled()):
         return kept.detach()

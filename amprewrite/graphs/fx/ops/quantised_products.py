@@ -86,7 +86,7 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
 
 def power_below(scale: Tensor) -> Tensor:
     """Return `scale`, which is positive and fp32, rounded down to a power of two."""
-    if is_legacy_batched(scale):  # no rule batches a view of bits. No compiler sees such tensors, so the division is exact
+    if is_legacy_batched(scale):  # vmap has no rule for a view of bits. No compiler sees such tensors, so the division stays exact
         return scale / (2 * torch.frexp(scale).mantissa)
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32)
 
@@ -98,7 +98,7 @@ def constant_scale(like: Tensor, largest: float, fmt: Format, power_of_two: bool
 
 
 def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
-    """Return `matrix` in `fmt`, with scales for the rows as by `scale_of`. Where our Triton kernel runs, it reads the matrix only once."""
+    """Return `matrix` in `fmt` with one scale for each row, as in `scale_of`. Our Triton kernel, if it runs, reads the matrix only once."""
     found = by_kernel(matrix, lambda kernels: kernels.cast_rows(matrix, fmt.dtype, SMALLEST, power_of_two))
     if found is not None:
         return Scaled(*found)
@@ -174,18 +174,18 @@ def quantise(
 
 
 def relinked(copy: Quantised, value: Tensor) -> Quantised:
-    """Return `copy` for readers whose gradient goes to `value`: the value that was quantised, with another autograd history."""
+    """Return `copy` with a new link, which passes gradients to `value`: the quantised value with a different autograd history."""
     return copy._replace(link=_link(value))
 
 
 def copies(
     matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Return the two fp8 copies that `gemms` read of an operand (`role` x or w) or of a gradient (`role` g): straight, then turned.
+    """Return the two fp8 copies that `gemms` read of an operand (`role` x or w) or of a gradient (`role` g).
 
-    A copy that no GEMM reads is None. `matrix` is the operand, or its transpose if `transposed`. If the recipe has one scale for a tensor,
-    both copies share the scale. If one copy has a scale for each row, the other copy has the smallest of these scales, which is the scale
-    of the whole tensor. `largest` is as for `quantise`.
+    The first copy is straight (untransposed), the second turned (transposed). A copy that no GEMM reads is None. `matrix` is the operand,
+    or its transpose if `transposed`. If the recipe has one scale for a tensor, both copies share the scale. If one copy has a scale for
+    each row, the other copy has the smallest of these scales, which is the scale of the whole tensor. `largest` is as for `quantise`.
     """
     fmt, layout = recipe.format(role), dict(zip(WAYS, reversed(WAYS) if transposed else WAYS, strict=True))
     scalings = {layout[way]: recipe.scaling(role, way) for gemm in gemms for each, way in READS[gemm] if each == role}

@@ -13,7 +13,8 @@ Derivatives of any order stay right because two functions cross the border, and 
     _Times   the value times the factor                             backward: _Cross
 
 A backward is linear in the gradients that enter it. So each backward may have its own factor: gradients are multiplied by the factor on
-entry, and divided by the factor on exit. Forces and penalties are computed with the factor 1, the loss made of them with the loss scale.
+entry, and divided by the factor on exit. Gradients from which a loss is computed (forces, gradient penalties) are computed with the factor
+1, and the gradients of this loss with the loss scale.
 `runtime/training/forward_scale.py` chooses the factor, and writes it into its tensor when the backward enters the region.
 
 Let `then` be the factor of the first backward. The derivative of `_Times` is `then` divided by the factor of the second backward. This

@@ -1,7 +1,7 @@
 """Triton kernels that quantise a matrix: they compute its amax, and write its cast untransposed, transposed, or both at once.
 
 The amax is the largest finite magnitude. Importing this file needs Triton. Only fp8_units.py imports it, and lets torch make the copies if
-the import fails. A matrix is read from memory twice, for its amax and for its cast, but once if each row has a scale.
+the import fails. A matrix is read from memory twice, for its amax and for its cast; only once if each row has a scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cast_exactly(scaled, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.const
     """
     size = tl.abs(scaled)
     limited = tl.where(size > MOST, MOST, size)
-    # the last bit of `large` has the same weight as that of the result, so adding and subtracting `large` rounds to nearest even
+    # the last bits of `large` and of the result have the same weight, so adding and subtracting `large` rounds to nearest even
     exponent = (limited.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     large = tl.where(exponent < NORMAL, NORMAL, exponent) * (EPS * 1.5 * 8388608)
     rounded = (limited + large) - large
@@ -46,7 +46,7 @@ def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale for magnitudes up to `amax`, which counts as SMALLEST at least: MOST, the format's largest number, divided by it.
+    """Return MOST / max(amax, SMALLEST), the scale for magnitudes up to `amax`. MOST is the largest number of the format.
 
     POWER rounds the scale down to a power of two. The division is in fp64, as in `scale_of` of quantised_products.py.
     """
