@@ -1,8 +1,8 @@
 """Find fx nodes that share memory written in place, and count the writes to a value before each of its readers.
 
 Capture replaces PyTorch's own code of some ops by Python code. Their results then share memory differently: `dropout(x, 0.0)` returns
-`x` itself in eager PyTorch and a copy in capture; `x @ y` is a view only in capture. Where that matters, `real_value` runs PyTorch's own
-code on fake tensors.
+`x` itself in eager PyTorch and a copy in capture; `x @ y` is a view only in capture. So `real_value` runs PyTorch's own code on fake
+tensors if the memory of a result matters.
 
 This file has special code for `getitem`, which picks one result of a kernel with several.
 """
@@ -127,7 +127,7 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def reads_back(node: torch.fx.Node) -> bool:
-    """True if the backward of the op reads the op's result, as that of `tanh` does. A second backward then gives the result a gradient.
+    """True if the backward of the op reads the op's result, as for `tanh`. A second backward then gives the result a gradient.
 
     False for ops that choose elements, such as `relu` and `max`.
     """
@@ -181,7 +181,8 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
     """Yield the conversions between fp32 and `low` that may return their operand instead of a copy, because no reader can notice.
 
-    This holds if the result is never written and not returned, the operand is not written later, and both have the same strides.
+    This holds if the result is never written and not returned, the operand is not written later, and result and operand have the same
+    strides.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():

@@ -80,7 +80,7 @@ def has_own_backward(node: torch.fx.Node) -> bool:
 
 
 def _backward_is_linear(node: torch.fx.Node) -> bool:
-    """True if the backward of an autograd Function is linear in the gradients: its first inputs. Saved values are its other inputs."""
+    """True if the backward of an autograd Function is linear in the gradients, which are its first inputs, before the saved values."""
     if len(bodies(node)) != 2 or node.kwargs.get("dirty_idx"):
         return False
     forward, backward = bodies(node)
@@ -171,7 +171,7 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 def _carried(node: torch.fx.Node, results: int) -> int:
     """Return n if `node` is a loop that passes its first n results to its next iteration; 0 if it is no loop.
 
-    If that is unknown, return `results`, the number of all its results.
+    If n is unknown, return `results`, the number of all results of `node`.
     """
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):

@@ -1,4 +1,4 @@
-"""Read the calls of an fx graph: arguments and shapes of every op as plain data, and the reasons why padding must not pass an op.
+"""Read the calls of an fx graph: arguments and shapes of every op as plain data, and the reasons why some ops must not be padded.
 
 This file has special code for `getitem`, which may pick one of several results.
 
@@ -108,7 +108,7 @@ def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
 
 
 def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
-    """Return {node: why padding must not pass it} for values that an op such as `unsqueeze_` reshapes in place, and for their readers."""
+    """Return {node: why it must not be padded} for values that an op such as `unsqueeze_` reshapes in place, and for their readers."""
     found: dict[torch.fx.Node, str] = {}
     for node in graph.nodes:
         packet = getattr(torch.ops.aten, f"{op_name(node.target)}_", None) if is_inplace(node.target) else None
@@ -119,9 +119,9 @@ def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 
 
 def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
-    """Return {node: why padding must not pass it} for the nodes whose memory is written in place while another op may still read it.
+    """Return {node: why it must not be padded} for the nodes whose memory is written in place while another op may still read it.
 
-    An in-place op on a value that is not read afterwards does not count, because it gives the same result as the op out of place. Nodes
+    An in-place op on a value that is not read afterwards does not count, because it gives the same result as the out-of-place op. Nodes
     inside torch.func transforms (`transformed`) are skipped. Writes to inputs and weights, and by ops that return nothing, always count.
     """
     writes = [(node, targets) for node in graph.nodes if node not in transformed and (targets := written(node))]

@@ -1,9 +1,9 @@
-"""Mark the values that a graph returns, so that each is one fp32 tensor for the graph and for its caller: one memory and one gradient.
+"""Mark the values that a graph returns, so that the graph and its caller use the same fp32 tensor, with one memory and one gradient.
 
 A low value that is returned must be cast to fp32. If ops in the graph read the low value instead of the cast, the caller's gradient with
-respect to the result lacks the part of these ops. If two results share memory, their two casts do not. So before a graph is read, an
-*idle conversion* `x.to(x.dtype)` is inserted after such a value x, and all other readers of x then read the conversion. In the captured
-graph the conversion returns `x` itself. The plan must give it fp32, so in the edited graph it is the cast to fp32 for all these readers:
+respect to the result lacks the part of these ops. If two results share memory, their casts would not share it. So before a graph is read,
+an *idle conversion* `x.to(x.dtype)` is inserted after such a value x, and all other readers of x then read the conversion. In the captured
+graph the conversion returns `x` itself. Every plan runs it in fp32, so in the edited graph it is the cast to fp32 for all these readers:
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
@@ -14,7 +14,7 @@ graph the conversion returns `x` itself. The plan must give it fp32, so in the e
    hooks; such a tensor is made with gradients enabled and returned with gradients disabled. The idle conversion follows the op that makes
    the memory, its *maker*. The views that lead from the maker to the results run in fp32, and so do all ops that may write to the memory.
    If the maker returns a view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because
-   autograd treats a view and a base differently after an in-place write. A view that a checkpoint returns and also reads gets none.
+   autograd treats a view and a base differently after an in-place write. No view follows a result of a checkpoint whose body reads it.
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
    the result has hooks, the conversion precedes the hooks, so that the hooks are on the tensor that the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
@@ -60,11 +60,11 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert the idle conversions of this file's rules, and mark the values that must be fp32 because of them. True if there are any.
+    """Insert the idle conversions of this file's rules, and mark values that must be fp32 because of the rules. True if a rule applies.
 
-    A mark is the reason, under the key LEAVES in the meta of a node. The edits are made in a copy of the graph: `make_own` copies the graph
-    and returns a function from each node to its copy. `without_grad` are the nodes that run without gradients; None if the graph is read
-    as a graph without gradients.
+    A mark is the reason for fp32, under the key LEAVES in the meta of a node. The edits are made in a copy of the graph: `make_own` copies
+    the graph and returns a function from each node to its copy. `without_grad` are the nodes that run without gradients; None if the graph
+    is read as a graph without gradients.
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
@@ -95,7 +95,10 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
 
 
 def _may_be_viewed(maker: Node) -> bool:
-    """True if `maker` returns a view, unless a checkpoint reads it too: the gradient of a further view would lack the checkpoint's part."""
+    """True if `maker` returns a view that a further view may follow.
+
+    False for a result of a checkpoint that an op in the checkpoint's body reads: the gradient of such a view would lack this op's part.
+    """
     inside = made_inside(maker)
     return is_view(maker) and (inside is None or all(user.op == "output" for user in inside.users))
 
@@ -241,7 +244,7 @@ def _overlaps(value: Any) -> bool:
 
 
 class Memory:
-    """Which nodes of a graph have results in which storages, and which storages the graph returns, takes as inputs, or writes."""
+    """Records the nodes whose results each storage of a graph holds, and the storages that the graph returns, gets as inputs, or writes."""
 
     def __init__(self, graph: torch.fx.Graph, without_grad: Set[Node] = frozenset()) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)

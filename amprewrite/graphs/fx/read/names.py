@@ -1,6 +1,6 @@
 """Give the nodes canonical names and a canonical order: depth first from the outputs, independent of the order of the fx nodes.
 
-Read from the model's source the facts about a call that capture loses, such as whether the source spells out a dtype:
+This file also reads, from the model's source, facts about a call that capture loses, for example if the source spells out a dtype:
 
 1. Capture turns both `x.to(torch.float32)` and `x.to(y.dtype)` into `to(float32)`.
 2. With `torch.amp.custom_fwd(cast_inputs=dtype)` the author of an autograd Function sets the dtype of its forward under mixed precision.
@@ -33,7 +33,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 _PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
 
 _CALL = re.compile(r"\._compiled_call_impl\.__closure__\[\d+\]\.cell_contents")
-"""Dynamo's path from a module back to itself, through the cell of `part_call` that holds the module.
+"""Dynamo's path from a module back to itself, through a closure cell of the `_compiled_call_impl` that this package sets (`part_call`).
 
 Dynamo takes this path where a class overrides `__call__`, as layers of transformers do: their `super().__call__` is traced as code.
 """
@@ -64,7 +64,7 @@ def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Modu
     return None
 
 
-@functools.lru_cache(maxsize=4096)  # ops of one module share a path
+@functools.lru_cache(maxsize=4096)  # cached, because all ops of one module have the same path
 def clean_path(text: str) -> str:
     """Return a module path without Dynamo's roots: "L['self']._modules['net']._modules['0']" and "L['self'].net.0" become "net.0"."""
     text = re.sub(r"^(?:L|G)\['[^']*'\]", "", _CALL.sub("", text))
@@ -79,7 +79,7 @@ _PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
 def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
     node = fact.node
     if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, HigherOrderOperator):
-        return f"size_{fact.op}" if fact.role == "op" else "size"  # a name of their own, so that sizes do not shift the numbers of ops
+        return f"size_{fact.op}" if fact.role == "op" else "size"  # separate names, so that sizes do not shift the counts in names of ops
     if fact.role == "op":
         return fact.op
     if fact.role == "output":
@@ -119,7 +119,7 @@ def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
 
 
 def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
-    """Set the rank and the name of every fact. Names are unique: the op and a count, as in linear, linear_1, …
+    """Set the rank (canonical position) and the name of every fact. Names are unique: the op and a count, as in linear, linear_1, …
 
     The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own names, and no op gets such a name.
     `entry` is the path of the captured module, and `names` are the names of its positional parameters.
@@ -188,9 +188,9 @@ def has_own_dtype(stack_trace: str | None) -> bool:
 
 @cache
 def _call_with_own_dtype() -> tuple[str, int]:
-    """Return (file, line) where the wrapper of `custom_fwd` calls a forward with a dtype of its own: the last call in the wrapper.
+    """Return (file, line) of the last call in the wrapper of `custom_fwd`, which runs a forward that has `cast_inputs`.
 
-    The first call in the wrapper is for a forward without a dtype.
+    The first call in the wrapper runs a forward without `cast_inputs`.
     """
     code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` stands for any function: the wrapper's code is the same
     lines, first = inspect.getsourcelines(code)

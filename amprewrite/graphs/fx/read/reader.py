@@ -4,8 +4,8 @@ The colour of an op-graph node is low if it runs in the low format, high if it r
 pin is a colour that facts force: the passes may not change it. This file decides the pins.
 
 1. Read facts from the example values that capture left on the nodes.
-2. Find the operands that follow an op's colour, from its row in the op table.
-3. Pin nodes whose colour facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, missing kernels.
+2. Find the operands that must have the format in which their op runs, from the op's row in the op table.
+3. Pin nodes whose colour a fact forces: inputs, parameters, explicit dtypes, autocast regions, higher-order ops, missing kernels.
 4. Group nodes that must have one colour: nodes that share memory written in place, and results of one kernel.
 5. Name and order the op-graph nodes canonically: depth first from the outputs, independent of the order of the fx nodes.
 
@@ -102,7 +102,7 @@ def read_graph(
 
 
 def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
-    """Return a copy of `graph` in which more ops are forced to fp32: run low, they would add up gradients that torch.autocast adds in fp32.
+    """Return a copy of `graph` with further ops forced to fp32, which in the low format would add up gradients less exactly than autocast.
 
     `learning` are the nodes that get gradients. If there are none, no op is forced.
     """
@@ -329,7 +329,7 @@ def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) 
 
     The op must be of kind INTERNAL: it computes in fp32 inside. It counts only if the lists have the rule "cost" (the default planner).
     Every reader of its fp32 result must cast the result to a dtype taken from another tensor, so that nothing reads the fp32 bits. A
-    conversion `x.float()` that only such ops or such casts read is freed, too; without "cost", only such casts count.
+    conversion `x.float()` loses its pin, too, if only such ops or such casts read it; without "cost", if only such casts read it.
     """
 
     def internal(fact: Fact) -> bool:

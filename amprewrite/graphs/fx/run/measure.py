@@ -34,7 +34,7 @@ from amprewrite.tables.formats import FP32, Format
 from amprewrite.torch_internals.trees import tree_leaves
 
 SECONDS = 6e-3
-"""Least duration, in seconds, of all timed runs of one call together. Each run repeats the call, and the fastest counts."""
+"""Least duration, in seconds, of all timed runs of one call together. Each run repeats the call, and the fastest run counts."""
 
 
 def measure(captured: Captured) -> Measured:

@@ -1,6 +1,6 @@
 """Run captured graphs in fp32, op by op, and record the range of every value.
 
-`dangers` finds the values that leave the low format's range in a plan.
+`dangers` finds the values that would leave the low format's range under a plan.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Observer:
 
 
 def inside_transform(vertex: OpNode) -> bool:
-    """True if `vertex` is inside a torch.func transform. Code outside cannot read such a value, and its op is not rewritten."""
+    """True if `vertex` is inside a torch.func transform. Code outside cannot read its value, and its op is not rewritten."""
     return vertex.pinned is not None and vertex.pinned[1] is Reason.TRANSFORMED
 
 
@@ -185,7 +185,8 @@ def unobserved(captured: Captured, plan: RegionPlan) -> bool:
 def before_pole(graph: OpGraph, vertex: OpNode) -> Iterator[str]:
     """Yield the names of the values whose zeros `vertex` turns into infinities.
 
-    They are the operands for which it has a pole at zero, and the operands of ops that hand on small numbers to them, such as square roots.
+    These are the operands for which `vertex` has a pole at zero. If an op that passes on small numbers, such as a square root, makes one of
+    them, the operands of that op follow.
     """
     operands = vertex.operands if vertex.op in POLES else vertex.operands[1:2] if vertex.op in _DIVIDES else ()
     return reached([each.value for each in operands], lambda name: _handed_on(graph[name]))

@@ -7,7 +7,7 @@ A graph calls a layer over T time steps as one op.
    the final states, and its rows, repeated T times, have the shape of the whole result. Packed sequences work only in this way: their
    batch sizes are data, which fake tensors lack, but the shapes depend only on the number of rows.
 2. A CPU runs the steps as separate ops on real tensors, too. Each step reads the low copies of the weights, so autograd adds up T gradients
-   of each copy in the low format. In parts whose gradients leave the low format one by one, fp32 adds up the gradients of the parts.
+   of each copy in the low format. `in_parts` gives each part of the steps its own copies, and adds up the gradients of the parts in fp32.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
 def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs `layer`, one of LAYERS, in parts of STEPS time steps, and adds up the gradients of the parts in fp32.
 
-    It takes the arguments in the form in which `nn.RNNBase` passes them. Its results are those of `layer`, bit by bit, with one exception:
-    oneDNN runs the parts of a packed sequence in which no sequence ends, if `layer` is a bf16 LSTM, and rounds less often.
+    It takes the arguments in the form in which `nn.RNNBase` passes them. Its results equal those of `layer` bit by bit, with one
+    exception: for a bf16 LSTM on a packed sequence, oneDNN's kernel runs the parts in which no sequence ends, and rounds less often.
     """
 
     @functools.wraps(layer, assigned=())  # with the name of `layer`, generated code would call `layer` itself
@@ -101,7 +101,7 @@ def _run_direction(
     done, wide = [], [weight.float() for weight in weights]
     for part, *size in _parts(rows, sizes):
         low = [linked_copy(each, weight.dtype, (), weight) for each, weight in zip(wide, weights, strict=True)]
-        live = [each[:, : size[0][0]] if size else each for each in state]  # in a packed sequence: of sequences that have not ended yet
+        live = [each[:, : size[0][0]] if size else each for each in state]  # for a packed sequence: the states of sequences that go on
         options = (biased, 1, 0.0, training, False) if size else (biased, 1, 0.0, training, False, False)
         out, *new = layer(part, *size, live if len(live) > 1 else live[0], low, *options)
         state = [torch.cat([now, before[:, now.shape[1] :]], 1) for now, before in zip(new, state, strict=True)]
@@ -110,7 +110,7 @@ def _run_direction(
 
 
 def _parts(rows: Tensor, sizes: Tensor | None) -> Iterable[tuple[Tensor, ...]]:
-    """Return the rows of each part. `sizes` are the batch sizes of a packed sequence; then a part also has its batch sizes."""
+    """Return the rows of each part. `sizes` are the batch sizes of a packed sequence; a part then includes its batch sizes."""
     if sizes is None:
         return ((part,) for part in rows.split(STEPS))
     parts = sizes.split(STEPS)

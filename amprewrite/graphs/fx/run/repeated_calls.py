@@ -4,7 +4,7 @@ Calls are alike if they have the same op, the same plain arguments, and tensors 
 later call returns the same fake tensor object as the first call. Its op does not run, which saves milliseconds for an op with symbolic
 sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on it (`MEMORY` in its meta).
 Results have the sizes of capture's example values, unless the graph is padded; only their dtypes may differ. So an op with symbolic sizes
-runs on the sizes at capture, and an op whose result is new memory of the form at capture does not run again for other sizes.
+runs on the sizes at capture. If the result is new memory with these sizes and strides, calls that differ only in sizes do not run it again.
 
 Some values are not reused, because they may change, or may differ between calls that are alike: values known at capture, values computed
 under the model's own autocast, and all values of a graph that has data-dependent sizes, or an in-place op that may resize a tensor.
@@ -73,7 +73,7 @@ class Alike:
     """Finds alike calls of one graph (same op, plain arguments, and form of the tensors): `key` gives such calls equal keys."""
 
     def __init__(self, layout: Callable[[torch.Tensor], Hashable] = _sizes) -> None:
-        """`layout` returns the sizes and strides of a tensor, or as much of them as calls must share to be alike."""
+        """`layout` returns the part of the sizes and strides of a tensor that must be equal in calls that are alike."""
         self._layout = layout
         self._forms: dict[Hashable, int] = {}
         self._form_of: dict[int, tuple[torch.Tensor, int]] = {}
@@ -137,7 +137,7 @@ class Answers:
     """The answers of a function about op calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
 
     def __init__(self, ask: Callable[[torch.fx.Node], Any], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
-        """`ask` answers for one call. It may read the call's op, plain arguments, and operands as `value_of` returns them, nothing else."""
+        """`ask` returns the answer for one call. It may read only the op, plain arguments, and operands as `value_of` returns them."""
         self._ask, self._value_of = ask, value_of
         self._alike, self._known = Alike(), dict[Hashable, Any]()
 
@@ -164,9 +164,10 @@ class RepeatedCalls:
         self._fresh = itertools.count(-1, -1)
 
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[Any], Any]) -> Any:
-        """Return the value of `node`: the result of an earlier call that is alike, otherwise of `run`.
+        """Return the value of `node`: the result of an earlier call that is alike, otherwise the result of `run`.
 
-        `value_of` returns the value of an operand, `run` the result for given values. The memory of a shared value is recorded in its meta.
+        `value_of` returns the value of an operand, `run` the result for given operand values. The meta of `node` records the memory of a
+        reused result.
         """
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)
@@ -183,7 +184,7 @@ class RepeatedCalls:
             made: Any = None
             if self._symbolic and _is_plain(captured) and not writes and not is_opaque(node):
                 read = {operand: sized(operand) for operand in operands}
-                with contextlib.suppress(Exception):  # the run on symbolic sizes raises the error of the op
+                with contextlib.suppress(Exception):  # if the op fails, its run on symbolic sizes below raises the error
                     made = run(read)
             if _differ_in_dtype(made, captured):
                 value = captured.new_empty_strided(captured.shape, captured.stride(), dtype=made.dtype)

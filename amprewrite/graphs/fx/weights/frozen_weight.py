@@ -7,8 +7,8 @@
 4. Writing to the weight raises an error, because rounding would change the written values. Requiring its gradient raises an error, too.
    Copying values of the dtype that the weight has in a state dict is allowed, because nothing is rounded.
 
-Dynamo supports such tensor subclasses. Under Dynamo's fake mode one plain fp32 fake tensor stands for the weight in every op, so that the
-captured graph is the same as for an fp32 weight.
+Dynamo supports this kind of tensor subclass. Under Dynamo's fake mode one plain fp32 fake tensor stands for the weight in every op, so
+that the captured graph is the same as for an fp32 weight.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ def thawed(value: Any) -> Any:
 def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
     """Replace the example value of each graph input that Dynamo captured as a frozen weight by a plain fp32 fake tensor.
 
-    Passes can read this fake. It requires a gradient if the weight did before freezing and no gradients are recorded now. While gradients
-    are recorded, the weight is a constant.
+    Passes can read this fake tensor. While gradients are enabled, it requires no gradient: the weight is a constant. While they are
+    disabled, it requires one if the weight did before freezing.
     """
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")

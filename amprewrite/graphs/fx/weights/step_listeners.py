@@ -1,4 +1,4 @@
-"""Call methods before or after each step of any optimizer, by a global hook of PyTorch that is registered while there are such methods."""
+"""Call methods before or after each step of any optimizer, by a global hook of PyTorch. The hook exists only while there are methods."""
 
 from __future__ import annotations
 

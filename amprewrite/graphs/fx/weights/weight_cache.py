@@ -1,7 +1,7 @@
 """Keep low copies of weights longer than one call: for a block of calls, or until an optimizer steps.
 
 PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. So by default
-nothing is kept.
+no copies are kept.
 
 1. Outside of a block every weight is cast where a graph reads it (`passes/lower/hoist_weight_casts.py`).
 2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open a block; the block of `cache_weights="step"` never closes.
@@ -83,7 +83,7 @@ class Block:
     """True if every element of the copies is compared when the block closes, False if only a sample of each copy is."""
     copies: Copies = field(default_factory=dict)
     searched_from: int = 1
-    """Number of copies at which copies of dead weights are searched and dropped. It grows with the copies, so that searches are rare."""
+    """Number of copies from which on copies of freed weights are searched and dropped. It grows with the copies, so searches are rare."""
     turn: int = 0
     asked: _Answer | None = None
     """A comparison that an accelerator began at an earlier call, and whose result was not read yet; None if there is none."""
@@ -204,10 +204,10 @@ class WeightCache:
         return stale
 
     def _end(self, block: Block, stepped: Set[int] | None = None) -> None:
-        """Drop the copies in `block`: all, or those of weights that an optimizer has stepped, whose ids are `stepped`.
+        """Drop all copies in `block`, or with `stepped` the copies of the weights with these ids, which an optimizer has stepped.
 
-        The block of `cache_weights="step"` then drops the copies of all weights that require gradients. The optimizer may have stepped
-        other tensors instead (such as master weights), and the training loop copies these to the weights afterwards.
+        With `stepped`, the block of `cache_weights="step"` drops the copies of all weights that require gradients. The optimizer may have
+        stepped other tensors instead (such as master weights), and the training loop copies these to the weights afterwards.
         """
 
         def stays(weight: Tensor) -> bool:
@@ -243,9 +243,10 @@ class WeightCache:
     def look(self, names: Names) -> None:
         """Compare a few rows of a few kept copies with their weights, to find writes that PyTorch does not count.
 
-        Each call checks other rows and copies. If a weight changed, the copies are dropped. The block of `cache_weights="step"` then warns,
-        any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once. On an accelerator a later call uses
-        it, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every token pays for it.
+        Each call checks different rows and copies. If a weight changed, the copies are dropped. Then the block of `cache_weights="step"`
+        warns, and any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once. On an accelerator a
+        later call uses it, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every token
+        pays for it.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):
@@ -368,7 +369,7 @@ def _stale(copies: Copies, whole: bool) -> list[Tensor]:
 
 
 def _compared(kept: Iterable[tuple[Key, _Copy]], turn: int | None) -> tuple[list[Tensor], list[Flag]]:
-    """Compare weights with their copies where PyTorch counted no write: one slice, selected by `turn`, or with None every element.
+    """Compare copies with their weights, unless PyTorch counted a write. `turn` selects the slice to compare; with None, all elements.
 
     Returns the weights on a CPU that differ, and a `Flag` for each weight on an accelerator that records no CUDA graph.
     """
