@@ -15,10 +15,10 @@ The model is Williams et al. (2009). Its rules here:
 
 Prices are integers in ticks of 0.1 ns, so that sums are exact and the choice of the cheapest plan depends on no rounding error.
 
-`ProductPrices` predicts the time that fp8 saves in the GEMMs of products and costs in copies. It is torchao's roofline, applied to our
-table of devices. A GEMM takes the longest of its arithmetic, its memory traffic and a launch. Each kernel that makes a copy takes the
-longer of its memory traffic and its launches. Large kernels reach only a share of a device's peak: `REACHED_FLOPS` and `REACHED_BANDWIDTH`
-(torchao, `testing/training/roofline_utils.py`, measured on H100).
+`ProductPrices` predicts the time that fp8 saves in the GEMMs of products and costs in copies. It applies torchao's roofline model to
+amprewrite's device table. A GEMM takes the longest of three times: arithmetic, memory traffic, one launch. A kernel that makes a copy takes
+the longer of two times: memory traffic, launches. Large kernels reach only a share of a device's peak: `REACHED_FLOPS` and
+`REACHED_BANDWIDTH` (torchao, `testing/training/roofline_utils.py`, measured on H100).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from amprewrite.tables.vocabulary import Colour, OpKind
 TICK = 1e-10
 """The unit of prices, in seconds."""
 RISK = 0.02
-"""Extra price of an op that runs low and rounds, as a share of the time of a launch. So an op that saves less than this stays fp32."""
+"""Extra price of running a rounding op low, as a share of the launch time. An op that saves less than this in low precision stays fp32."""
 MIXING = 0.1
 """Extra price of a kernel that reads a low and an fp32 operand, as a share of the price of a cast: such kernels do not vectorise."""
 _CONVERSIONS = ops_with(Trait.CONVERTS)
@@ -74,7 +74,7 @@ class CostModel:
 
     @property
     def time(self) -> CostModel:
-        """A copy of this model without the price of memory. Times that users see are computed with it."""
+        """Copy of this model in which memory costs nothing. It computes the times that users see."""
         return replace(self, memory=0.0)
 
     @property
@@ -139,7 +139,7 @@ def sends_gradients(reader: OpNode) -> bool:
 
 
 def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
-    """True if `reader` is to take `operand` in fp32 (`want` is high), but its kernel also reads a low operand and converts it itself."""
+    """True if `reader` needs `operand` in fp32 (`want` is high), but its kernel also accepts the low format and converts it itself."""
     return want is Colour.HIGH and operand in reader.promoted
 
 
@@ -157,7 +157,8 @@ def _is_view(op: str) -> bool:
 def elements_read(graph: OpGraph, node: OpNode) -> int:
     """Return the number of elements that the op `node` reads from its fp32 operands.
 
-    An op of kind CLEAR that reads a parameter counts as a lookup, which reads at most as many elements as it returns.
+    An op of kind CLEAR (harmless in any precision) that reads a parameter counts as a table lookup. A lookup reads at most as many elements
+    as it returns.
     """
     total = 0
     for operand in node.operands:
@@ -211,7 +212,7 @@ class Prices:
         self.mixed_read = np.array([model.mixed_read(graph[value]) for value, _ in keys], np.int64)
 
     def of(self, colours: Mapping[str, Colour]) -> Price:
-        """Return the price of all ops, and of the casts between them, if nodes have the colours (low or high) in `colours`, by name."""
+        """Return the price of all ops and of the casts between them. `colours` maps the name of each node to its colour (low or high)."""
         low = np.array([colours[name] is Colour.LOW for name in self.places], bool)
         made_low, runs_low = low[self.maker], low[self.reader] & ~self.always_high
         mixing_high = np.bincount(self.reader[self.promoted & ~made_low], minlength=len(low)) > 0
@@ -226,12 +227,12 @@ class Prices:
 
 
 def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:
-    """Return the price of `graph` if its nodes have the `colours` (low or high), by name. To price many assignments, use `Prices`."""
+    """Return the price of `graph` with the colours (low or high) in `colours`, by name of the node. `Prices` is faster for many calls."""
     return Prices(graph, model).of(colours)
 
 
 def ticks(seconds: float) -> int:
-    """Return a time as a whole number of TICK."""
+    """Return a time in seconds as a whole number of ticks (`TICK`, 0.1 ns)."""
     return round(seconds / TICK)
 
 
@@ -241,7 +242,7 @@ COMPILED_LAUNCH = 2e-6
 WIDE, NARROW = BASE.bytes, 1
 """Bytes per element of a bf16 value, and of its fp8 copy."""
 ALONE_AMAX, ALONE_CAST = (12, 4), (45, 6)
-"""(bytes of traffic per element, launches) of computing the amax, and of casting, with eager PyTorch's kernels alone."""
+"""Cost of computing the amax, and of casting to fp8, in separate eager PyTorch kernels: (bytes of traffic per element, launches)."""
 
 EAGER_HOST = 0.67e-3
 """Seconds that the host takes for one fp8 GEMM and its copies without a compiler. Measured with an H100: 2.0 ms for the three GEMMs of a
@@ -254,9 +255,9 @@ class ProductPrices:
 
     device: Device
     fused: bool
-    """Whether a compiler fuses the amaxes and casts with the ops that make the values."""
+    """Whether a compiler fuses the computation of amaxes (largest magnitudes) and the casts with the ops that make the values."""
     kernel: bool
-    """Whether amprewrite's own kernel casts and transposes, where no compiler does."""
+    """Whether amprewrite's own kernel casts and transposes if no compiler does."""
 
     @property
     def launch(self) -> float:
@@ -290,19 +291,19 @@ class ProductPrices:
                 yield "transpose", self._pass(numel, 2 * NARROW)
         elif by_rows:
             fuses = self.fused and not held
-            if way == STRAIGHT:  # one kernel suffices: a row stays in a cache between its amax and its cast
+            if way == STRAIGHT:  # one kernel suffices: a row stays in the cache from the computation of its amax to its cast
                 yield way, self._pass(numel, NARROW if fuses else WIDE + NARROW)
             else:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)
                 yield way, self._pass(numel, WIDE + NARROW)
         else:
-            # computing the amax takes no pass over the matrix if it follows from the scales of rows, or if the compiler computes it in the
-            # kernel that makes the matrix
+            # the amax needs no pass over the matrix in two cases: it follows from scales of rows, computed for the other layout; or the
+            # compiler computes it in the kernel that makes the matrix
             known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):
                 yield "scale", self._pass(0, 0)
-            if self.fused and held:  # a weight: forward and backward read different layouts and are compiled apart, each with a cast kernel
+            if self.fused and held:  # a weight: forward and backward are compiled separately, and each casts the layout that it reads
                 yield f"cast {way}", self._pass(numel, WIDE + NARROW)
             else:
                 yield "cast", self._pass(numel, WIDE)

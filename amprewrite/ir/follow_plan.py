@@ -1,4 +1,4 @@
-"""Find the region of a saved plan that fits a captured graph, and choose the regions that the plan of a model shows: one of each kind."""
+"""Find the region (plan of one graph) of a saved plan that fits a captured graph, and keep one region of each kind in a model's plan."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Raise PlanError if `region` lists a cast that is not in `casts`, or lacks one of them. `casts` follow from the region's colours.
+    """Raise PlanError if the casts that `region` lists differ from `casts`, which were computed from the colours in `region`.
 
     Casts are compared by value and format. A region that lists no casts is valid.
     """
@@ -82,7 +82,7 @@ def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
 
 
 def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
-    """Return the first plan of each kind. Plans of one kind have the same nodes, colours, edits and padding.
+    """Return the first plan of each kind. Plans of one kind have the same entry module, nodes, colours, edits and padding.
 
     The notes of the plans that are left out are added to the first plan of their kind. A rewrite that follows the first plan can apply it
     to the graphs of the left-out plans as well.
@@ -100,7 +100,7 @@ def _mode(plan: RegionPlan) -> str:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """Return a key that is equal for plans of one kind: plans with the same nodes, colours, edits and padding.
+    """Return a key that is equal for plans of one kind: plans with the same entry module, nodes, colours, edits and padding.
 
     Nodes whose value is a size (SymInt) instead of a tensor do not count, because a graph captured with fixed sizes has no such nodes.
     """

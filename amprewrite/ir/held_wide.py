@@ -1,10 +1,10 @@
-"""Predicts which values torch.autocast would hold in fp32, and how exactly (`Held`). No other file reads torch.autocast's rules.
+"""Predict which values torch.autocast would hold in fp32, and how exactly (`Held`).
 
 1. Inputs and weights are fp32, and so is the result of an op that reads no tensor. A cast of a low value is low.
 2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
    files torch.autocast has no lists; there the ops that amprewrite denies or does not list return fp32.
-3. A uniform draw counts as fp32, also if torch.autocast draws it in the low format, as `rand_like` does for a low tensor. There a draw just
-   below one rounds up to one, and Gumbel and exponential sampling take the logarithm of the distance between draw and one.
+3. A uniform draw counts as fp32, even if torch.autocast draws it in the low format, as `rand_like` does for a low tensor. In the low format
+   a draw just below one rounds up to one, but Gumbel and exponential sampling take the logarithm of one minus the draw.
 4. Any other op returns the widest dtype of its data. Three kinds of operands do not count as data: side arguments, such as the weights of a
    batch norm; 0-dim tensors next to tensors with dims; and constants of an ONNX file without an offset (see `offsets` in `Problem`), which
    are stored in the format of their readers.
@@ -31,13 +31,15 @@ SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_
 FILE = "meta"
 """The device of a graph that was read from an ONNX file."""
 LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
-"""Ops that may shrink the error of their operand, because their result hardly changes over a range of operands. Saturated sigmoids do so.
-"""
+"""Ops that may shrink the error of their operand: over some range of operands their result hardly changes, as in a saturated sigmoid."""
 
 
 def is_product(node: OpNode) -> bool:
-    """True if torch.autocast runs `node`, or may run ops of a subgraph of `node`, in the low format. False for products of whole numbers
-    (`counted`), which amprewrite keeps in fp32, and for products of vectors such as `mv`, which gain nothing from a cast."""
+    """True if torch.autocast runs `node` in the low format, or may run ops of its subgraph in the low format.
+
+    False for products of whole numbers (`counted`), which amprewrite keeps in fp32. Also False for products with a vector, such as `mv`,
+    which gain nothing from a cast.
+    """
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or inside)
 
@@ -48,9 +50,9 @@ def rounds(node: OpNode) -> bool:
 
 
 def data_of(node: OpNode) -> tuple[Operand, ...]:
-    """Return the operands that are data of an op.
+    """Return the data operands of an op.
 
-    Side arguments, such as the weights of a norm, and operands read for their shape or dtype alone are left out.
+    Side arguments, such as the weights of a norm, are left out, and so are operands of which the op reads only the shape or dtype.
     """
     if node.op in SHAPE_ONLY or (node.op in ASKS and not node.carries_fp32):
         return ()
@@ -73,8 +75,8 @@ def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
 def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None, offsets: Set[str] = frozenset()) -> set[str]:
     """Return the names of the values of `graph` that torch.autocast would hold in fp32 on `device`.
 
-    `known` holds the `Held` of values if graphs inside or around this graph determine it. `offsets` names the constants that have an
-    offset: a common part that is larger than the differences of their values.
+    `known` holds the `Held` of values that graphs inside or around this graph determine. `offsets` names the constants with an offset: a
+    common part that is larger than the differences of their values.
     """
     kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()
     for node in graph:
@@ -117,7 +119,7 @@ class _Reading:
         given = [each.value for each in data_of(node) if not each.scalar]
         found = [self.found[each] for each in given]
         if node.may_saturate and not any(self.found[each] is Held.EXACT and each in self.from_inputs for each in given):
-            # `node` makes a mask or adds one to values: at most ROUNDED, even if the mask is EXACT, as what blocks needs no exact digits
+            # `node` makes a mask or adds one. Numbers that block positions need no exact digits, so that the result is never EXACT.
             return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
         if node.op in DRAWS or (node.op in RANDOM | UNIFORM and not given):
             return Held.PLAIN
@@ -127,18 +129,18 @@ class _Reading:
             spans = [each for each in given if self.graph[each].numel >= node.numel]
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
-            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log is EXACT, because its operand's scale becomes its offset
-        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the relative error may change, so the result is not ROUNDED
+            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log is EXACT: the scale of its operand becomes an offset
+        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the op may change the relative error, so its result is not ROUNDED
         if node.op in SUMS:  # adding a number, or a PLAIN value that is no bias, changes the size of a sum but not its error
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
     def _is_bias(self, name: str) -> bool:
-        """True if rounding a sum of a product and `name` counts as rounding the product.
+        """True if a product plus the value `name` may be treated like the product alone: rounding the sum counts as rounding the product.
 
-        Then `name` is a mask or a learnt vector. Other learnt values, such as tables of relative positions, and results of norms may be
-        larger than the product, and the sum is rounded by its size. In a file they count as biases, too, because each cast is a kernel, and
-        there is no torch.autocast to be as exact as.
+        This holds if `name` is a mask or a learnt vector. Other learnt values, such as tables of relative positions, and results of norms
+        may be larger than the product, so that rounding the sum adds a larger error. In an ONNX file they count as biases as well: there
+        each cast is a kernel, and no torch.autocast sets a standard of exactness.
         """
         seen = self.graph.seen(name)
         vector = sum(side != 1 for side in seen.shape) < 2

@@ -170,7 +170,7 @@ class OpGraph:
 def wanted(node: OpNode, colour: Colour) -> list[tuple[Operand, Colour]]:
     """Return (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour`.
 
-    0-dim operands of a promoting op are left out if the op has operands with dims, because it then takes 0-dim operands in any format.
+    If the op promotes mixed dtypes and has operands with dims, its 0-dim operands are left out, because it then takes them in any format.
     """
     found = []
     for operand in node.operands:
@@ -186,10 +186,10 @@ def _has_dims(node: OpNode) -> bool:
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
-    """Return the operand to cast to fp32 if `node` is to run in fp32 and all operands that it promotes are low; None if it promotes none.
+    """Return the one operand to cast if `node` runs in fp32 and all operands that it promotes are low; None if it promotes no operands.
 
-    One fp32 operand is enough, because type promotion in the kernel then makes the whole computation fp32. The smallest of the promoted
-    operands is cast, and the first of several that are equally small. `nodes` holds the nodes of the graph by name.
+    One fp32 operand is enough, because type promotion in the kernel then makes the whole computation fp32. The anchor is the smallest
+    promoted operand, and the first of several that are equally small. `nodes` holds the nodes of the graph by name.
     """
     return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
 
@@ -197,8 +197,8 @@ def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
 def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, colour to cast it to) for each operand of `node` that must be cast if `node` runs in `colour`.
 
-    `colours` are the colours of all nodes by name. A promoting op that runs in fp32 reads low operands without a cast if another operand
-    with dims is high. If all of them are low, only its `anchor` is cast, and type promotion in the kernel does the rest.
+    `colours` are the colours of all nodes by name. An op that promotes mixed dtypes and runs in fp32 reads low operands without a cast if
+    another operand with dims is high. If all of them are low, only its `anchor` is cast, and the kernel promotes the other operands.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)
@@ -231,8 +231,8 @@ def reached(starts: Iterable[Vertex], step: Callable[[Vertex], Iterable[Vertex]]
 class Reaches(Generic[Vertex]):
     """Tells for any node of a graph whether it is a goal, or a goal can be reached from it.
 
-    Answers are kept, so that all questions together step once from each node. `step` is as for `reached`. The graph must not change between
-    questions.
+    Answers are cached, so that `step` is called at most once for each node. `step` returns the neighbours of a node, as for `reached`. The
+    graph must not change between calls.
     """
 
     def __init__(self, step: Callable[[Vertex], Iterable[Vertex]], is_goal: Callable[[Vertex], bool]) -> None:

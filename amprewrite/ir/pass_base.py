@@ -1,8 +1,8 @@
-"""The base class of passes, a function that runs a pipeline of them, and what deciding passes read and write.
+"""The base class of passes, a function that runs a pipeline of passes, and the objects that deciding passes read and edit.
 
-A pass reads one object and edits another. Deciding passes read a `Problem`, which is one captured graph, the facts known about it and the
-user's policy, and edit the `Decisions` on it, which `freeze` turns into a `RegionPlan`. Applying passes read a `RegionPlan` and edit an fx
-graph. So a deciding pass cannot change a graph, and an applying pass cannot decide.
+A pass reads one object and edits another. Deciding passes read a `Problem`: one captured graph, the facts known about it and the user's
+policy. They edit `Decisions`, which `freeze` turns into a `RegionPlan`. Applying passes read a `RegionPlan` and edit an fx graph. So a
+deciding pass cannot change a graph, and an applying pass cannot decide.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pass(Generic[Read, Edited]):
     """One step of a pipeline. A subclass defines `__call__`, which calls plain functions to do the work."""
 
     name: ClassVar[str]
-    """Name of the pass in messages and in `amprewrite passes`: that of its class in small letters, such as "repaint-by-cost"."""
+    """Name of the pass in messages and in `amprewrite passes`: the name of its class in small letters, such as "repaint-by-cost"."""
 
     needs: ClassVar[tuple[str, ...]] = ()
     """Attributes of the object that the pass reads, such as "policy.products". If none of them is set, the pass has nothing to do and is
@@ -188,7 +188,7 @@ class Problem:
 
     @property
     def own_costs(self) -> CostModel:
-        """The prices of this graph by itself: of a training step if the graph trains, otherwise of a pass without gradients."""
+        """The prices for this graph alone: of a training step if the graph trains, otherwise of a pass without gradients."""
         row = self.planned_for or device_row(self.device)
         return CostModel(row, self.policy.low, self.training, self.policy.keeps_copies, self.timings, self.policy.memory)
 
@@ -253,13 +253,13 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Add the edit `what` of the op `node`, switched off if a given plan (`problem.given`) has the edit and switches it off."""
+        """Add the edit `what` of the op `node`. It is switched off if the user's plan (`problem.given`) lists this edit as switched off."""
         given = problem.given.edits if problem.given is not None else ()
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
-        """Add the edit `what` to each of the ops `nodes` that has the colour low."""
+        """Add the edit `what` to the ops among `nodes` that run low."""
         for name in nodes:
             if self.paints[name].colour is Colour.LOW:
                 self.edit(problem, name, what)

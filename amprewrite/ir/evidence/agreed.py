@@ -1,4 +1,4 @@
-"""Keeps colours equal across the graphs of one model: an op has the same colour in every graph in which it is captured.
+"""Keep the colour (low or high) of an op equal in all graphs of a model in which the op is captured.
 
 An op is identified by the module that calls it, its name, the line of code that calls it, and the number of earlier calls by that line.
 Another tracer may report other lines of code. If all its lines for an op in a module are unknown, but the number of calls is the same, the
@@ -61,15 +61,14 @@ class Agreed:
     whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)
     """The reason for each colour in `places`, as text, from the graph that decided the colour."""
     products: Agreed | None = None
-    """Decisions about fp8 in the same form: here low means that a product runs in fp8, and high that it does not. None if no graph has
-    decided."""
+    """Decisions about fp8 in the same form: low means that a product runs in fp8, high that it does not. None if no graph has decided."""
 
     def of(self, ops: Iterable[ColouredOp]) -> dict[str, Colour]:
         """Return {name: agreed colour (low or high)} for `ops`, which belong to one graph. Ops without an agreed colour are left out."""
         return {name: self.places[place][match] for name, place, match in self._known(ops)}
 
     def whys_of(self, ops: Iterable[ColouredOp]) -> dict[str, str]:
-        """Return {name: reason} for each of `ops` with an agreed colour (see `of`): the reason in the graph that decided the colour."""
+        """Return {name: reason of the agreed colour} for `ops` (see `of`). It is the reason in the graph that decided the colour."""
         return {name: self.whys[place][match] for name, place, match in self._known(ops)}
 
     def _known(self, ops: Iterable[ColouredOp]) -> Iterator[tuple[str, Place, Call]]:
@@ -78,8 +77,11 @@ class Agreed:
                 yield calls[call].name, place, match
 
     def joined(self, plan: Iterable[NodePlan]) -> Agreed:
-        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. High wins over low. Plain ops, and ops
-        whose colour has a reason in APART, are left out."""
+        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes.
+
+        If an op is low in one graph and high in another, it becomes high. Ops that are never cast (plain) and ops whose reason is in APART
+        are left out.
+        """
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
         places, whys, changed = dict(self.places), dict(self.whys), False
@@ -106,7 +108,7 @@ class Agreed:
         return self if joined is known else replace(self, products=joined)
 
     def contradicts(self, plan: Iterable[NodePlan]) -> bool:
-        """True if an op of a planned graph has another colour (low or high) than was agreed. Ops whose reason is in FREE may differ."""
+        """True if an op of a planned graph has a colour that differs from the agreed colour. Ops whose reason is in FREE may differ."""
         plan = tuple(plan)
         agreed = self.of(plan)
         return any(agreed.get(node.name, node.colour) is not node.colour and node.reason not in FREE for node in plan)

@@ -1,13 +1,13 @@
 """Find the ops of an ONNX file that must run in fp32, because they read constants that a low format cannot represent.
 
 1. An op runs in fp32 if a constant that it reads is lost in the low format: too large, or with an error larger than one rounding.
-2. It also runs in fp32 if an element of the constant becomes zero and reaches an op with a pole at zero. Such an element, for example an
-   epsilon, protects against operands that no sample may show, such as a row of zeros.
+2. It also runs in fp32 if an element of the constant becomes zero and reaches an op with a pole at zero, such as a division. The element
+   may be an epsilon that protects the op from zeros, and samples may contain no such zeros.
 3. A constant may be rounded if its error is negligible: a bias in a far larger sum, a factor whose products are only added to far larger
    values, or an epsilon far below the smallest result seen.
 4. If an op runs in fp32 because of a constant, so does an op that divides by its result or scales its result.
-5. A constant that enters or leaves the body of a branch or loop stays fp32 for all its readers there, because values inside such a body
-   have no measured ranges.
+5. A constant that is passed into the body of a branch or loop, or out of it, stays fp32 for all its readers there, because values inside
+   the body have no measured ranges.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """Return the reason why `node` must run in fp32 because it divides by, or scales, a value of `small`; "" if it need not.
+    """Return the reason why `node` must run in fp32: it divides by a value in `small`, or scales one. Return "" if it may run low.
 
-    `given` are the names of its operands. `small` names results that depend on constants which the low format would flush to zero.
+    `given` names the operands of `node`. `small` names results that depend on constants which the low format would flush to zero.
     """
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):

@@ -87,7 +87,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """Return `graph` with `counted` set on every matrix product that would round whole numbers such as positions (rules 3 and 4).
+    """Return `graph` with `counted` set on each matrix product that, if low, would round whole numbers such as positions (rules 3 and 4).
 
     `counts` gives the `Count` of each value by name; a value without an entry is not counted. `summed` returns the number of elements over
     which a product sums.
@@ -97,7 +97,7 @@ def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[O
 
 
 def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
-    """Return the name of the factor because of which the matrix product `node` must run in fp32; "" if it may run low, or is no product."""
+    """Return the name of the counted factor that forces the matrix product `node` into fp32; "" if `node` may run low, or is no product."""
     if node.kind is not OpKind.ALLOW or not node.flops or node.op in NO_FACTORS:
         return ""
     factors = [operand.value for operand in node.operands if not operand.summand]

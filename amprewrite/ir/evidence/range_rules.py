@@ -1,6 +1,7 @@
 """Rules for values that a format's range cannot hold, the same for PyTorch graphs and ONNX files.
 
-The rules need the largest and the smallest magnitude of a value. They are computed for weights, and measured in sample runs for others.
+The rules need the largest and the smallest magnitude of a value. They are computed for weights, and measured in sample runs for all other
+values.
 
 The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
 values are negligible in larger sums (`add`, `sub`), and `mul` returns small values for small operands.
@@ -43,7 +44,7 @@ _COUNTS = ops_with(Trait.HAS_STEPS, Trait.CONVERTS)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that return an infinity for zero, so also for a small operand that was flushed to zero."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
-"""Ops whose result is small if their operand is small. Ops that only move values (kind CLEAR) are not listed, although this is so for them.
+"""Ops whose result is small if their operand is small. Ops that only move values (kind CLEAR) have this property, too, but are not listed.
 """
 SUMS_SMALL = frozenset(name for name, row in OPS.items() if row.small == "sums")
 """Ops whose result is small only if all their summands are small."""
@@ -114,10 +115,10 @@ class Read(Generic[Node]):
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Return the sides (BELOW, ABOVE) on which an op's result may be far beyond the range of `low`, if its operand is far beyond on `side`.
+    """Return the sides of zero (BELOW, ABOVE) on which an op's result may be far beyond the range of `low`.
 
-    The set is empty if clamping the operand to the range does not change the result, as for an op that reads only the sign. None if
-    clamping the operand would change the result.
+    Its operand is far beyond the range on `side`. The set is empty if clamping the operand to the range does not change the result, as for
+    an op that reads only the sign. Return None if clamping would change the result in a way that matters.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):
@@ -249,14 +250,14 @@ def has_offset(values: Any, scores: bool = False) -> Any:
 
 
 def drowns_in(largest_sum: float, low: Format) -> bool:
-    """True if the error of a summand that becomes zero in `low` is negligible against the rounding of a sum as large as `largest_sum`."""
+    """True if a summand may become zero in `low`: the error is negligible against the rounding error of a sum as large as `largest_sum`."""
     return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
 
 
 def bias_drowns(result: ValueRange | None, low: Format) -> bool:
-    """True if the error of a bias that becomes zero in `low` is negligible against the rounding of the sum. `result` is the sum's range.
+    """True if a bias may become zero in `low`: the error is negligible against the rounding error of the sum of product and bias.
 
-    True for None: a sum without a known range counts as large.
+    `result` is the range of this sum. A sum without a known range (None) counts as large.
     """
     return result is None or drowns_in(result.amax, low)
 
@@ -278,7 +279,9 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """True if an operand with the smallest magnitude `smallest` may hold elements that `low` flushes to 0, for which ops in POLES give inf.
+    """True if an operand may hold elements that `low` flushes to zero, where ops with a pole at zero (`POLES`) return an infinity.
+
+    `smallest` is the operand's smallest magnitude in sample runs.
     """
     return smallest < HEADROOM * low.smallest_normal
 

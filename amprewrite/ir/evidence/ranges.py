@@ -283,9 +283,9 @@ class Calibration:
 
     # -- text -------------------------------------------------------------------------------
     def table(self, n: int = 20, fmt: str = NARROWEST.name, gradients: bool = False) -> Table:
-        """Return a rich table of the `n` values with the greatest risk of overflow in `fmt`; of equal risks, the larger values come first.
+        """Return a rich table of the `n` values with the greatest risk of overflow in `fmt`, the riskiest first.
 
-        With `gradients` the table shows gradients instead of values.
+        Values of equal risk are sorted by magnitude, the largest first. With `gradients` the table shows gradients instead of values.
         """
         from rich.table import Table
         from rich.text import Text

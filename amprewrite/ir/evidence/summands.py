@@ -12,7 +12,7 @@ from typing import Any
 SMALL = 0.25
 """A summand is small if its factor is at most SMALL times the factor of the value to which it is added.
 
-The rounding errors of a summand that is scaled down to a quarter are a quarter of its own.
+Scaling a summand down to a quarter also scales its rounding errors down to a quarter.
 """
 
 
@@ -34,7 +34,7 @@ class Factor:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
         if larger.schedules <= self.schedules & other.schedules:
-            return larger  # schedules are taken for small numbers, so the factor with fewer of them is the sum: `1 - schedule` counts as 1
+            return larger  # schedules count as small numbers: the factor with fewer schedules stands for the sum, as 1 for `1 - schedule`
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:

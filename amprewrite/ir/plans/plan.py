@@ -145,7 +145,7 @@ class RegionPlan:
     nodes: tuple[NodePlan, ...]
     """All nodes in canonical order: makers before readers."""
     casts: tuple[Cast, ...]
-    """Copies of values in another format. They follow from the colours, so that a plan edited by hand may list none."""
+    """Copies of values in another format. They can be computed from the colours, so that a plan edited by hand may list none."""
     training: bool = False
     """Whether the graph was captured with gradients."""
     notes: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class RegionPlan:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """A sentence with the reason for each graph, of this graph and its subgraphs, that stays fp32 as a whole; () if none does."""
+        """For this graph and each of its subgraphs that stays fp32 as a whole: a sentence with the reason. () if there is none."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )
@@ -293,7 +293,7 @@ class ModelPlan:
     def edit(self, colours: Mapping[str, str]) -> Self:
         """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
-        In a plan without fp8 products, the names of formats stand for colours, too: "bf16" in a plan for bf16 for "low", "fp32" for "high".
+        In a plan without fp8 products, "fp32" may stand for "high", and the name of the plan's low format, such as "bf16", for "low".
         "wide" rounds the operands of matrix products to bf16 and keeps their results in fp32. In a plan with fp8 products, "fp8" and the
         name of the low format set the format in which products read their operands; a name such as "linear_3.grad_weight" then stands for a
         single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module
@@ -301,7 +301,7 @@ class ModelPlan:
         """
         if not isinstance(colours, Mapping):
             raise PlanError(f"edit() takes a dict such as {{'linear': 'high'}}, not one {type(colours).__name__}")
-        if not any(region.quantised for region in self.regions):  # then the names of formats can only mean colours
+        if not any(region.quantised for region in self.regions):  # without fp8 products, names of formats can only mean colours
             words = {self.low: "low", "fp32": "high"}
             colours = {name: words.get(word, word) if isinstance(word, str) else word for name, word in colours.items()}
         formats = {name: word for name, word in colours.items() if word in (FP8, self.low)}
@@ -390,13 +390,13 @@ class ModelPlan:
 
     @property
     def casts_follow(self) -> bool:
-        """True if no casts are planned yet, as after `edit()`: they follow from the colours when the plan is applied."""
+        """True if no casts are planned yet, as after `edit()`. They are computed from the colours when the plan is applied."""
         return not self.casts and any(node.colour is Colour.LOW and node.role == "op" for node in self.nodes)
 
     def diff(self, other: ModelPlan) -> str:
         """Return the differences of `other` from this plan as text, one a line; "" if there are none. Raises PlanError if it is no plan.
 
-        Casts are not compared if a plan was edited and not applied yet, because they follow from its colours.
+        Casts are not compared if a plan was edited and not applied yet, because it then lists no casts.
         """
         if not isinstance(other, ModelPlan):
             raise PlanError(f"diff() takes a plan, not one {type(other).__name__}")

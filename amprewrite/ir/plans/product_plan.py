@@ -92,7 +92,7 @@ class QuantisedCopy:
     to: str
     """Format name: "e4m3" or "e5m2"."""
     scales: str
-    """Which elements share a scale: "tensor" if all do, "rows" or "columns" if each row or column of the value as a matrix has its own."""
+    """Which elements of the value as a matrix share a scale: "tensor" if all do, "rows" or "columns" if the elements of each one do."""
     readers: tuple[str, ...]
     """GEMMs that read the copy, such as "linear_3.grad_weight"."""
     role: str
@@ -124,7 +124,7 @@ class QuantisedProducts:
     products: tuple[ProductPlan, ...] = ()
     """The low products for which fp8 was weighed, each with its GEMMs."""
     copies: tuple[QuantisedCopy, ...] = ()
-    """The fp8 copies. They follow from the products, so that a plan edited by hand may list none."""
+    """The fp8 copies. They can be computed from `products`, so that a plan edited by hand may list none."""
 
     def __bool__(self) -> bool:
         return bool(self.products)
@@ -141,8 +141,8 @@ class QuantisedProducts:
     def edited(self, node: str, gemm: str, word: str) -> Self:
         """Return a copy in which a GEMM of the product `node` runs in `word`: "fp8" or the low format. "" as `gemm` selects all GEMMs.
 
-        GEMMs that the recipe keeps in the low format then stay in it. The result lists no fp8 copies; they are decided anew when the plan
-        is applied. Raises PlanError if the recipe keeps the GEMM low, or if the graph has no such GEMM.
+        If all GEMMs are changed to fp8, GEMMs that the recipe keeps in the low format do not change. The result lists no fp8 copies; they
+        are decided anew when the plan is applied. Raises PlanError if the recipe keeps the GEMM low, or if the graph has no such GEMM.
         """
         recipe, found, fp8 = RECIPES[self.recipe], self.of(node), word == FP8
         assert found is not None

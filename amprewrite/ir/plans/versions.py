@@ -15,7 +15,7 @@ SCHEMA = 5
 
 
 def _objects(owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in the list at `key`. Anything else is damage, and is left out."""
+    """Return the JSON objects in the list at `key`. A damaged plan may hold other items, which are left out, or no list, which gives []."""
     found = owner.get(key)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
@@ -27,7 +27,7 @@ def _epochs_are_write_versions(region: dict[str, Any]) -> None:
 
 
 def _are_magnified(region: dict[str, Any], reasons: tuple[str, ...]) -> None:
-    """Replace the names of reasons in `reasons`, which the next version does not have, by MAGNIFIED, which covers them there."""
+    """Replace the reason of a node by MAGNIFIED if it is in `reasons`. The next version has MAGNIFIED in place of these reasons."""
     for node in _objects(region, "nodes"):
         if node.get("reason") in reasons:
             node["reason"] = "MAGNIFIED"

@@ -157,8 +157,8 @@ EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_wei
 class ProductRule:
     """One entry of `products=`: a pattern that selects GEMMs, and whether they run in fp8 or in the low format.
 
-    A rule for fp8 holds even where fp8 saves no time, and where a result is read as logits or decides a choice. It does not hold for a
-    product that stays fp32, for sizes that fp8 kernels do not take, and for a GEMM that the recipe leaves in the low format.
+    A rule for fp8 holds even if fp8 saves no time, and even if the result is read as logits or chooses something, such as an expert. It
+    does not hold for products that stay fp32, sizes that fp8 kernels do not take, and GEMMs that the recipe leaves in the low format.
     """
 
     key: str
