@@ -98,7 +98,7 @@ class ColourNetwork:
     """A flow network with a vertex for each op whose colour is searched. The ops of a precision group share a vertex."""
 
     def __init__(self, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode]) -> None:
-        """`colours` are the fixed colours of all other nodes."""
+        """`colours` holds the fixed colours of all nodes except `open_nodes`, by name."""
         self.colours, self.network = colours, Network()
         self.vertices: dict[str, int] = {}
         groups: dict[str, int] = {}
@@ -108,7 +108,7 @@ class ColourNetwork:
             groups[node.precision_group] = self.vertices[node.name]
 
     def end(self, name: str) -> int:
-        """Return a node's vertex in the network: its own if its colour is searched, otherwise the source (low) or the sink (high)."""
+        """Return the vertex of the node `name`. If its colour is fixed, this is the source (low) or the sink (high)."""
         vertex = self.vertices.get(name)
         if vertex is not None:
             return vertex
@@ -143,7 +143,7 @@ class PricedNetwork(ColourNetwork):
             self.network.arc(SOURCE, self.vertices[node.name], max(-more, 0))
 
     def _read(self, node: OpNode) -> None:
-        """Record the copies and casts that `node` causes when it runs low, and when it runs in fp32."""
+        """Record the copies and casts of its operands that `node` causes if it runs low, and if it runs in fp32."""
         own, mixing = self.end(node.name), node.promoted
         mixer = self._mixer(node, own) if mixing else None
         for operand, want in wanted(node, Colour.LOW):
@@ -224,7 +224,7 @@ class _Search(PricedNetwork):
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if the op of `mixer` pays for a copy of its anchor in the assignment `side`, which the first bound (rule 3) leaves out.
+        """True if the first bound (rule 3) is too low in the assignment `side`, because the op of `mixer` pays for a copy of its anchor.
 
         The op pays if it is high and all its operands are low.
         """

@@ -71,8 +71,8 @@ class Network:
 
         With `outwards`, readers on the source's side need the copy if the maker is on the sink's side. Without it, readers on the sink's
         side need the copy if the maker is on the source's side. Return the vertex of the copy, which is on the side of the readers that
-        need it. It is the source (with `outwards`) or the sink if a reader always needs the copy, or if nothing has to be paid. A single
-        reader is this vertex itself. With `named` a new vertex is made for a single reader, too, and if nothing has to be paid.
+        need it: the source (with `outwards`) or the sink, if a reader always needs the copy or nothing has to be paid; the reader, if there
+        is only one; otherwise a new vertex. With `named` it is always a new vertex, unless a reader always needs the copy.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):

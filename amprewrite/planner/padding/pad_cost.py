@@ -47,7 +47,7 @@ class PadCost:
 
     @property
     def passes(self) -> int:
-        """Number of products that a step runs for each product of the forward: 3 in training, where two give the gradients."""
+        """Number of products that a step runs for each product of the forward: 3 in training, where two of them compute gradients."""
         return 3 if self.training else 1
 
     @property
@@ -88,7 +88,7 @@ class PadCost:
     def gain(self, product: Product, padded: Product) -> float:
         """Return the seconds that a step saves if it runs `padded` instead of `product`; 0 if it saves nothing.
 
-        The seconds are measured if `measure` can time both products, otherwise predicted.
+        The seconds are measured if `measure` can time both products, otherwise predicted. A predicted saving within `MARGIN` counts as 0.
         """
         if self.measure is not None:
             found = self.measure(product, padded)

@@ -1,9 +1,9 @@
 """Find the dims of a graph that are one axis, choose the cheapest set of them to pad, and compute the numbers in the padding.
 
-1. Axes: every dim starts with an axis of its own. Padding rules tie dims inside each op, and views split them (`axes`).
+1. Axes: every dim starts with a separate axis. Padding rules join axes that an op pads together, and views split axes (`axes`).
 2. Wants: an axis that makes an operand of a low matrix product unaligned gets a padded extent.
 3. Cut: each op is padded along an axis or not. A product pays if it stays unaligned. A value pays for a pad or a slice, once for all
-   readers, if its maker or a reader is padded and the other is not. A minimum s–t cut chooses, as for colours: the source's side is padded.
+   readers, if only its maker or only a reader is padded. A minimum s–t cut chooses: ops on the source's side are padded.
 4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off before that op and start again.
 """
 
@@ -47,7 +47,7 @@ class Want:
     """The reason why the dim cannot be padded; "" if it can."""
 
     def padded(self, regions: Regions) -> int:
-        """Return the size of this dim after padding. A view may have merged several axes (`leaves`) into it; each is padded by itself."""
+        """Return the size of this dim after padding. If a view merged several axes into the dim, each of `leaves` is padded separately."""
         grown = self.size
         for leaf in self.leaves:
             grown = grown // regions.size_of(leaf) * regions.extent[leaf]
@@ -62,7 +62,7 @@ class Regions:
     """The calls of the graph by name, in graph order. Planned casts to the low format are calls as well."""
     numel: Callable[[str], int]
     is_weight: Callable[[str], bool]
-    """True if a value is a parameter, or a buffer to which nothing writes."""
+    """Function that is True for a value that is a parameter, or a buffer to which nothing writes."""
     barriers: set[tuple[str, str]] = field(default_factory=set)
     """Pairs (value, reader): the padding of the value is cut off before the reader. If the reader needs padding, zeros are added."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class Regions:
     axes: Axes = field(default_factory=Axes)
     of_value: dict[str, list[int]] = field(default_factory=dict)
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """Axes of each dim of a value, as the value is made (`of_value`) and as a reader takes it (`of_use`, by (value, reader)). These are the
-    same axes, except for the pairs in `barriers`, whose reader has axes of its own."""
+    """Axes of each dim of a value, as the value is made (`of_value`) and as a reader takes it (`of_use`, by (value, reader)). The two are
+    equal unless the pair is in `barriers`: the reader then has separate axes."""
     group: DisjointSets[Place] = field(default_factory=DisjointSets)
     """Joins the dims of a call that are padded together. Dims that may not be padded are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -222,8 +222,9 @@ class Regions:
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
         """Choose the axes to pad in a dim that a view merged from several axes (`leaves`). Write them to `want.leaves` and `units`.
 
-        `units` holds the multiple to which each axis is padded. Axes that are padded anyway are enough if they make the whole dim a
-        multiple of `want.unit`. Otherwise the axis that grows least is padded, too.
+        `units` holds the multiple to which each axis is padded. If the axes that are padded anyway make the whole dim a multiple of
+        `want.unit`, nothing is added. Otherwise one more axis is padded, or padded further: preferably an axis that may change its extent
+        (not in `fixed`), then an axis that is padded anyway, then the axis that grows least.
         """
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
@@ -252,8 +253,9 @@ class Regions:
 
     # -- 3. cut ---------------------------------------------------------------------------
     def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadCost) -> None:
-        """Set `padded`. Dims in `asked` are padded at any cost, dims in `weighed` only if the gain exceeds the cost of pads and slices.
+        """Choose the dims to pad and store them in `padded`.
 
+        Dims in `asked` are padded at any cost, dims in `weighed` only if the gain exceeds the cost of pads and slices.
         `gains` holds the seconds that padding saves, by call. `prices` computes the cost of pads and slices.
         """
         network = Network()
@@ -326,7 +328,7 @@ class Regions:
                         ends = [
                             (reader, None if (value, reader) in self.barriers else self.variable(reader, value, dim, leaf))
                             for reader in readers[value]
-                        ]  # None for a reader behind a barrier: the value reaches it unpadded, and is padded anew if the reader needs that
+                        ]  # None for a reader behind a barrier: it gets the value without padding, and pads it anew if it needs padding
                         found[dim, value, leaf] = (self.variable(call.name, i, dim, leaf), ends)
         return found
 
@@ -430,7 +432,8 @@ class Regions:
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
-        """Return the numbers in the padding of `value` that `reader` gets: zeros if the padding is made for it, otherwise the value's own.
+        """Return the numbers in the padding of `value` that `reader` gets: zeros in padding that is made for the reader, otherwise the
+        numbers that the value's op put there.
 
         `use` is the padded layout in which the reader takes the value, `have` the layout in which the value is made.
         """
@@ -458,7 +461,7 @@ def _merged(factors: Factors) -> Factors:
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and n == m:
-            # padding stays at the end when axes are merged, as rows that are added below a matrix are at the end of the flat matrix
+            # merging keeps padding at the end: rows that are added below a matrix are also at the end of the flattened matrix
             found[-1] = (found[-1][0] * n, found[-1][1] * m)
         else:
             found.append((n, m))

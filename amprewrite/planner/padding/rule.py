@@ -38,8 +38,7 @@ Leg = tuple[Part, ...]
 """One description of a dim: its parts, outer to inner. For example, (4, (slot, dim)) describes a weight dim of an LSTM: four gates, each of
 the size of that dim of that slot."""
 BROADCAST = "broadcast"
-"""Stands for the numbers in an operand's padding if the operand is broadcast along a padded dim of the result, so that it has no padding.
-"""
+"""Content of an operand without padding that is broadcast along a padded dim of the result."""
 LARGEST = 1e4
 """Largest magnitude that padding may hold. A larger number may overflow fp16 in the next op."""
 
@@ -72,7 +71,7 @@ class Rule:
     wants: list[tuple[Slot, int]] = field(default_factory=list)
     """Dims, as (slot, dim), for which the op's kernel is faster if their size is a multiple of a few elements."""
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
-    """Returns the numbers in the padding of the results, given those in the padding of the operands. May raise Hazard."""
+    """Function from the numbers in the padding of the operands to the number in the padding of the results. It may raise Hazard."""
     ignored: set[str] = field(default_factory=set)
     """Names of operands that may have any size, because the op reads only their dtype or sizes, or pads them itself."""
     why_opaque: str = ""
@@ -81,7 +80,7 @@ class Rule:
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
     def tie(self, *legs: Leg) -> None:
-        """Declare that all `legs`, descriptions of a dim of an operand or result, are the same dim, with the same size and padding."""
+        """Declare that dims of operands and results are the same dim, with the same size and padding. Each leg describes one of them."""
         self.ties.append(legs)
 
 
@@ -109,14 +108,14 @@ class View:
 
 # -- content -----------------------------------------------------------------------------
 def moved(contents: Contents) -> Content:
-    """Return the number in the padding of the result of an op that only moves elements: the number that all padded operands share, MIXED if
-    they share none, and 0.0 if no operand is padded."""
+    """Return the number in the padding of the result of an op that only moves elements: the number in the padding of all operands, MIXED if
+    their numbers differ, 0.0 if no operand is padded."""
     found = {c for c in contents.values() if c != BROADCAST}
     return 0.0 if not found else found.pop() if len(found) == 1 else MIXED
 
 
 def zero_keeping(contents: Contents) -> Content:
-    """Return the numbers in the padding of the result of an op that maps zero to zero: 0.0 if all padding read is 0, otherwise MIXED."""
+    """Return the number in the padding of the result of an op that maps zero to zero: 0.0 if all operands have 0 there, otherwise MIXED."""
     found = [c for c in contents.values() if c != BROADCAST]
     return 0.0 if all(c == 0 for c in found) else MIXED
 
@@ -140,9 +139,9 @@ def all_zero(why: str) -> Callable[[Contents], Content]:
 def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
     """Declare in `rule` which dims of an element-wise op, with operands `refs` and result shape `out`, are padded together.
 
-    Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim gets no
-    tie if a floating operand has a size there that is neither 1 nor the result's. It gets no tie either if a non-floating operand, such as
-    a boolean mask, is not broadcast along it, because such an operand cannot be padded.
+    Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim stays
+    without a tie, and so without padding, in two cases: a floating operand has a size there that is neither 1 nor the result's size, or a
+    non-floating operand, such as a boolean mask, is not broadcast along it (it cannot be padded).
     """
     rule.pointwise = True
     for back in range(1, len(out) + 1):
@@ -188,7 +187,7 @@ class Axes:
         return len(self._size) - 1
 
     def find(self, axis: int) -> int:
-        """Return the axis that stands for `axis` and all axes joined to it."""
+        """Return the representative of `axis` and of all axes joined to it."""
         return self._joined.find(axis)
 
     def size(self, axis: int) -> Size:

@@ -1,7 +1,7 @@
 """Padding rules (`padding/rule.py`) of element-wise ops. They compute the numbers in the result's padding from those in the operands'.
 
-It knows some ops by name: `where`, whose condition comes first, and `rsub`, `mul`, `div`, `maximum` and `minimum`, whose arithmetic it
-repeats on the content of the padding.
+This file knows some ops by name: `where`, whose first argument is the condition, and `rsub`, `mul`, `div`, `maximum` and `minimum`, whose
+arithmetic it repeats on the numbers in the padding.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 
 # -- pointwise ------------------------------------------------------------------------------
 def pointwise(view: View) -> Rule:
-    """Return the padding rule of an op with one tensor operand. All dims may be padded, unless the call has arguments unknown here.
+    """Return the padding rule of an op with one tensor operand. All dims may be padded, unless the call has arguments unknown to the rule.
 
-    The op is applied to the number in the padding, too.
+    The number in the result's padding is the op's result for the number in the operand's padding.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))

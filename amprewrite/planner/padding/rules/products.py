@@ -1,6 +1,7 @@
 """Padding rules (`padding/rule.py`) of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
 
-It knows by name `mm`, `bmm`, `addmm` and `baddbmm`, whose operands have names of their own, and convolutions named `transpose`.
+This file knows some ops by name: `mm`, `bmm`, `addmm` and `baddbmm`, because their operands have different keyword names, and convolutions
+with `transpose` in their name.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def reduction(view: View) -> Rule:
 def batch_norm(view: View) -> Rule:
     """Return the padding rule of batch norm. The channels may be padded.
 
-    A scale is padded with zeros, so that the padding of the result is zero. Without a scale the padding of the operand must be zero. In
-    training the op pads the running statistics itself.
+    A scale (the op's weight) is padded with zeros, so that the padding of the result is zero. Without a scale the padding of the operand
+    must be zero. In training the op pads the running statistics itself.
     """
     call = view.call
     names = ("input", "running_mean", "running_var", "weight", "bias")
@@ -56,7 +57,7 @@ def batch_norm(view: View) -> Rule:
 
 
 def normalised(view: View) -> Rule:
-    """Return the padding rule of norms except batch norm, and of softmax. No dim may be padded, because results depend on its size."""
+    """Return the padding rule of norms except batch norm, and of softmax. No dim may be padded, because padding would change the result."""
     return Rule(why_opaque=f"{view.call.op} runs over the logical size")
 
 
@@ -74,9 +75,9 @@ def channels(view: View) -> Rule:
 
 # -- matrix products ----------------------------------------------------------------------------------
 def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
-    """Return the content rule of a product with a weight: the padding of the result holds zeros.
+    """Return the function that computes the numbers in the padding of a product with a weight. They are zeros.
 
-    It raises Hazard if the padding of weight or bias is not zero. The padding of the other operand may hold any finite number.
+    The function raises Hazard if the padding of weight or bias is not zero. The padding of the other operand may hold any finite numbers.
     """
 
     def content(contents: Contents) -> Content:
@@ -217,8 +218,8 @@ def einsum(view: View) -> Rule:
 
 
 def embedding(view: View) -> Rule:
-    """Return the padding rule of an embedding. The features may be padded. The table may get further rows, which are never looked up,
-    unless `padding_idx` counts from its end."""
+    """Return the padding rule of an embedding. The features may be padded. If `padding_idx` does not count from the end of the table, the
+    table may also get further rows, which are never looked up."""
     call = view.call
     weight = call.get(1, "weight")
     shape = view.shape(weight)
@@ -233,7 +234,7 @@ def embedding(view: View) -> Rule:
 
 
 def recurrent(view: View, gates: int) -> Rule:
-    """Return the padding rule of a recurrent layer with `gates` gates. Input and hidden size may be padded, each gate by itself.
+    """Return the padding rule of a recurrent layer with `gates` gates. Input and hidden size may be padded, each gate separately.
 
     The padding of weights and initial states must be zero, so that the padding of all states stays zero.
     """

@@ -1,6 +1,6 @@
 """Padding rules (`padding/rule.py`) of ops that return their operands' elements in another shape: views, pieces, and joined tensors.
 
-It knows some ops by name: `t`, `permute` and `transpose` for their order of dims, and `unbind`, which removes the dim that it cuts.
+This file knows some ops by name: `t`, `permute` and `transpose` for their order of dims, and `unbind`, which removes the dim that it cuts.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def expand(view: View) -> Rule:
 
 
 def zeros(view: View) -> Rule:
-    """Return the padding rule of `zeros`, which models call for example for initial states. All dims may be padded with further zeros."""
+    """Return the padding rule of `zeros`, with which models make initial states, for example. All dims may be padded with further zeros."""
     rule = Rule(content=lambda contents: 0.0)
     rule.ignored = {ref.name for ref in view.call.args if isinstance(ref, Ref)}
     for dim, size in enumerate(view.out):
@@ -249,7 +249,7 @@ def select(view: View) -> Rule:
 def chunks(view: View) -> Rule:
     """Return the padding rule of chunk, split and unbind. All dims but the cut dim may be padded.
 
-    Chunk and split may have the cut dim padded, too, if all pieces are multiples of the smallest piece. Each piece is then padded.
+    For chunk and split the cut dim may be padded as well if all pieces are multiples of the smallest piece. Each piece is then padded.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
@@ -273,7 +273,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # all pieces are multiples of the smallest, as in a QKV weight with fewer key heads: tie each to that piece
+        if first is not None:  # all pieces are multiples of the smallest piece, as in a QKV weight with fewer key heads: tie each to it
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:
