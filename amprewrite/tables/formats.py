@@ -1,7 +1,7 @@
-"""The floating point formats that amprewrite knows, each with its dtype, range and names, functions to look them up, and recipes to
-quantise products to fp8: which GEMMs run in fp8, in which formats, and which elements of a matrix share a scale.
+"""The floating point formats that amprewrite knows: dtypes, ranges, names, and functions to look them up. Also recipes for fp8 products.
 
-In a training step a product y = x · wᵀ is three GEMMs. Each reads two matrices in the layout shown, and sums over the last dim of both:
+A recipe says which GEMMs run in fp8, in which fp8 formats, and which elements of a matrix share a scale. In a training step a product
+y = x · wᵀ is three GEMMs. Each reads two matrices in the layout shown, and sums over the last dim of both:
 
     out          x  · w      gives y
     grad_in      g  · wᵀ     gives the gradient of x; g is the gradient of y
@@ -85,8 +85,8 @@ LOW_NAMES = tuple(row.name for row in LOW_FORMATS)
 LOW_DTYPES = tuple(row.dtype for row in LOW_FORMATS)
 NARROW_DTYPES = frozenset(row.dtype for row in LOW_FORMATS if row.narrow)
 SCALED_FORMATS: dict[str, Format] = {row.name: row for row in (E4M3, E5M2)}
-"""The fp8 formats. A value in such a format has a meaning only together with a scale. So no op runs in them, but products may read copies
-of their operands in them (`recipes.py`)."""
+"""The fp8 formats. An fp8 value has a meaning only together with a scale. So no op runs in these formats, but products may read copies of
+their operands in them (see `Recipe`)."""
 NARROWEST = FP16
 """The low format with the smallest range, which limits the loss scale."""
 DEFAULT_LOW = BF16
@@ -174,14 +174,14 @@ class Recipe:
     power_of_two: bool = False
     """True if scales are rounded down to powers of two, so that multiplying by a scale causes no rounding error."""
     fast: tuple[str, ...] = (OUT,)
-    """GEMMs that a GPU may accumulate with fewer bits. By default GEMMs that compute gradients are not among them."""
+    """GEMMs whose sums a GPU may accumulate with fewer bits. By default only the GEMM of the forward."""
 
     def format(self, role: str) -> Format:
         """Return the fp8 format of the matrix with this role: "x", "w" or "g"."""
         return self.gradient if role == G else E4M3
 
     def scaling(self, role: str, way: str) -> str:
-        """Return which elements of a matrix in the layout `way` share a scale: "tensor" if all do, "rows" if those of each row do."""
+        """Return which elements of a matrix in the layout `way` share a scale: "tensor" if all do, "rows" if the elements of a row do."""
         return ROWS if (role, way) in self.rows else TENSOR
 
     def pair(self, gemm: str) -> str:

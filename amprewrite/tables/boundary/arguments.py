@@ -79,12 +79,12 @@ def flag(name: str, value: Any) -> bool:
 
 
 def is_word(value: object, word: str) -> bool:
-    """True if `value` is the string `word`. Unlike `==` it returns a bool for arrays, too: `==` compares their elements."""
+    """True if `value` is the string `word`. Unlike `value == word` it returns a bool even for an array, whose elements `==` compares."""
     return isinstance(value, str) and value == word
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Return the keyword arguments that the option `name` holds as a dict; {} for None. PolicyError if `value` is no mapping from str."""
+    """Return the keyword arguments in the option `name` as a dict; {} for None. Raises PolicyError if `value` is no mapping from str."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

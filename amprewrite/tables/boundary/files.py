@@ -26,7 +26,7 @@ from amprewrite.tables.errors import EmitError, PolicyError
 
 try:
     import fcntl
-except ImportError:  # Windows has no such module, so that `alone_in` excludes nobody there
+except ImportError:  # Windows lacks this module: there `alone_in` locks nothing
     fcntl = None  # type: ignore[assignment]
 
 MARK = ".amprewrite-"
@@ -72,8 +72,8 @@ def write_bytes(path: Any, content: bytes) -> Path:
 def replacing(path: Any) -> Iterator[BinaryIO]:
     """Yield a new binary file, which replaces the file at `path` when the `with` block ends.
 
-    After an exception in the block the old file is unchanged. Raises EmitError if the file cannot be written, and in place of any OSError
-    of the block. Other exceptions of the block pass through.
+    If the block raises an exception, the old file is unchanged. Raises EmitError if the file cannot be written, or if the block raises
+    OSError. Other exceptions of the block pass through.
     """
     target = resolved(path)
     try:
@@ -156,13 +156,13 @@ def take_mode(scratch: Path, target: Path) -> None:
         return
     now = scratch.stat()
     if hasattr(os, "chown") and (old.st_uid, old.st_gid) != (now.st_uid, now.st_gid):
-        with contextlib.suppress(PermissionError):  # only root may change the owner: for other users the file stays their own
+        with contextlib.suppress(PermissionError):  # only root may change the owner: any other user owns the new file
             os.chown(scratch, old.st_uid, old.st_gid)
     scratch.chmod(stat.S_IMODE(old.st_mode))
 
 
 def write_scratch(path: Path, content: bytes) -> None:
-    """Write a scratch file directly and without sync, since nobody reads it before it is moved. Raises OSError if writing fails."""
+    """Write `content` to a scratch file without sync: nobody reads it before it is moved to its target. Raises OSError if writing fails."""
     with path.open("wb") as file:
         file.write(content)
 
@@ -175,7 +175,7 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Wait until a folder's entries are on the disk. Do nothing if the file system cannot sync folders."""
-    with contextlib.suppress(OSError), _opened(folder) as handle:  # an error does not matter: files are complete without this
+    with contextlib.suppress(OSError), _opened(folder) as handle:  # ignore errors: the files in the folder are complete without this sync
         os.fsync(handle)
 
 

@@ -2,8 +2,8 @@
 
 A class may override `named_parameters` with another signature, or leave out some parameters, as loss modules with target networks do. So
 these functions find every registered member first, whatever the class overrides, in PyTorch's order. As in PyTorch, a member with several
-names is yielded once if `remove_duplicate` is True. They take a fifth of the time of PyTorch's methods, which resume one generator for each
-level of modules for each member.
+names is yielded once if `remove_duplicate` is True. They take a fifth of the time of PyTorch's methods, which pass each module through one
+generator for each module above it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def named_modules_in(model: nn.Module, remove_duplicate: bool = True) -> list[tu
 
     With `remove_duplicate`, a module with several paths is listed under the first path only.
     """
-    if type(model).named_modules is not nn.Module.named_modules:  # it may list modules that are not registered, as `CapturedModules` does
+    if type(model).named_modules is not nn.Module.named_modules:  # an override may list modules that are not registered as children
         return list(model.named_modules() if remove_duplicate else model.named_modules(remove_duplicate=False))
     found: list[tuple[str, nn.Module]] = []
     _add_modules(model, "", found, set() if remove_duplicate else None)
@@ -73,7 +73,7 @@ def buffers_in(model: nn.Module) -> Iterator[Tensor]:
 
 def _members(model: nn.Module, table: str, method: str, remove_duplicate: bool) -> list[tuple[str, Any]]:
     """Return (name, member) for the members in `table` of all modules, then for further members that an overridden `method` returns."""
-    if type(model).named_modules is not nn.Module.named_modules:  # PyTorch's methods list the members of what that lists
+    if type(model).named_modules is not nn.Module.named_modules:  # PyTorch's methods call the override and list the members of its modules
         found = list(getattr(nn.Module, method)(model, remove_duplicate=remove_duplicate))
         known = {id(member) for _, member in found}
     else:
@@ -85,9 +85,10 @@ def _members(model: nn.Module, table: str, method: str, remove_duplicate: bool) 
 
 
 def _registered(model: nn.Module, table: str, remove_duplicate: bool) -> tuple[list[tuple[str, Any]], set[int]]:
-    """Return the (name, member) pairs of all registered modules of `model`, and the set of the ids of these members.
+    """Return (name, member) for the members of all registered modules of `model`, and the set of the ids of these members.
 
-    `table` is the attribute of a module that holds them, such as "_parameters". If `remove_duplicate`, a shared member is listed once.
+    `table` is the attribute of a module that holds its members, such as "_parameters". With `remove_duplicate` a shared member is listed
+    once.
     """
     found, known = list[tuple[str, Any]](), set[int]()
     for path, module in named_modules_in(model, remove_duplicate):

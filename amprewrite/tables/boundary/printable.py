@@ -1,4 +1,4 @@
-"""Make text safe to print, and print it: consoles that leave it unchanged, and progress bars on terminals and in notebooks.
+"""Make text safe to print, make consoles that print text unchanged, and show progress bars on terminals and in notebooks.
 
 Names from files may hold control characters, or characters that no encoding can write. `fragment` makes the HTML of a report in a notebook.
 
@@ -36,7 +36,7 @@ _CELL = "padding:2px 10px;white-space:nowrap"
 def fragment(lines: Iterable[str], titles: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> str:
     """Return HTML for a notebook: `lines` of text, and a table with `titles` and `rows` unless there are no titles. Text is escaped.
 
-    The first column of the table is aligned to the left, as text, and the other columns to the right, as figures.
+    The first column of the table holds text and is aligned to the left. The other columns hold figures and are aligned to the right.
     """
 
     def row(tag: str, cells: Sequence[str]) -> str:
@@ -84,7 +84,7 @@ def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[
 def _line(what: str, total: int | None) -> Callable[[], None]:
     """Show a line with a count in the notebook cell, and return the function that adds one to the count.
 
-    rich's own bar is not used, because it shows nothing without ipywidgets.
+    It replaces rich's progress bar, which shows nothing in a notebook without ipywidgets.
     """
     from IPython.display import display
 

@@ -65,7 +65,7 @@ TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
 BROADCASTS = "broadcast"
 """The attribute by which ops before opset 7 asked for broadcasting."""
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
-"""Attributes of ops with BROADCASTS that later opsets dropped, because shapes determine broadcasting or because nothing read them."""
+"""Attributes that later opsets dropped from ops with the attribute BROADCASTS: shapes determine broadcasting, or nothing read them."""
 NEUTRAL = {("Cast", "saturate")}
 """(op type, attribute) of attributes that a later opset added with the old behaviour as default. `saturate` affects only casts to fp8."""
 

@@ -128,7 +128,7 @@ def _operator_name(bare: str) -> str:
 
 @cache
 def _method_name(name: str) -> str:
-    """Return the vocabulary name of the Tensor method or function `name`; without such an op, `name` without its in-place underscore."""
+    """Return the vocabulary name of the Tensor method or function `name`; if there is none, `name` without an in-place underscore."""
     if name.startswith("__") and name.endswith("__"):
         if name in _BY_WORD:
             return _BY_WORD[name].name
@@ -142,8 +142,8 @@ def _method_name(name: str) -> str:
 def op_name(target: Any) -> str:
     """Return the vocabulary name of the target of an fx node: a torch function, Tensor method, method name, operator or ATen overload.
 
-    All spellings of an op give the name of its row, and the underscore of in-place ops is dropped. A function that is not torch's keeps its
-    own name, or gets "module.name" if an op has that name.
+    All spellings of an op give the name of its row, and the underscore of in-place ops is dropped. A function from outside torch keeps its
+    name, or becomes "module.name" if an op has the same name.
     """
     if isinstance(target, str):
         return _method_name(target)
@@ -157,7 +157,7 @@ def _target_name(target: Any, name: str) -> str:
         return _schema_name(target._schema.name)
     if isinstance(target, OpOverloadPacket):
         return _schema_name(target._qualified_op_name)
-    if name == "__get__":  # the getter of a property, such as torch.Tensor.T.__get__, knows the property's name
+    if name == "__get__":  # the getter of a property, such as torch.Tensor.T.__get__: its `__self__` has the property's name
         return _method_name(getattr(target.__self__, "__name__", name))
     module = getattr(target, "__module__", None) or ""
     if module in ("_operator", "operator"):

@@ -119,9 +119,10 @@ class Op:
     low_backward: tuple[str, ...] = ()
     """Devices on which the backward of the op's low kernel adds up gradients in the low format. In training the op runs in fp32 there."""
     by_steps: tuple[str, ...] = ()
-    """Devices that run a recurrent layer as separate ops for each time step, all of which read the weights, except as `one_kernel` says."""
+    """Devices that run a recurrent layer as separate ops for each time step, so that every step reads the weights. `one_kernel` lists
+    exceptions."""
     one_kernel: tuple[str, ...] = ()
-    """Devices and formats with a kernel for all time steps of a recurrent layer without projections, if no sequence is packed."""
+    """Devices and formats with one kernel for all time steps of a recurrent layer, if it has no projections and no sequence is packed."""
     uneven: tuple[str, ...] = ()
     """Devices whose low kernels round some elements of a tensor twice and others once, so that a row's result depends on its batch."""
     no_kernel: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ TRAITS: dict[Trait, str] = {
     Trait.KEEPS_ORDER: "view reshape contiguous flatten",
     Trait.HANDS_LAYOUT_ON: "add sub mul div neg where masked_fill clamp to type type_as float expand unsqueeze",
     Trait.MAKES_SCORES: f"{_SAME_NUMBERS} slice select repeat add sub mul div masked_fill where clamp maximum",
-    # how an op uses numbers among its operands (filler, bound, epsilon), and what it does to very large and very small values
+    # use of numbers among the operands (filler, bound, epsilon), and effect on very large and very small values
     Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
     Trait.FILLS: "where masked_fill full full_like fill index_fill scatter constant_pad_nd pad threshold nan_to_num index_put setitem",
     Trait.HOLDS_NUMBERS: "tensor scalar_tensor",
@@ -57,7 +57,7 @@ TRAITS: dict[Trait, str] = {
     Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
     Trait.MULTIPLIES_ALL: "chain_matmul linalg_multi_dot",
     Trait.IN_POLYNOMIALS: "add mul",
-    # how a rounding error of an operand changes the result
+    # effect of an operand's rounding error on the result
     Trait.ADDS_UP: "add sub rsub addcmul addcdiv lerp diff",
     Trait.TAKES_AWAY: "sub rsub diff",
     Trait.TAKES_MEAN_AWAY: "layer_norm group_norm batch_norm instance_norm var var_mean std std_mean",
@@ -71,12 +71,12 @@ TRAITS: dict[Trait, str] = {
     "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d tanh sigmoid erf erfc softsign",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
-    # how large whole numbers (positions, lengths, steps) become; read by `ir/evidence/counts.py`
+    # magnitude of whole numbers (positions, lengths, steps) in the result; `ir/evidence/counts.py` reads these traits
     Trait.NUMBERS: "arange linspace",
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
     Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
-    # ops that make constant tensors; linear ops: scaling all their operands, any one operand, or the first operand scales the result
+    # ops that make constant tensors; linear ops, whose result is scaled if all operands, any one operand, or the first operand is scaled
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
@@ -93,11 +93,11 @@ TRAITS: dict[Trait, str] = {
     Trait.ATTENDS: "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention flex_attention",
     Trait.ATTENDS_AND_PROJECTS: "multi_head_attention_forward _native_multi_head_attention",
-    # padding: what the op makes of the padding's elements, zeros or other numbers
+    # padding: the op's results for zeros and for other numbers in the padding
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
     Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
     "tanhshrink sign positive asinh",
-    # padding: further arguments of the op leave its numbers unchanged, so that a rule for the input alone holds
+    # padding: ops whose further arguments do not change the numbers, so that a rule for the first argument suffices
     Trait.ONE_INPUT: "relu silu gelu mish relu6 hardswish hardsigmoid",
 }
 """Trait → names of the ops that have it, separated by spaces."""
