@@ -38,7 +38,7 @@ def compile_backend(
 
     Dynamo calls the function with each graph and example `inputs`. `options` are the options of `amprewrite.rewrite` that concern graphs,
     such as {"dtype": "bf16"}; `OPTIONS` in `amprewrite.api.compile_backend` lists them. `mode` is an option of inductor and is refused.
-    Raises PolicyError for invalid options; torch.compile wraps it in its own error, as the cause.
+    Raises PolicyError for invalid options; torch.compile reports it inside an error of its own.
     """
     from amprewrite.runtime.torch_compile import compile_graph
 
@@ -55,7 +55,7 @@ def compile_backend(
             "amprewrite.rewrite takes the others"
         )
     if given.get("backend") is compile_backend:
-        given["backend"] = "amprewrite"  # which is refused below
+        given["backend"] = "amprewrite"  # `checked_options` refuses this name
     return compile_graph(graph, inputs, checked_options(**given, cache_weights=False))
 
 
@@ -85,8 +85,7 @@ class Compiled:
         self._session.training.gate.attach(optimizer_inside(optimizer), copies)
 
     def check_patterns(self) -> None:
-        """Raise PolicyError if a module pattern of `overrides` or `pad` matches no module. Call this method after all parts were captured.
-        """
+        """Raise PolicyError if a module pattern of `overrides` or `pad` matches no module. Call it after all parts were captured."""
         check_patterns(self._session.options, self._session.root)
 
 

@@ -47,7 +47,7 @@ def export_with_plan(
     `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Raises CaptureError if
     torch.export cannot capture the model.
     """
-    with ONE_EXPORT:  # whole: ops that run for planning, while another thread exports, would annotate that thread's graph
+    with ONE_EXPORT:  # hold the lock while planning, too: while another thread exports, ops that run here would annotate its graph
         return _export_with_plan(amp, args, dict(kwargs or {}), options)
 
 

@@ -5,9 +5,9 @@ fp32 weight then holds rounded values, and the cast gives the same bits. Gradien
 shards that optimizers and checkpoints see stay fp32.
 
 1. `LowGather` replaces FSDP's all-gather for one sharded module, through `FSDPModule.set_custom_all_gather`.
-2. `LowGather` sends low only in gathers that FSDP makes for a forward or a backward and frees afterwards. If the user calls `unshard()`,
-   weights are gathered in fp32.
-3. All ranks must send the same format. So the ranks agree once, in `agree`, and decide nothing later.
+2. `LowGather` sends the low format only if FSDP gathers for a forward or a backward, and frees the gathered weights afterwards. If the
+   user calls `unshard()`, weights are gathered in fp32.
+3. All ranks must send the same format. So the ranks agree once, in `agree`, and never change the formats by themselves.
 4. `GatheredLow` checks each call: a call that reads rounded weights in another way raises an error before its result is returned.
 """
 
@@ -45,7 +45,7 @@ class LowGathers:
     bytes_before: int
     """Bytes of all gathered weights on a rank if all were fp32."""
     bytes_now: int
-    """Bytes of all gathered weights on a rank in the formats that they have now."""
+    """Bytes of all gathered weights on a rank in the formats in which they are gathered now."""
 
     def __str__(self) -> str:
         weights = len(self.low) + len(self.full)
@@ -127,7 +127,7 @@ def why_full(session: Session, sharded: Sharded) -> list[str]:
 
 
 def _not_in_one_graph(session: Session, sharded: Sharded) -> str:
-    """Return the reason why code outside the module's graphs may read its weights; "" if no such code may."""
+    """Return the reason why code outside the module's graphs may read its weights; "" if no other code can."""
     entry = session.entries.get(sharded.path)
     place = f"{sharded.path or 'the model'}"
     if entry is None or not entry.captured:
@@ -237,7 +237,7 @@ class LowGather:
         """True if the gathered weights now hold rounded values."""
 
     def concerns_this_call(self) -> bool:
-        """True if code of the running call may read rounded values of these weights: now, or after the gather for the call's backward."""
+        """True if this call may read rounded weights: they are rounded now, or the gather for the backward of this call will round them."""
         return self.rounded or torch.is_grad_enabled()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -309,7 +309,7 @@ class GatheredLow:
         self.gathers, self._of = gathers, {name: gather for gather in gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:
-        """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names the code of the graph."""
+        """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names its code in the message."""
         for name in reads.full:
             gather = self._of.get(name)
             if gather is not None and gather.concerns_this_call():

@@ -77,7 +77,7 @@ def rewrite(
         overrides: formats by op, module path pattern or node name:
             `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`. For a module or node, "wide" makes
             matrix products read bf16 and return fp32.
-        plan: a plan to follow instead of deciding, edited or not. A plan that does not fit the captured graphs raises PlanError.
+        plan: a plan, edited or not, to follow instead of deciding. A plan that does not fit the captured graphs raises PlanError.
         calibration: the result of `amprewrite.calibrate`, or batches to calibrate with. In fp16, values that would overflow or be
             flushed to zero then stay fp32, and the plan gives the evidence. With `products=`, graphs without gradients get constant
             scales for fp8 copies. Batches run in the model's current mode (train or eval).
@@ -120,7 +120,7 @@ def rewrite(
             its own duration. With "step", copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager
             training too, so that gradient accumulation casts each weight once; copies of weights that take no gradient are kept
             longer. Then call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives):
-            most are found at a later call, with a warning, but not all. With False, no copy is kept, in such blocks either.
+            most are found at a later call, with a warning, but not all. With False, no copy is kept, not even in such blocks.
         strict: whether code that cannot be captured raises CaptureError instead of running in fp32 with a warning.
         inplace: whether to turn `model` itself into the rewritten model and return it, for code that keeps its model object, as many
             trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model does not change.
@@ -318,7 +318,7 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
 
 
 def _checked_device(device: Any, measure: bool) -> str:
-    """Return the name of the device to plan for; "" for the device at hand. PolicyError for an unknown name, or a name with `measure`."""
+    """Return the name of the device to plan for; "" for the device at hand. PolicyError if the name is unknown or given with `measure`."""
     if device is None:
         return ""
     if measure:
@@ -328,7 +328,7 @@ def _checked_device(device: Any, measure: bool) -> str:
 
 
 def _checked_memory(memory: Any) -> float:
-    """Return `memory`, given in seconds per gigabyte, in seconds per byte. Raises PolicyError if it is no number, negative or infinite."""
+    """Convert `memory` from seconds per gigabyte to seconds per byte. Raises PolicyError if it is no number, negative or infinite."""
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
         raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9

@@ -122,7 +122,7 @@ def explain(options: Options) -> int:
 
 
 def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
-    """Return all facts about a node as data for JSON, with the effects of changes if they can be tried."""
+    """Return all facts about a node as data for JSON. If the plan can be decided anew, add which overrides change its colour."""
     told = asdict(node) | {
         "colour": node.colour.value, "reason": node.reason.name, "kind": node.kind.value if node.kind else None, "why": node.why(),
     }  # fmt: skip
@@ -172,7 +172,7 @@ def convert(options: Options) -> int:
 
 
 def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> dict[str, Any]:
-    """Convert a model and return a report as data for JSON. OUT is written only if the error is within --max-rel-err."""
+    """Convert a model and return a report as data for JSON. If the error exceeds --max-rel-err, `out` is not written."""
     limit = options.max_rel_err
     try:
         if isinstance(source, OnnxModel):
@@ -330,14 +330,14 @@ def devices(options: Options) -> int:
     return 0
 
 
-# -- shared --------------------------------------------------------------------------------------------
+# -- used by several commands --------------------------------------------------------------------------
 POLICY = ("dtype", "lists", "override", "calibration", "time_limit", "train", "device", "run_on", "plan")
-"""Options that decide a plan."""
+"""Command-line options that affect a plan while it is decided."""
 DECIDED = "plans a model, and a saved plan is decided already: name the model"
 
 
 def _refuse(options: Options, names: Iterable[str], why: str) -> None:
-    """Raise UsageError if one of the options `names` is given, because it would do nothing here. `why` completes the message."""
+    """Raise UsageError if one of the options `names` is given, because it would do nothing here. The message is the option and `why`."""
     for name in names:
         if getattr(options, name, None) not in (None, False, [], "default", "auto"):
             raise UsageError(f"--{name.replace('_', '-')} {why}")

@@ -148,7 +148,7 @@ def _convert(made: argparse.ArgumentParser) -> None:
 
 
 def _policy(made: argparse.ArgumentParser, plan: bool = False) -> None:
-    """Add the options that decide a plan; with `plan`, also --plan."""
+    """Add the options that affect a plan, such as --dtype and --override. With `plan`, also add --plan."""
     group = _formats(made)
     if plan:
         group.add_argument("--plan", metavar="JSON", help="follow this plan")
@@ -162,7 +162,7 @@ def _policy(made: argparse.ArgumentParser, plan: bool = False) -> None:
 
 
 def _formats(made: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options on which op lists depend, and return their group."""
+    """Add the options on which op lists depend (--dtype, --lists and devices), and return their group."""
     group = made.add_argument_group("policy")
     group.add_argument("--dtype", metavar="FORMAT", help="bf16 or fp16; the device's best if left out")
     group.add_argument("--lists", default="default", metavar="NAME", help="default, tf, autocast, o2 or o3")
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"{type(error).__name__}: {first_line(error)} (--debug shows where)")
     finally:
-        sys.path[:] = folders  # loading a MODEL may have added folders
+        sys.path[:] = folders  # restore the import path, because loading a MODEL may have added folders
 
 
 def _one_line(said: str) -> str:

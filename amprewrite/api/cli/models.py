@@ -1,7 +1,7 @@
 """Load the MODEL that an argument of the command line names: a factory, a `.pt2` file, an `.onnx` file, or a saved plan.
 
-A factory is a Python callable without arguments that returns a model and inputs. It runs as code, as the user asks. `.onnx` and `.json`
-files are data.
+A factory is a Python callable without arguments that returns a model and inputs. Its code runs, because the user names it.
+`.onnx` and `.json` files are data.
 
 torch.export.load can run code from a `.pt2` file: it unpickles weights, constants and example inputs, evaluates expressions of sizes,
 imports classes of containers, runs guards, and calls any function that a node names. Without --trust, a file is loaded only if none of
@@ -135,7 +135,7 @@ def load_batches(word: str) -> Iterable[Any]:
     return found
 
 
-# -- factories ----------------------------------------------------------------------------
+# -- loading by calling a factory ---------------------------------------------------------
 def _called(word: str, place: str, name: str, returns: str) -> Any:
     factory = _attribute(_module(word, place), place, name)
     if not callable(factory) or isinstance(factory, nn.Module):
@@ -340,7 +340,7 @@ def _entries(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _archive(parts: dict[str, bytes]) -> io.BytesIO:
-    """Return an archive of the parts in the form that torch writes."""
+    """Return an archive of `parts` ({name: content}) in the format of torch.save."""
     buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
     for name, content in parts.items():

@@ -33,7 +33,7 @@ def say(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def text(found: str) -> None:
-    """Print text without cutting lines; a terminal wraps long lines. Lines on heavy fp32 ops and left-out parts are coloured."""
+    """Print text without cutting lines; a terminal wraps long lines. Lines about heavy fp32 ops and omitted parts are coloured."""
     for line in found.split("\n") if found else ():
         bad = line.startswith(("heavy op left high", "left out"))
         OUT.print(Text(printable(line), style=STYLES["high"] if bad else ""))

@@ -55,7 +55,7 @@ def rewrite_onnx(
         products: as for `rewrite`: which matrix products with a constant matrix read fp8 copies of their operands, in fp16 and bf16 files.
             Needs `calibration`, which gives the scales, and opset 21, to which the file is raised.
         device: name of the device by whose prices a preset of `products` decides, such as "h100". "fp8-all" needs none.
-        plan: a plan of this model to follow instead of deciding, edited or not.
+        plan: a plan of this model, edited or not. The conversion follows this plan instead of deciding by itself.
         calibration: a sample, or an iterable of samples, which are read one at a time. A sample is a mapping of input names to arrays, or
             the path of an .npz file. Runs on the samples give the ranges of values, which decide what fits the low format. The first
             eight also measure the error. None uses made-up inputs.
@@ -127,7 +127,7 @@ def export_onnx(
         opset: the opset version for torch.onnx.export; None takes its default.
         dynamic_shapes: passed to torch.onnx.export.
         products: as for `rewrite_onnx`, also for a model rewritten in fp16; None takes the option `products` of the model.
-        plan: a plan to follow instead of deciding, edited or not: of an earlier export, or of the PyTorch graph.
+        plan: a plan, edited or not, from an earlier export or of the PyTorch graph. The file follows this plan.
         calibration: as for `rewrite_onnx`. It also gives the scales of fp8 copies. Without it, products of the model read bf16.
 
     The other arguments are the same as for `rewrite_onnx`.

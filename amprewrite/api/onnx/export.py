@@ -66,7 +66,7 @@ def exported(
     device = next((t.device.type for t in (*parameters_in(plain), *buffers_in(plain))), "cpu")
     policy = session.policy_for(device)
     notes: tuple[str, ...] = ()
-    # torch.export replaces eval() of a program's module by a method that refuses, since the graph is in one mode for ever
+    # the note on eval() is not for the module of an ExportedProgram: its graph has one fixed mode, and its own `eval` raises an error
     if plain.training and "eval" not in vars(plain):
         notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
     if policy.low is FP32:
@@ -118,10 +118,11 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (a plan of the PyTorch graph, flag): the exported file takes over the plan's colours. None if the user chose no colours.
+    """Return (a plan of the PyTorch graph, flag). The exported file takes over colours of this plan. None if the user chose no colours.
 
-    The plan is the argument `plan`, otherwise the plan given to `rewrite`; the flag is then False. If there is neither, but `rewrite` got
-    `node:` overrides, the plan comes from a capture, and the flag is True: only the colours of nodes with such an override are taken over.
+    The plan is the argument `plan`, otherwise the plan given to `rewrite`; the flag is then False, and all colours are taken over. If there
+    is neither, but `rewrite` got `node:` overrides, the plan is made by a capture. The flag is then True, and only the colours of nodes
+    with such an override are taken over.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given
@@ -135,8 +136,8 @@ def torch_plan(
 def kept_out(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model) -> frozenset[str]:
     """Return the ATen base names of the ops that the model runs with torch.autocast disabled.
 
-    The exported file looks the same for such code as for code under another context manager, such as `torch.no_grad`. So a capture of `amp`
-    finds the ops. If a part of the model cannot be captured, the ops under any such context manager are returned.
+    The exported file does not tell such code from code under other context managers, such as `torch.no_grad`. So a capture of `amp` finds
+    the ops. If a part of the model cannot be captured, the ops under all these context managers are returned.
     """
     inside = region_ops(model)
     if not inside:

@@ -231,7 +231,7 @@ class Job:
         return self.policy.op_lists(op_lists(self.policy.lists, self.low, "cuda"))
 
     def rewrite(self, samples: Samples, order: Order) -> OnnxResult:
-        """Decide, edit the model, and write and check it. Raises Crash if ONNX Runtime crashes on the result."""
+        """Decide the plan, edit the model by it, write and check the result. Raises Crash if ONNX Runtime crashes on the result."""
         asked = frozenset(o.pattern for o in self.policy.overrides if o.scope == "op")
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
         reading.graph = with_counts(reading, self.model, self.low)
@@ -271,8 +271,8 @@ class Job:
         return samples
 
     def take_invalid(self, samples: Samples, remedy: str) -> None:
-        """Note onnx.checker's complaint about the source. If ONNX Runtime does not run the source either, raise CaptureError with the
-        advice `remedy` at its end."""
+        """Add a note on onnx.checker's complaint about the source. If ONNX Runtime does not run the source either, raise CaptureError
+        instead; `remedy`, an advice, ends its message."""
         if samples.problem:
             why = samples.refusal or samples.problem
             said = f"onnx.checker says {samples.invalid}, and ONNX Runtime does not run it either: {why}"

@@ -23,11 +23,11 @@ from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 REGION = "onnx"
-"""Name of the only region in a plan of an ONNX file."""
+"""Name of the only region (plan of one graph) in the plan of an ONNX file."""
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
 """Reasons that mark a colour as the choice of the user for this node."""
 SOFT = (Reason.CONSTANT, Reason.CANCELS)
-"""Reasons to keep an op high. A given plan of the same graph may overrule them, since the plan's author has seen them."""
+"""Reasons to keep an op high (fp32) that a given plan of the same graph may overrule, since its author has seen them."""
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
@@ -82,9 +82,9 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Keep in fp32 the ops that may be in code where the model disables torch.autocast. Return a list with a note on their number, or [].
 
-    `ops` names the ops that the model runs, or may run, in such code (`kept_out` in export.py). If it is empty, nothing is done. A file
-    does not tell such code from code under torch.autocast or torch.no_grad. So every op in any of these is kept in fp32, except an op on
-    the allowlist whose name is not in `ops`. Ops whose format is fixed already do not change.
+    `ops` names the ops that the model runs, or may run, in such code (`kept_out` in export.py). If it is empty, nothing is done.
+    In a file, code under disabled autocast, torch.autocast or torch.no_grad looks alike. So every op under any of them is kept in fp32,
+    except an op on the allowlist whose name is not in `ops`. Ops whose format is fixed already do not change.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():
