@@ -67,14 +67,14 @@ NORMALISE: tuple[Normalising, ...] = (
     RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
     FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
     FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each, whose kernel computes in fp32 inside
-    MarkLeaving(),  # insert a no-op conversion after returned values that share memory or have other readers: it becomes the cast for all
+    MarkLeaving(),  # insert a no-op conversion after returned values that share memory or have other readers; a cast there serves all
 )
 EVIDENCE: tuple[Deciding, ...] = (
-    RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, by calibration, weights and constants
+    RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, as calibration, weights and constants show
     RepaintByError(),  # keep in fp32 the ops that the accuracy search (`tolerance=`) found too inexact in the low format
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, divide the readers of a value that many read
+    PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, group the readers of a value that many read
     PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanEdits(),  # clamp constants of low ops that would become infinities, and change ops whose low CPU kernels are inexact
@@ -98,7 +98,7 @@ APPLY: tuple[Applying, ...] = (
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
     SpreadCopies(),  # if many ops read one value, such as a weight of a recurrent cell, let autograd add up its gradients in fp32
     SuitKernels(),  # give norms fp32 weights of one, pad before convolutions, and run recurrent layers in parts, where low would be inexact
-    ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale leaving gradients
+    ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale gradients that leave
     FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share its copies
     KeepViews(),  # return a result as a view if the fp32 graph returns a view, because autograd treats views differently
@@ -129,7 +129,7 @@ def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
 
 
 def pipeline(problem: Problem) -> tuple[Deciding, ...]:
-    """Return the deciding passes for `problem`: the pipeline "given" if a plan is given, otherwise the pipeline of the op lists' rule."""
+    """Return the deciding passes for `problem`: the pipeline "given" if a plan is given, otherwise the pipeline `lists.rule`."""
     return PIPELINES["given" if problem.given is not None else problem.lists.rule]
 
 

@@ -301,7 +301,7 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Return facts about the inputs of a body (subgraph), by name: the `facts` about the outer values that are passed to them.
+    """Return facts about the inputs of a body (subgraph): an input has the fact that `facts` holds for the outer value passed to it.
 
     `pairs` are (input of the body, outer value).
     """
@@ -309,7 +309,7 @@ def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
-    """Force all ops of the body (subgraph) `part` to fp32, for a `reason` that lies in the op that runs it. `what` is the op's name."""
+    """Force all ops of the body (subgraph) `part` to fp32, for a `reason` in the outer op that runs the body. `what` is this op's name."""
     part.know(kept_high=(reason, what))
     pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
@@ -319,7 +319,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Force the ops `names`, and ops that share memory with them, to fp32 for `reason` (detail: `what`). Colours already forced stay."""
+    """Force the ops `names`, and ops that share memory with them, to fp32 for `reason` (detail: `what`). Formats forced before stay."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]

@@ -50,11 +50,10 @@ LEAST_TOLD = 1e-3
 
 
 def weighed(plan: RegionPlan) -> RegionPlan:
-    """Return `plan` and the plans of its subgraphs with what a reader wants to know: the prices of alternatives, and reasons.
+    """Return `plan`, and in it the plans of its subgraphs, with the facts that only readers of a plan need: prices, notes and reasons.
 
-    The alternatives are the plans that each plan was compared with. A graph that stays fp32 as a whole was compared with none. On a device
-    that gains nothing from padding, the reasons say why nothing is padded. Nothing that runs depends on prices or reasons, so they are
-    computed only when a plan is read.
+    The prices are of alternative plans for the same graph; a graph that stays fp32 as a whole has none. On a device that gains nothing from
+    padding, the reasons say why nothing is padded. Nothing that runs depends on these facts, so they are computed only when a plan is read.
     """
     problem, plan = plan.basis, replace(plan, bodies=tuple(map(weighed, plan.bodies)))
     if problem is None or any(note.startswith(LEFT) for note in plan.notes):

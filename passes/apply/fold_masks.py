@@ -1,10 +1,11 @@
-"""Remove masks and repeated heads from attention calls by the plan: kernels without them are faster and keep less memory for backward.
+"""Remove masks and repeated heads from attention calls, as planned: kernels without them are faster and keep less memory for backward.
 
 1. Drop a mask: `attn_mask` becomes None, with `is_causal` if the mask was causal.
 2. Look up a mask: if a mask depends on sizes alone, compute it once for each set of sizes, and find out then if it can be dropped.
 3. Look at a mask: read the elements of a boolean CPU mask in every call, and drop the mask if its elements allow that.
 4. Group heads: if keys and values are repeated for several heads, let the call read the original ones, with `enable_gqa`.
-5. Copy a mask, or the value that it has its layout from, so that its rows lie in memory in order. Results keep the memory that they had.
+5. Make a mask contiguous, because fused kernels need that: copy the mask, or the earlier value whose memory layout it inherits. Results of
+   the graph share memory as before.
 
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
@@ -59,8 +60,8 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
     """Insert a contiguous copy of `value`, and let the ops of the graph that read `value` read the copy.
 
-    If the graph returns memory of `value`, views of it still read `value` itself, so that results share memory as before. Only nodes in
-    `captured` can be views: the others are casts, clamps and pads.
+    If the graph returns memory of `value`, views of this memory still read `value` itself, so that results share memory as before.
+    `captured` are the nodes of the captured graph. Only these can be views: nodes that passes inserted are casts, clamps and pads.
     """
     kept = returned_memory(value.graph) & memory_of(value)
     views = {node for node in captured if not kept.isdisjoint(memory_of(node))}
@@ -73,7 +74,7 @@ def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
 
 
 def group_heads(call: torch.fx.Node) -> None:
-    """Let an attention call read the original heads, and erase the ops that repeat them. PassError if no such ops are found."""
+    """Let an attention call read the original heads, and erase the ops that repeat them. Raises PassError if no ops do."""
     ways = read_repeated_heads(call.graph).get(call)
     if ways is None:
         raise PassError(f"{call.name} is to read groups of heads, but its heads are not repeated by ops that it alone reads")

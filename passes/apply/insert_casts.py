@@ -1,11 +1,11 @@
 """Insert the planned casts into the fx graph, and set the dtype arguments of each node to the format that the plan gives it.
 
 1. Each planned cast becomes one copy before the first of its users. All its users read this copy. A result that was made with gradients is
-   copied before the model switches gradients off. A value that a torch.func transform reads from outside is copied outside of it.
+   copied before the model switches gradients off. If a torch.func transform reads a value from outside, the copy is made outside, too.
 2. In low nodes, fp32 dtype arguments become low. Where the plan says so, constants beyond the range become ±max.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) get the dtype as an argument.
 
-It knows the conversions `to`, `type_as` and `float` by name, because each gives its dtype in another way.
+It knows the conversions `to`, `type_as` and `float` by name, because each gives its dtype in a different way.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def insert_cast(
 ) -> torch.fx.Node:  # fmt: skip
     """Insert a copy of `value` in format `to` before `place`, let `users` read it instead of `value`, and return it.
 
-    With `saturate`, finite numbers beyond the range become ±max. `weight` says that `value` is a parameter. PlanError if a user does not
-    read `value`.
+    With `saturate`, finite numbers beyond the range become ±max. `weight` says that `value` is a parameter. Raises PlanError if a
+    user does not read `value`.
     """
     with graph.inserting_before(place):
         source = value
@@ -76,7 +76,7 @@ def insert_cast(
             source.meta.pop(MEMORY, None)
         copy = graph.call_method("to", (source, to.dtype))
     copy.meta = {**value.meta, CAST: to.name, "weight": weight}
-    if "nn_module_stack" in place.meta:  # torch.export.unflatten takes apart no module whose ops another module's interrupt
+    if "nn_module_stack" in place.meta:  # torch.export.unflatten fails if an op of another module stands between the ops of a module
         copy.meta["nn_module_stack"] = place.meta["nn_module_stack"]
     copy.meta.pop("grapharg", None)
     copy.meta.pop(LEAVES, None)
@@ -91,8 +91,8 @@ def insert_cast(
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`, so that the copy records gradients if `value` does.
 
-    This is `user` itself, with one exception: if `user` is the output of the graph, and the first change of the grad mode after `value`
-    switches gradients off, it is the call that makes this change.
+    This node is `user` itself, with one exception: if `user` is the output of the graph, and the first change of the grad mode after
+    `value` switches gradients off, the node is the call that switches them off.
     """
     if user.op != "output":
         return user
@@ -106,7 +106,8 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
-    """Make `node` return `fmt` if an argument or another tensor gives its dtype. If `clamps`, constants beyond the range become ±max."""
+    """Set the dtype arguments of `node` to `fmt`, also if it took its dtype from a tensor. With `clamps`, constants beyond the range become
+    ±max."""
     op = op_name(node.target)
     if op in CONVERSIONS:
         _aim_conversion(node, op, fmt)

@@ -73,7 +73,7 @@ class _Insertion:
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
         """Insert one planned change of size, and let its users read the result.
 
-        `order` has the position of each node of the graph, `openings` the torch.func transforms around the nodes inside such transforms.
+        `order` has the position of each node in the graph. `openings` has the torch.func transforms around each node that is inside one.
         """
         value = self.nodes[copy.value]
         readers = [_reader_of(self.nodes[user], value, user) for user in copy.users]
@@ -114,7 +114,7 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the inputs of the clamp that the saturating cast `node` reads; [] if the cast reads no node."""
+    """Return the inputs of the clamp in front of the saturating cast `node`; [] if the cast reads no node."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 

@@ -46,7 +46,7 @@ class InsertProducts(Pass[RegionPlan, EditedGraph]):
 
 
 def _widen(node: torch.fx.Node) -> None:
-    """Turn `node` into a product of bf16 operands with an fp32 result. An operand that is an fp32 cast of a bf16 value is read uncast."""
+    """Turn `node` into a product of bf16 operands with an fp32 result. If an operand is a cast to fp32, read the bf16 value of the cast."""
     x, w = (each.args[0] if each.meta.get(CAST) == FP32.name else each for each in operands(node) or ())
     node.op, node.target, node.args, node.kwargs = "call_function", wide_linear, (x, w, bias_of(node), transposes(node)), {}
 
@@ -92,7 +92,8 @@ class _ProductInsertion:
         return copy
 
     def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
-        """Return the fp8 copy for readers of `operand`: `copy` itself, or `copy` linked to the gradient of these readers alone."""
+        """Return the fp8 copy for the readers of `operand`. This is `copy`, unless `operand` is a `linked_copy`, which collects the
+        gradients of one group of readers. Then it is `copy` with `operand` as the target of its gradients."""
         if operand.target is not linked_copy:
             return copy
         made = next((user for user in operand.users if user.target is relinked and user.args[0] is copy), None)

@@ -42,7 +42,7 @@ def _is_copy(node: torch.fx.Node) -> bool:
 
 
 def _copied(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the value from which the rewrite made the result `node`, behind all casts and other copies that it inserted."""
+    """Return the value of which the result `node` is a copy: go back through all casts and other copies that the rewrite inserted."""
     value = node
     while _is_copy(value):
         given = value.args[0]

@@ -9,7 +9,8 @@
    in fp32, times the inverse. If the memory of the value is written, readers before and after a write have separate nodes. Otherwise one
    node serves all readers.
 5. A hook on a tensor inside is called with the unscaled gradient.
-6. A checkpoint may count as outside. Its body is then scaled as a separate graph, with fp32 inputs and results, and is given the scale.
+6. An activation checkpoint may count as outside. Its body is then scaled as a separate graph, with fp32 inputs and results, and takes the
+   scale as an input.
 
 Each graph multiplies and divides by its own scale, so that gradients between graphs are unscaled. Therefore graph breaks, other models and
 gradient penalties give right results.
@@ -95,7 +96,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> No
     _leave_at_readers(graph, {node: readers[node] for node in crossed if node not in set(still)}, outside, inverse)
 
 
-# -- nodes that are outside ----------------------------------------------------------------------
+# -- nodes with unscaled gradients ---------------------------------------------------------------
 def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
     """Return the nodes whose gradients are not scaled (rule 2 of this file). `high` are the nodes that do not run low."""
     found: set[Node] = set()
@@ -133,9 +134,10 @@ def scales_itself(node: Node) -> bool:
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns a result of the checkpoint `node` that the checkpoint's body reads, too. `returned` are its results.
+    """True if the graph returns a result of the checkpoint `node` that the checkpoint's body reads, too.
 
     No op can then scale the gradient between the result and the body's readers, so the whole checkpoint counts as outside.
+    `returned` are the results of the graph.
     """
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
     return leaves and is_checkpoint(node) and _reads_results(node)
@@ -184,16 +186,16 @@ def _fed(node: Node) -> list[Node]:
 
 
 def _crosses(reader: Node) -> bool:
-    """True if a scaled gradient may flow back through `reader`. False for indices, comparisons and sizes, and for casts that unscale."""
+    """True if a scaled gradient may flow back through `reader`. False for indices, comparisons and sizes, and for casts that unscale it."""
     if reader.target in (cast_in, pad_cast, linked_copy):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))
     return reader.op != "output" and (floats or bool(written(reader)) or is_opaque(reader) or CAST in reader.meta)
 
 
-# -- from inside to outside ---------------------------------------------------------------------
+# -- scale gradients that enter, unscale gradients that leave -----------------------------------
 def _enter(graph: torch.fx.Graph, outside: set[Node], scale: Node) -> None:
-    """Insert a `scale_gradient` wherever a node with unscaled gradients (`outside`), or the output, reads a value with scaled ones."""
+    """Insert a `scale_gradient` wherever a node with unscaled gradients (`outside`), or the output, reads a value with scaled gradients."""
     for node in list(graph.nodes):
         if node.op == "placeholder" or not (node in outside or node.op == "output"):
             continue
@@ -230,7 +232,7 @@ def _facts(node: Node) -> dict[str, Any]:
 
 
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -> None:
-    """Let the backwards of the inserted casts of `sources` multiply gradients by `inverse`, the graph's input for the inverse of the scale.
+    """Let the inserted casts of `sources` multiply their gradients by `inverse`, the graph's input for the inverse of the loss scale.
 
     `sources` are values with unscaled gradients.
     """
@@ -273,7 +275,7 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """Yield (node, (place, moment)) for each node. An `unscale_gradient` that the node reads must be inserted before the node `place`.
+    """Yield (node, (place, moment)) for each node. If the node is to read an `unscale_gradient`, insert that op before the node `place`.
 
     `place` is the node itself, or the first node of the torch.func transform around it. `moment` counts the writes to `outside` nodes and
     the changes of the grad mode before the node: readers with the same moment may share an `unscale_gradient`.

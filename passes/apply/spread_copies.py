@@ -1,10 +1,11 @@
-"""Let the readers of the low copy of each value that the plan names share it in groups, each with an autograd node of its own.
+"""Divide the readers of a low copy into groups, each with its own autograd node, for each value that the plan names.
 
     before   to = x.to(bfloat16); a(to); b(to); c(to); d(to); ...
     after    to = x.to(bfloat16); a(to); b(to); copy = linked_copy(x, bfloat16, (), to); c(copy); d(copy); ...
 
 Autograd adds the gradients of the readers in one group in the low format, and the gradients of the groups in fp32. All groups read the same
-memory. A node stands before the first reader of its group, so in a backward it runs after the last: no gradient waits for other groups.
+memory. The node of a group is inserted before the first reader of the group. So its backward runs as soon as the backwards of the group
+have run, and no gradient waits for other groups.
 `plan-casts` decides which values need groups.
 """
 
@@ -23,8 +24,9 @@ from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Edit
 
 READERS = 2
-"""Readers in a group, for values that torch.autocast would cast for each reader: the sum of two gradients is rounded only once. It keeps
-one copy of a weight, and there groups of MOST_READERS are exact enough: each further group takes time in every backward."""
+"""Number of readers in a group, for values other than weights. torch.autocast casts such a value anew for each reader, so that no sum of
+gradients is rounded to low; in a group of two, one sum is. Weights have groups of MOST_READERS, because torch.autocast keeps one copy of a
+weight for all its readers, and each further group takes time in every backward."""
 
 
 class SpreadCopies(Pass[RegionPlan, EditedGraph]):
@@ -45,7 +47,7 @@ def _is_low(copy: torch.fx.Node) -> bool:
 
 
 def spread(copy: torch.fx.Node, openings: Openings) -> None:
-    """Let the first group of readers read `copy`, and each further group a linked copy of its own."""
+    """Let the first group of readers read `copy`. Each further group reads a linked copy: the same memory, another autograd node."""
     readers = sorted(user for user in copy.users if user.target is not linked_copy)
     size = MOST_READERS if copy.meta.get("weight") else READERS
     for start in range(size, len(readers), size):
@@ -57,7 +59,8 @@ def spread(copy: torch.fx.Node, openings: Openings) -> None:
 
 
 def _linked(copy: torch.fx.Node) -> torch.fx.Node:
-    """Insert a node that links a copy to the value that it was made of. If the copy is padded, its unpadded source is linked."""
+    """Insert a linked copy of `copy`: the same memory, with an autograd node that leads to the source of `copy`. If `copy` is a padded low
+    copy, link the unpadded low copy and pad it again."""
     source = copy.args[0]
     if copy.target is resize and isinstance(source, torch.fx.Node):
         again = _linked(source)

@@ -1,4 +1,4 @@
-"""Change the norms, convolutions and recurrent layers that the plan names, because they would be inexact in low. `plan-edits` decides.
+"""Change the norms, convolutions and recurrent layers that would be inexact in low precision. `plan-edits` decides which.
 
 1. A norm without weights gets fp32 weights of one, a weight for each channel, so that its statistics are fp32.
 2. A separate op in front of a convolution pads the convolution's input.

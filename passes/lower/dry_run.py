@@ -62,7 +62,7 @@ class _DryRun(torch.fx.Interpreter):
         if n in self.transformed or n.target is torch.autograd.grad or op in GRAD_SWITCHES:
             return example_value(n)  # the value at capture: these nodes need gradients, which a dry run does not record
         want = self.expected.get(n)
-        always = op in (ENTER_AUTOCAST, EXIT_AUTOCAST) or is_opaque(n)  # even with unchanged operands: a subgraph may be rewritten
+        always = op in (ENTER_AUTOCAST, EXIT_AUTOCAST) or is_opaque(n)  # run these in any case: their subgraph may have changed
         changed = CAST in n.meta or PAD in n.meta or always or not self.touched.isdisjoint(n.all_input_nodes)
         if want is None and not changed:
             return example_value(n)

@@ -4,7 +4,7 @@
    `frozen_weights()`. A compiled graph, which has one callable for all calls, always takes them if it was captured in such a block.
 2. With gradients (`cache_weights="step"`), the graph reads the kept copy in place of each cast. An autograd node links copy and weight.
 
-A kept copy was made before the call. So a weight is still cast where it is read if the graph writes the weight, through any alias.
+A kept copy was made before the call. So if the graph writes a weight, even through an alias, the weight is still cast where it is read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
     """Give the low copy of a weight the requires_grad flag of the weight if a product that reads the copy chooses its kernel by this flag.
 
-    `chosen` is as in `weight_casts`.
+    `chosen(position)` is False for inputs to leave out.
     """
     found = [
         (node, cast)
@@ -81,9 +81,9 @@ def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = la
 
 
 def _folds_perhaps(operand: Any) -> bool:
-    """True if a product may fold the leading dims of `operand` into one if its other operand requires gradients, but not otherwise.
+    """True if the kernel of a product with `operand` may depend on whether the other operand, a weight, requires gradients.
 
-    So it may for a tensor of more than two dims that is not contiguous.
+    If it does, PyTorch folds the leading dims of `operand` into one. This choice concerns non-contiguous tensors of more than two dims.
     """
     value = example_value(operand) if isinstance(operand, torch.fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dim() > 2 and not value.is_contiguous()
@@ -109,7 +109,7 @@ def hoist_weight_casts(
 ) -> list[Hoisted]:
     """Replace casts of parameters by new trailing inputs, in place. Returns the copy that each new input takes.
 
-    With `training`, nodes that unscale the gradient of a parameter are replaced, too. `chosen` is as in `weight_casts`.
+    With `training`, nodes that unscale the gradient of a parameter are replaced, too. `chosen(position)` is False for inputs to leave out.
     """
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
@@ -139,7 +139,8 @@ def hoist_weight_casts(
 def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable[[int], bool] = lambda _: True) -> None:
     """Replace casts of weights in a graph with gradients by reads of the copies that `cache` keeps, in place.
 
-    A read is outside any torch.func transform around the cast, because the copy belongs to no transform. `chosen` is as in `weight_casts`.
+    A read is inserted outside any torch.func transform around the cast, because the copy belongs to no transform. `chosen(position)` is
+    False for inputs to leave out.
     """
     graph, openings = module.graph, transform_openings(module.graph)
     inputs = graph.find_nodes(op="placeholder")
@@ -159,7 +160,7 @@ def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
     """Return the dtype and the padded layout of the copy that `node` makes of the weight `source`."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
-    if node.target is operator.getitem:  # of cross_together
+    if node.target is operator.getitem:  # a result of `cross_together`
         dtype = node.args[0].args[0]  # type: ignore[union-attr]
     layout: Any = node.args[2] if node.target in (pad_cast, linked_copy) else ()
     return dtype, layout
@@ -195,7 +196,7 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
     """Return, for each position of an input, the low copies (dtype, layout) of the input that an edited graph reads.
 
-    The set includes None if the graph also reads the input without a cast. `training` is as in `weight_casts`.
+    The set includes None if the graph also reads the input without a cast. With `training`, nodes that unscale gradients count as casts.
     """
     changing = written_memory(module.graph)
     found: dict[int, frozenset[Copy | None]] = {}

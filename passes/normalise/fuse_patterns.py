@@ -150,7 +150,7 @@ def _allowed(unit: Pattern, lists: OpLists) -> bool:
     return lists.kind(unit.op) not in (None, OpKind.DENY) and not ops & lists.asked
 
 
-# -- reading expressions ----------------------------------------------------------------------
+# -- reading arithmetic expressions -----------------------------------------------------------
 def _is_fp32(node: Any) -> bool:
     value = example_value(node) if isinstance(node, Node) else None
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
@@ -172,7 +172,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Return `node`, or its operand if it is a conversion from fp32 to fp32, at any depth. Add the conversions to `inside`."""
+    """Return `node`. Skip it if it is a conversion from fp32 to fp32, and return its operand. Add all skipped conversions to `inside`."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]

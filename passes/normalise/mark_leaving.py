@@ -4,7 +4,7 @@
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
 `amprewrite.graphs.fx.read.leaving` defines which values these are, and which memory they share. The pass first records the real memory of
-each result, which later passes read, too.
+each result; later passes use this record.
 """
 
 from __future__ import annotations

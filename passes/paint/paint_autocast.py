@@ -5,8 +5,8 @@
    operands with dims, as in PyTorch's type promotion.
 3. An op without fp32 or low operands is high.
 
-Inputs and parameters are high. In canonical order every node follows the makers of its operands, so one sweep suffices. At the end tied
-nodes get one colour.
+Inputs and parameters are high. One sweep suffices, because in canonical order every node follows the nodes that make its operands. At the
+end, tied nodes (with shared memory or a shared kernel) get one colour.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def paint_lists(problem: Problem, decisions: Decisions) -> None:
     for node in problem.graph:
         if node.role != "op" or not node.carries_fp32 or node.name in problem.refused:
             continue
-        if problem.policy.low is FP32:  # then a reason that concerns a low format would mislead
+        if problem.policy.low is FP32:  # this reason goes first, because a reason about a low format would mislead
             decisions.paint(node.name, Colour.HIGH, Reason.FP32_POLICY)
             continue
         asked = problem.policy.asked_for(node.name, node.module)

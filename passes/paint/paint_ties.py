@@ -1,6 +1,6 @@
 """Give tied nodes one colour. Nodes are tied if they share memory, or are results of one kernel.
 
-The colour is high if one member is high, low if one is low and none is high. A tie without painted members is left open.
+The colour is high if one member is high, low if one is low and none is high. If no member has a colour yet, none gets one.
 """
 
 from __future__ import annotations

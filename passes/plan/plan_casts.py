@@ -1,11 +1,12 @@
-"""Plan one cast wherever two colours meet, shared by all readers of the same value in the same format.
+"""Plan a cast wherever an op reads a value of the other format. Readers of the same value in the same format share one cast.
 
 1. For each operand, in canonical order, find the format in which its reader takes it.
 2. If the value has another format, the reader takes a copy. Readers with the same (value, format, write version) share one copy, so that no
    copy is shared across an in-place write.
-3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But if other readers have an fp32 copy of the operand, the op reads
-   this copy in training, so that autograd casts the operand's gradient only once, and in all graphs that share prices (`Policy.parity`).
-4. In training groups of readers share the low copy of a value with many readers (`Problem.read_by_many`), and fp32 adds up their gradients.
+3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But it reads the fp32 copy of the operand if other readers have
+   one: in training, so that autograd casts the gradient of the operand only once, and in all graphs that share prices (`Policy.parity`).
+4. In training, the readers of a low copy that many ops read (`Problem.read_by_many`) form groups. Autograd adds the gradients of the groups
+   in fp32.
 5. A constant of an ONNX file follows the op that reads it. One low copy, stored in the file, serves all ops that read the constant low.
    Finite values beyond the low format's range become ±max. A graph that PyTorch captured has no such constants: its weights are inputs.
 """

@@ -6,10 +6,10 @@
 4. If the model repeats the heads of keys and values for a low call without a mask, the call reads the original heads, each for a group of
    query heads. This needs a GPU with flash attention (sm_80 and later). On a CPU heads stay repeated, because the kernel for groups adds up
    gradients in the low format.
-5. For a CUDA GPU, a mask whose rows do not lie in memory in order is copied, or the value that it has this layout from: without a fused
-   kernel attention multiplies in fp32, and keeps fp32 values for backward.
+5. For a CUDA GPU, a mask whose rows are not contiguous in memory is copied, or the earlier value whose layout it inherits. Fused kernels
+   refuse such a mask; without a fused kernel, attention multiplies in fp32 and keeps fp32 values for backward.
 
-Without capture, models skip such masks and copies by themselves. Exported graphs keep them.
+The Python code of many models skips such masks and repeats when it runs uncaptured. Exported graphs contain them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
 
 
 def _copy_strided(problem: Problem, decisions: Decisions, without: Container[str]) -> None:
-    """Let attention calls, apart from those `without` a mask, read masks that fused GPU kernels take."""
+    """Plan contiguous copies of masks, so that attention calls can have fused GPU kernels. Calls in `without` read no mask."""
     if (problem.planned_for or device_row(problem.device)).type != "cuda":
         return
     for value, calls in problem.strided_masks.items():

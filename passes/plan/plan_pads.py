@@ -38,7 +38,7 @@ class PlanPads(Pass[Problem, Decisions]):
 
 
 def gains_nothing(problem: Problem) -> bool:
-    """True if nothing is padded because no padding is asked for and the device gains nothing. `plan_pads` then only gives reasons."""
+    """True if nothing is padded: no option asks for padding, and the device gains nothing from it. `plan_pads` then only gives reasons."""
     rules = (problem.pad.default, *problem.pad.modules) if problem.pad is not None else ()
     row = problem.planned_for or device_row(problem.device)
     return all(rule.mode in ("auto", "never") for rule in rules) and not PadCost(row, problem.policy.low, training=False).gains
@@ -79,7 +79,7 @@ def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Col
     return _written_down(regions, wants, chooser, _versions(problem, casts))
 
 
-# -- 1. calls --------------------------------------------------------------------------------
+# -- 1. ops and planned casts as calls -------------------------------------------------------
 def cast_name(cast: Cast) -> str:
     """Return the name that the pad plan gives to the copy that a cast makes."""
     return f"{cast.value} -> {cast.to}" + (f" ({cast.write_version})" if cast.write_version else "")
@@ -127,7 +127,7 @@ def _is_weight(problem: Problem) -> Callable[[str], bool]:
     return is_weight
 
 
-# -- 2. wants -------------------------------------------------------------------------------
+# -- 2. dims to pad, and 3. choice ----------------------------------------------------------
 def _multiple_of(problem: Problem, colours: Mapping[str, Colour]) -> Callable[[str], int | None]:
     """Return a function that maps the name of an op to the multiple to which its dims should be padded.
 
@@ -172,7 +172,7 @@ class _Chooser:
     def choose(self, wants: list[Want]) -> None:
         """Choose by a minimum cut which of `wants`, the unaligned dims of low matrix products, to pad.
 
-        The reason for a dim that is not padded is in its `why_not`, or in `self.why` by the name of its call.
+        If a dim is not padded, the reason is in its `Want.why_not`, or in `self.why` under the name of its call.
         """
         asked, weighed = [], []
         by_call: dict[str, list[Want]] = defaultdict(list)
@@ -219,7 +219,7 @@ class _Chooser:
         return Product(rows, n, k), Product(rows, n_after, k_after)
 
 
-# -- 4. plan ------------------------------------------------------------------------------------
+# -- 4. layouts and changes of size -------------------------------------------------------------
 def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
     """Return {(value, reader): write version in which the reader sees the value}. Readers of one version share copies.
 
@@ -261,7 +261,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return a PadRegion for each padded axis. Dims that should be padded and are not have a PadRegion for each (size, reason)."""
+    """Return a PadRegion for each padded axis. Dims that stay unpadded have one for each (size, reason)."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

@@ -140,7 +140,7 @@ class _Choice:
         return self._gemm(gemm, pays, ProductReason.PAYS if pays else ProductReason.COSTS, self._shown(name, gemm))
 
     def _settled(self, name: str, gemm: str) -> GemmPlan | None:
-        """Return the decision on one GEMM if facts about this GEMM alone make it, such as an override; None if `_cheapest` decides."""
+        """Return the decision on one GEMM if it depends on no other GEMM, for instance on an override; None if `_cheapest` decides."""
         product, node = self.products[name], self.problem.graph[name]
         rule = self.policy.asked(name, node.module, gemm)
         if rule is not None and not rule.fp8:
@@ -178,8 +178,8 @@ class _Choice:
     def _cheapest(self, asked: Mapping[Key, bool]) -> frozenset[object]:
         """Return the GEMMs to run in fp8, and the kernels that make their copies.
 
-        `asked` holds {GEMM: True if it runs in fp8 whatever its copies cost}. The other GEMMs are chosen if they save more time than their
-        copies cost. A copy that a GEMM of the first kind reads costs them nothing.
+        `asked` is {GEMM: True if it must run in fp8, False if it may}. A GEMM that may is chosen if it saves more time than its copies
+        cost. Copies that a GEMM of the first kind needs anyway cost it nothing.
         """
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)

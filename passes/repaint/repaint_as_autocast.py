@@ -17,7 +17,8 @@ no harm either if four conditions hold:
    a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
    If the value stays fp32, `plan-casts` lets fp32 add up the gradients of its readers, two by two.
 
-A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stay in force. Tied nodes share a colour.
+A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Forced colours and overrides stay. Tied nodes
+(with shared memory or a shared kernel) get one colour.
 
 Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py and test_error_laws.py, and by
 tests/runtime/test_products_told.py.
@@ -65,7 +66,7 @@ class Roundings:
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
         self.of_weights = {node.name for node in problem.graph if node.role in ("parameter", "buffer")}
-        """Weights, and what ops on weights alone return. Rows that are looked up do not count: their positions are no operands."""
+        """Weights, and results of ops that read only weights. Rows looked up in a weight do not count: they depend on positions."""
         for node in problem.graph:
             given = [each.value for each in node.operands]
             if not given or not self.of_weights.issuperset(given):
@@ -75,7 +76,7 @@ class Roundings:
                 self.of_weights.add(node.name)
         data = {node.name: {operand.value for operand in data_of(node)} for node in self.graph}
         moved_on: set[str] = set()
-        """Ops that round their operands, and moves of values that products alone read."""
+        """Ops that round their operands, and views or moves whose results only such ops read."""
         for node in reversed(list(self.graph)):  # backwards, so that all readers of a value are judged before the value
             readers = [each for each in self.graph.readers(node.name) if node.name in data[each.name]]
             harmed = next((each.name for each in readers if self._harms(each, node.name) or self._hands_harm_on(each, node.name)), "")
@@ -135,8 +136,11 @@ class Roundings:
         return False
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
-        """True if rounding `value` does harm after `node`: a later op magnifies the error, or the result of `node` is `Held.EXACT`, so that
-        rounding may harm it, although `value` is not. Averages are left out of the second case."""
+        """True if `node` passes the rounding error of `value` on, and the error does harm later.
+
+        A later op magnifies the error, or the result of `node` has an offset (`Held.EXACT`) that `value` does not have. In the second case
+        averages do not count.
+        """
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False
         kept = self.held[node.name] is Held.EXACT is not self.held[value]

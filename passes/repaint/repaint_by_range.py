@@ -1,4 +1,4 @@
-"""Keep in fp32 the values that a low format cannot hold, by calibration, a sample run, weights and constants.
+"""Keep in fp32 the values that a low format cannot hold, as calibration, a sample run, weights and constants show.
 
 1. *Overflow*. A value is at risk if its largest magnitude comes near the format's largest number, or if the probability of an overflow in
    one forward pass, from a fit to the tail of its distribution, is above RISK. Masks that saturate by design are not at risk.
@@ -9,7 +9,7 @@
    as `weight.t()`. A bias may be flushed to zero if the sum is far larger.
 5. Constants of a file are examined element by element (`ir/evidence/constants.py`).
 6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: the difference and its operands stay fp32.
-7. Tied nodes share a colour. Overrides stay in force, and a note names their risk.
+7. Tied nodes (with shared memory or a shared kernel) get one colour. Overrides stay in force, and a note names their risk.
 
 The pass makes no node low.
 

@@ -8,7 +8,7 @@ Such results (shares) come arbitrarily close to zero and one. Low formats do not
    gradient reaches 1e12. torch.autocast refuses this loss.
 3. A sigmoid that the graph returns, directly or through views, stays fp32, because such a loss may follow outside the graph. So does a
    returned softmax if the low format has a narrow range. Results that a product reads, too, such as attention weights, are left out.
-4. The ops in between work element by element, such as sums, bounds and views. Pins and overrides stay in force.
+4. The ops in between work element by element, such as sums, bounds and views. Forced colours and overrides stay.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RepaintShares(Pass[Problem, Decisions]):
 def _leading(
     graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
 ) -> Iterator[str]:
-    """Yield the softmax and sigmoid ops from whose results `operands` are computed by ops of these `kinds` alone, and the ops in between.
+    """Yield the softmax and sigmoid ops that lead to `operands` through ops of these `kinds` alone, and the ops in between.
 
     `shares` holds the names of the ops that count as softmax or sigmoid. At most FEW ops are examined.
     """

@@ -17,7 +17,7 @@ Running sums occur in recurrences.
    continue through branches, such as residual streams, from `DEEP` on.
 4. The ops that pass the value from one sum of a chain to the next stay fp32, too. The ops of f, and the scaling of its result, are left to
    later passes, because torch.autocast rounds there, too.
-5. Pins and overrides stay in force. Tied nodes share a colour.
+5. Forced colours and overrides stay. Tied nodes (with shared memory or a shared kernel) get one colour.
 
 `lerp` is known by name: it scales its first operand by one minus its weight.
 """
@@ -38,8 +38,9 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 MANY = 8
 """Least length of a chain with small branches. One rounding in bf16 is off by up to 0.4 %, eight in the same direction by 3 %."""
 STREAM = 4
-"""Least length of a chain that torch.autocast holds in fp32. A product rounds three times: both operands and its result. Four sums round
-the stream more often than the product that reads it at the end. Both together exceed 1.5 times the error of that product."""
+"""Least length of a chain of sums that stays fp32 because torch.autocast holds it in fp32. A product rounds three times: both operands and
+its result. Four sums round more often than the product that reads the last sum. Both together exceed 1.5 times the error of that product.
+"""
 DEEP = 32
 """Least number of sums of a residual stream that stays fp32 in a file. Their roundings are independent, so 32 of them are off by about six
 times the error of one. Networks of a dozen layers have 25 sums and stay below this limit."""
@@ -74,11 +75,11 @@ class _Way:
     added: tuple[tuple[str, Factor], ...] = ()
     """Names of the values that the sums on the path add, each with its factor."""
     scaled: bool = False
-    """Whether, on the path, the earlier value is multiplied by a factor that was computed by a product, such as a gate."""
+    """True if the path multiplies the earlier value by a factor that was computed from a product, such as a gate."""
     branch: bool = False
-    """Whether an added value is a branch of the earlier value, a large one or a small one."""
+    """True if a value that the path adds is a branch: a product computes it from the earlier value."""
     small: bool = False
-    """Whether the added values have a branch, and all branches are small."""
+    """True if the path adds branches, and all of them are small."""
 
 
 _Ways = dict[str, dict[str, _Way]]
@@ -86,7 +87,7 @@ _Ways = dict[str, dict[str, _Way]]
 
 
 class _Sums:
-    """Finds the sums of one graph that update one value many times. Sets of values are ints with one bit for each value."""
+    """Finds the sums of one graph that update one value many times. A set of values is an int with one bit for each value."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.graph, self.in_file = problem, problem.graph, problem.device == FILE
@@ -95,11 +96,11 @@ class _Sums:
         self.rounded = set[str]()
         """Names of the values downstream of a product, results of products included."""
         self.bit: dict[str, int] = {}
-        """The bit of each value at which a path may end: sums, and values that do not hand on (`_hands_on`)."""
+        """The bit of each value at which a path may end: sums, values without operands, and ops that no path may pass (`_hands_on`)."""
         self.made: dict[str, int] = {}
-        """For each value: the set of the values with a bit from which it is computed, with the value itself if it has a bit."""
+        """For each value: the set of the values with a bit from which it is computed, itself included, as an int."""
         self.by_products: dict[str, int] = {}
-        """For each value: the set of the values with a bit from which it is computed through a product."""
+        """For each value: the set of the values with a bit from which it is computed through a product, as an int."""
         for node in problem.graph:
             self._read(node)
 
@@ -119,7 +120,7 @@ class _Sums:
             self.rounded.add(node.name)
 
     def found(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return (small steps, running sums), each with the ops between one sum and the next."""
+        """Return the names of the ops in chains of (small steps, running sums): the sums, and the ops between one sum and the next."""
         ways = {node.name: dict(self._updated(node)) for node in self.graph if node.op in SUMS}
         steps = {name: small for name, of in ways.items() if (small := {before: way for before, way in of.items() if way.small})}
         sums = ways.keys() & self.wide
@@ -161,10 +162,10 @@ class _Sums:
             if len(way.passed) < FEW and (last is node or self._hands_on(last, node)):
                 waiting += self._before(last, way)
         starts = set[str]()
-        for name, way in {**plain, **{name: way for name, way in scaled.items() if name not in plain}}.items():  # the nearest first
+        for name, way in {**plain, **{name: way for name, way in scaled.items() if name not in plain}}.items():  # from near to far
             if way.scaled or not self.rounded.isdisjoint(dict(way.added)):
                 branch = not way.scaled and any(self._is_branch(each, name) for each, _ in way.added)
-                # one step ends at the nearest value that has a branch
+                # a path that passes a nearer value with a branch is several steps, not one small step
                 small = branch and starts.isdisjoint(way.passed) and self._is_small(way, name)
                 starts |= {name} if branch else set()
                 yield name, replace(way, branch=branch, small=small)
@@ -194,7 +195,7 @@ class _Sums:
         return bool(self.by_products[value] & self.bit[of])
 
     def _is_small(self, way: _Way, before: str) -> bool:
-        """True if all branches of the value `before` that are added on the path `way` are small, once written as sums of other values."""
+        """True if all branches of `before` that the path `way` adds are small. Large sums are split into their summands."""
         terms = joined(way.added)
         for _ in range(FEW):
             large = [each for each, times in terms.items() if self._is_branch(each, before) and not times.is_small(way.factor)]
