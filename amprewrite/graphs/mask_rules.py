@@ -66,8 +66,8 @@ class MaskRules(ABC, Generic[Value]):
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
         """True if a low copy of `value` may clamp numbers beyond the range to ±max, because they belong to a mask.
 
-        `op`, of kind `kind`, makes the value. `far` is True if the op reads a number beyond the range, `masks` if such a number only blocks
-        positions, and `beside` if an operand of the op already holds numbers that may be clamped.
+        `op` is the op that makes the value, `kind` its kind. `far` is True if the op has a number beyond the range among its arguments,
+        `masks` if such a number only blocks positions, and `beside` if an operand of the op already holds numbers that may be clamped.
 
         Data added to a mask, for example scores with blocked positions, may be clamped if it is only moved or if a softmax reads it. Data
         that enters other arithmetic may not: ±max would be a wrong number, and because it is finite, no overflow would show the error.

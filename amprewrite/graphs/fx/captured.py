@@ -178,7 +178,7 @@ def put_inputs_first(graph: torch.fx.Graph) -> None:
 
 
 def put_in_region(graph: torch.fx.Graph, device: str) -> None:
-    """Enclose all ops of a graph in `torch.autocast(device, enabled=False)`, for code that the model calls inside such a region."""
+    """Enclose all ops of a graph in `torch.autocast(device, enabled=False)`, as the model does if it calls this code in such a region."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         entered = graph.call_function(enter_autocast, (device, None, False, None))

@@ -204,8 +204,8 @@ def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node
     """Return a `Read`: the facts that show how the op `user` treats constants beyond the low format's range in its operand `node`.
 
     `place` is the position of the operand, and `row` the row of the op in the op tables. `made` is a result of the op: `user` itself, or a
-    tensor to which the op writes. The rules that know an op by its name do not hold if the op multiplies an operand by `alpha`. For such an
-    op the name in the `Read` is "", so that none of these rules applies.
+    tensor to which the op writes. The rules that know an op by its name do not hold if the op multiplies an operand by `alpha`. For an op
+    with `alpha` the name in the `Read` is "", so that none of these rules applies.
     """
     op = "" if user.kwargs.get("alpha", 1) != 1 else row.name
     bounds = list(_bounds(row.name, user)) if row.name in _BOUNDS else []

@@ -35,8 +35,8 @@ def cross_together(dtype: torch.dtype | None, inverse: Tensor | None, *weights: 
     If `dtype` is None or fp32, the results share the memory of the weights. With fp32, only casts may read the results, because backward
     may overwrite their gradients. `inverse`, a 0-dim fp32 tensor, multiplies the gradients; with None they are only cast.
 
-    A weight with a hook on its gradient has a node of its own, because autograd calls the hook whenever the node runs. In a shared node the
-    hook would get None if only other weights have gradients in a backward. All weights have nodes of their own if one is not plain dense
+    A weight with a hook on its gradient gets a separate node, because autograd calls the hook whenever the node runs. In a shared node the
+    hook would get None if only other weights have gradients in a backward. All weights get separate nodes if one of them is not plain dense
     memory (DTensor and other subclasses), in forward-mode AD, in transforms of torch.func and under tracers.
     """
     if not are_plain(weights) or current_transform() is not None or in_forward_mode():

@@ -1,6 +1,6 @@
 """Move a loss scale between devices, keep its state usable inside a CUDA graph, and take a rank's part of a distributed tensor.
 
-The functions have a file of their own, so that a module that calls them does not import the kernels.
+The functions have a separate file, so that a module that calls them does not import the kernels.
 
 A replay of a CUDA graph runs kernels on fixed addresses, and runs no Python. So a loss scale that the graph updates cannot be a new tensor
 at each step, and the overflow flag of a step cannot be a Python attribute:
@@ -24,7 +24,7 @@ from torch import Tensor
 def on_device(number: Tensor, device: torch.device) -> Tensor:
     """Return `number` on `device`: the same tensor if it is there already, otherwise a copy.
 
-    The host waits only for a copy to a CPU, because it may read such a copy immediately.
+    The host waits only for a copy to a CPU, because code on the host may read this copy immediately.
     """
     return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
 

@@ -107,7 +107,7 @@ def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | No
 
 
 def linked_copy(w: Tensor, dtype: torch.dtype, layout: Layout, copy: Tensor, inverse: Tensor | None = None) -> Tensor:
-    """Return `copy`, which is `pad_cast(w, dtype, layout)`, with an autograd node of its own that sends its gradient to `w`.
+    """Return `copy`, which is `pad_cast(w, dtype, layout)`, with a separate autograd node that sends the gradient to `w`.
 
     So autograd adds up the gradients of several linked copies in the dtype of `w`. They share the memory of `copy`, with two exceptions:
     tensor subclasses and duals of forward-mode AD are cast anew. `inverse` is as for `pad_cast`.

@@ -9,12 +9,13 @@ graph the conversion returns `x` itself. Every plan runs it in fp32, so in the e
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
 1. *Memory.* This rule applies if several results share memory, if elements of one result share memory, if a result shares memory with an
-   input, or if a body graph writes to the memory. In graphs with gradients it applies in three more cases: the graph writes to the memory
-   of a result or an input; a result is the same tensor object as an operand, as with `contiguous`, and the operand has other readers or
-   hooks; such a tensor is made with gradients enabled and returned with gradients disabled. The idle conversion follows the op that makes
-   the memory, its *maker*. The views that lead from the maker to the results run in fp32, and so do all ops that may write to the memory.
-   If the maker returns a view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because
-   autograd treats a view and a base differently after an in-place write. No view follows a result of a checkpoint whose body reads it.
+   input, or if a body graph writes to the memory. In graphs with gradients it also applies if the graph writes to the memory of a
+   result or an input. The same holds for a result that is the same tensor object as an operand, as with `contiguous`, if the operand has
+   other readers or hooks, if one of the two is a result of a checkpoint, or if only the result is made without gradients. The idle
+   conversion follows the op that makes the memory, its *maker*. The views that lead from the maker to the results run in fp32, and so do
+   all ops that may write to the memory. If the maker returns a view of a tensor inside the op, as `linear` with more than two dims does, a
+   view follows the conversion, because autograd treats a view and a base differently after an in-place write. No view follows a result of
+   a checkpoint whose body reads it.
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
    the result has hooks, the conversion precedes the hooks, so that the hooks are on the tensor that the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives

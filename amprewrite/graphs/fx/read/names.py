@@ -121,7 +121,7 @@ def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
 def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
     """Set the rank (canonical position) and the name of every fact. Names are unique: the op and a count, as in linear, linear_1, …
 
-    The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own names, and no op gets such a name.
+    The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own names, which no op gets.
     `entry` is the path of the captured module, and `names` are the names of its positional parameters.
     """
     counts: Counter[str] = Counter()

@@ -63,7 +63,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
     all rows have in common counts, too. The host waits once for each device.
 
-    Weights before a norm are checked like all others. Training gives them no offset, because the norm removes an offset and its gradient.
+    Weights before a norm are checked, too. Training gives them no offset, because the norm removes an offset and its gradient.
     """
     found, looked_up = added_values(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()

@@ -119,8 +119,9 @@ def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpL
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
     """Return the kind of an op in one call, by the op's name in `lists`; None if the op is on no list.
 
-    A conversion on no list is CLEAR. With the rule "autocast" any unlisted op is INFER. With the rule "cost" (the default planner) the
-    arguments change the kind in four cases, unless the user has an override for the op:
+    A conversion on no list is CLEAR (it takes the format of its neighbours). With the rule "autocast" any unlisted op is INFER (it runs low
+    unless a denied op is upstream). With the rule "cost" (the default planner) the arguments change the kind in four cases, unless the user
+    has an override for the op:
 
     1. A square or cube (`pow`) may run low in a format with fp32's range, because its relative error stays small.
     2. In a format of narrow range a product of a value with itself counts as a square.
@@ -327,8 +328,8 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
     """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values: remove the pins that force these ops to fp32.
 
-    The op must be of kind INTERNAL: it computes in fp32 inside. It counts only if the lists have the rule "cost" (the default planner).
-    Every reader of its fp32 result must cast the result to a dtype taken from another tensor, so that nothing reads the fp32 bits. A
+    The op must be of kind INTERNAL: its kernel computes in fp32. The lists must have the rule "cost" (the default planner). Every reader of
+    the fp32 result must cast it to a dtype taken from another tensor, so that no op reads the bits that fp32 has in addition. A
     conversion `x.float()` loses its pin, too, if only such ops or such casts read it; without "cost", if only such casts read it.
     """
 

@@ -99,7 +99,7 @@ def _runs_more(node: torch.fx.Node) -> bool:
 def runs_op_by_op(module: torch.fx.GraphModule, later: Callable[..., Any], refused: Refusals) -> FirstRun:
     """Return a callable that runs `module` op by op the first time, and `later` afterwards. `refused` collects the refusals.
 
-    The body graphs of the module's checkpoints get such a callable as their `forward`.
+    The body graphs of the module's checkpoints get a callable of this kind as their `forward`.
     """
     for body in _bodies(module):
         force_recompile(body)
@@ -110,7 +110,7 @@ def runs_op_by_op(module: torch.fx.GraphModule, later: Callable[..., Any], refus
 def has_custom_op(module: torch.fx.GraphModule) -> bool:
     """True if a graph, or the body of a checkpoint in it, passes low operands to an op of a library other than PyTorch.
 
-    A compiler calls the kernel of such an op without checking that the kernel takes these operands.
+    A compiler calls the kernel of a custom op without checking that the kernel takes low operands.
     """
     own = any(_is_custom(node) and any(map(_is_low, node.all_input_nodes)) for node in module.graph.nodes)
     return own or any(map(has_custom_op, _bodies(module)))
@@ -133,9 +133,9 @@ def _is_low(node: torch.fx.Node) -> bool:
 def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, **options: Any) -> Any:
     """Return `checkpoint(body, *operands)`, where the model holds the operands at the positions `state` (in ascending order).
 
-    These operands are passed in a tuple. PyTorch saves no tensor inside a tuple, but it does find the devices of these tensors, whose
-    random states it keeps. A reentrant checkpoint gives gradients to direct operands only, so there a tensor that requires a gradient stays
-    a direct operand.
+    These operands are passed in a tuple. PyTorch saves no tensor inside a tuple, but it finds the devices of the tensors there, and saves
+    the random states of these devices. A reentrant checkpoint gives gradients to direct operands only. So a tensor that requires a
+    gradient stays a direct operand there.
     """
     held = tuple((place, operands[place]) for place in state if not (use_reentrant and operands[place].requires_grad))
     apart = {place for place, _ in held}

@@ -30,7 +30,7 @@ class Observer:
 
     If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips weights, whose ranges capture has
     measured, unless an op with a pole at zero (`log`, `reciprocal`) reads them. If `brief` is True, it records no histograms, and it
-    records the smallest magnitude only of values before such ops (`before_pole`).
+    records the smallest magnitude only of values before ops with a pole (`before_pole`).
     """
 
     def __init__(self, gradients: bool = False, weights: bool = True, brief: bool = False) -> None:
