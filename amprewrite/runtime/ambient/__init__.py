@@ -1,1 +1,1 @@
-"""Watch or restore state outside of a call's graphs: hooks, buffers, random state, caches of generate(), recomputations."""
+"""Handle state outside of captured graphs: hooks, buffers, random states, KV caches of generate(), activation checkpoints."""

@@ -1,10 +1,10 @@
 """Watch for changes of hooks on modules. Dynamo captures the hooks of submodules in its graphs, but by default adds no guards on them.
 
 1. Code that Dynamo captured for one module runs for all modules of the same class. If these modules may differ in hooks (`may_differ`),
-   Dynamo is set to guard on hooks. Such guards take most of a microsecond for each module and call. So a model without hooks has no guards
-   on them, and a HookWatch finds out when hooks are added.
-2. PyTorch numbers the hooks of modules and of tensors by one counter. This package sets hooks on tensors, some in every training forward.
-   They are counted separately and subtracted: otherwise a HookWatch would search all modules after each of them.
+   Dynamo is set to guard on hooks. Such guards cost almost a microsecond for each module in each call. So a model without hooks gets no
+   guards on hooks, and a HookWatch finds out when hooks are added.
+2. PyTorch numbers the hooks of modules and of tensors by one counter. This package sets some hooks on tensors in every training forward.
+   Their number is subtracted from the counter: otherwise a HookWatch would search all modules after each such hook.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _OwnHookNumbers:
 
 
 def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `result.register_hook(hook)` and count the hook as our own, so that no HookWatch reports it."""
+    """Call `result.register_hook(hook)` and count the hook as our own, so that no HookWatch searches the modules because of it."""
     with _OwnHookNumbers.lock:
         result.register_hook(hook)
         _OwnHookNumbers.taken += 1
@@ -41,8 +41,8 @@ class HookWatch:
     """Finds out whether hooks on modules below `root` have changed. The check is cheap if nothing was registered.
 
     Every registration increments one counter of PyTorch. So the modules are searched only if a hook other than our own was registered, if
-    the number of hooks of a module with hooks has changed, or if a direct child of the root was replaced. Hooks on the root itself run
-    outside the captured graphs and do not count.
+    the number of hooks of a module with hooks has changed, or if a direct child of the root was replaced. Hooks on the root itself are
+    ignored, because they run outside of the captured graphs.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -82,12 +82,12 @@ def _places(root: nn.Module) -> list[dict[int, Any]]:
 
 
 def may_differ(root: nn.Module) -> bool:
-    """True if modules of one class may differ in hooks: a module below `root` has hooks, or not all modules are registered."""
+    """True if modules of one class may have different hooks: a module below `root` has hooks, or a module is not registered."""
     return any(_places(root)) or _holds_unlisted(root)
 
 
 def _holds_unlisted(root: nn.Module) -> bool:
-    """True if an attribute of a module of `root` is, or contains, a module that is not registered.
+    """True if an attribute of a module of `root` is, or contains, a module that is not registered as a submodule.
 
     Lists, tuples, sets and dicts are searched one level deep.
     """
@@ -135,9 +135,9 @@ _UNSEEN = (
 def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
-    Dynamo captures this function instead of `__call__` for each submodule that is captured separately, because global hooks would become
-    part of the graph. PyTorch's own code runs the call if the process has no global hooks, or if the module has hooks that run even after
-    an exception in its forward (`always_call`).
+    Dynamo captures this function instead of `__call__` for each submodule in a captured graph, because global hooks would become part of
+    the graph. PyTorch's own code runs the call if the process has no global hooks, or if the module has hooks that run even after an
+    exception in its forward (`always_call`). In the second case global hooks run, too.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

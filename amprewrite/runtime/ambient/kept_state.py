@@ -13,8 +13,10 @@ from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
 
 
 class _Outermost:
-    """Saves the CPU random state, which all threads share, when the first of several overlapping `random_state_kept` blocks begins, and
-    restores it when the last of them ends."""
+    """Restores the CPU random state, which all threads share, after `random_state_kept` blocks that overlap in several threads.
+
+    The state is saved when the first block begins, and restored when the last block ends.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -42,8 +44,8 @@ _OUTERMOST = _Outermost()
 def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
     """Context manager that restores the random states of the CPU and of the CUDA `devices`, given by index.
 
-    Blocks of several threads may overlap. A block that began while another one ran would restore a state that the other one had changed.
-    So the block that ends last restores the CPU state from before the first.
+    If blocks of several threads overlap, the block that ends last restores the CPU state from before the first block. Otherwise a block
+    might restore a state that another block had changed.
     """
     _OUTERMOST.enter()
     try:

@@ -1,19 +1,19 @@
-"""Store the keys and values of `generate()` (the KV cache) in the low format in which the attention of the model reads them.
+"""Store the keys and values of `generate()` (the KV cache) in the low format, such as bf16, in which the attention of the model reads them.
 
 1. Only the model reads a cache that `generate()` makes. Before the first step the layers of the cache get a class that stores rounded
-   tensors and returns fp32. In a captured graph both conversions vanish where the plan runs low, so that no step casts the cache.
-2. The cache rounds only values that the plan rounds, too: if a graph reads keys or values in fp32, or if code that was not captured reads
-   them, the layer stores fp32 again.
+   tensors and returns fp32. Where the plan runs the attention low, both conversions vanish from the graph, so that no step casts the cache.
+2. The cache rounds only values that the plan rounds anyway: if a graph reads keys or values in fp32, or if uncaptured code reads them, the
+   layer stores fp32 again.
 3. A layer that outlives the call of `generate()` gets its former class again, and stores fp32.
 
 Before each step, the sizes that vary (batch, prompt, length of the cache) are marked, so that Dynamo captures them as dynamic at once.
 Without a mark Dynamo treats a size as fixed until it sees another value: the prompt and the steps of decoding would be captured again for
-each new size. Sizes of 1 are not marked, because PyTorch broadcasts these dims, so that their graph differs from the graph of other sizes.
+each new size. Sizes of 1 are not marked: PyTorch broadcasts these dims, so they need another graph than larger sizes.
 
-Dynamo gives each marked size a symbol of its own. With a symbol for each layer, it would work out every op of every layer anew. So all
-layers that hold keys and values of one length share one symbol for it. Sizes that are equal by chance, such as a batch of five with five
-keys, keep separate symbols, because a graph with one symbol for both would have to be captured again at the next step. Sizes that Dynamo
-saw change in an earlier capture of the same code keep separate symbols, too.
+Dynamo gives each marked size a separate symbol. With a different symbol in each layer, capture could not reuse the results for the ops of
+one layer in the next. So all layers whose keys and values have the same length share one symbol for this length. Sizes that are
+equal by chance, such as a batch of five with five keys, keep separate symbols, because a graph with one symbol for both would have to be
+captured again at the next step. Sizes that Dynamo saw change in an earlier capture of the same code keep separate symbols, too.
 """
 
 from __future__ import annotations
@@ -144,19 +144,19 @@ def hold_fp32(layer: Any) -> None:
 
 
 def _is_settings(value: Any) -> bool:
-    """True for a GenerationConfig of transformers, or an object like it."""
+    """True for an object with the attribute `return_dict_in_generate`, such as a GenerationConfig of transformers."""
     return hasattr(value, "return_dict_in_generate") and hasattr(value, "__dict__")
 
 
 class LowCaches:
-    """The key-value caches that one call of `generate()` holds in the low format."""
+    """The KV caches that one call of `generate()` stores in the low format."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._layers: list[weakref.ref[Any]] = []
 
     def take(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make the empty KV caches among the arguments of a step of `generate()` store their keys and values low.
+        """Make empty KV caches that a step of `generate()` has as arguments store their keys and values low.
 
         Caches that the caller made, offloaded caches, and layers of classes that are not in `_LAYERS` stay fp32.
         """
@@ -170,7 +170,7 @@ class LowCaches:
                     self._layers.append(weakref.ref(layer))
 
     def end(self) -> None:
-        """Make the layers of these caches that still exist store keys and values in fp32 again."""
+        """Switch the layers of these caches back to fp32. Layers that were deleted meanwhile are skipped."""
         for found in self._layers:
             layer = found()
             if layer is not None and is_low(layer):
@@ -191,8 +191,8 @@ class CachesOfModel:
     def of_call(self, low: Format, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LowCaches | None:
         """Return the low caches of one call of `generate()`; None if its caches stay fp32.
 
-        They stay fp32 if the plan reads them in fp32, or if code outside of the model may read them. They also stay fp32 unless `low` is a
-        low format with fp32's range: fp16 would turn large values into infinities. `args` and `kwargs` are the arguments of the call.
+        They stay fp32 if the plan reads them in fp32, or if code outside of the model may read them. They also stay fp32 if `low` is fp32
+        or fp16: fp16 would turn large values into infinities. `args` and `kwargs` are the arguments of the call.
         """
         fits = self.low and low is not FP32 and not low.narrow
         return LowCaches(low.dtype) if fits and not self._seen_outside(args, kwargs) else None
@@ -208,8 +208,8 @@ class CachesOfModel:
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
         """If a planned graph reads keys or values of the low `caches` in fp32, let later calls of `generate()` keep their caches in fp32.
 
-        A graph without planned ops counts as such a graph. Raises CacheReadHigh if `anew`: no code of the present call ran yet, so that the
-        call can start again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
+        A graph without planned ops counts as such a graph. If `anew`, also raises CacheReadHigh: no code of the present call has run, so
+        it can start again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
@@ -225,7 +225,7 @@ def reads_high(plan: RegionPlan) -> bool:
 
 
 def _is_conversion(node: NodePlan) -> bool:
-    """True if a node converts keys or values of a low cache: it comes from code of this file, as its source line shows."""
+    """True if a node converts keys or values of a low cache, that is, if its source line is in this file."""
     return node.source.startswith(f"{_SOURCE}:")
 
 
@@ -241,7 +241,7 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of keys or values whose size shares one symbol with equal sizes in the cache; () for a tensor in no marked cache."""
+    """Return the dims of `tensor`, keys or values of a marked cache, in which equal sizes get one symbol; () for any other tensor."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 
@@ -249,7 +249,7 @@ def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
 def _mark_shared(value: Any) -> None:
     """If `value` is a cache, mark the dims of its keys and values whose size may share a symbol with equal sizes.
 
-    These are the batch and length dims, unless the size has two meanings in this cache: a batch of five and five keys are equal by chance.
+    These are the batch and length dims. A size with two meanings in this cache, such as a batch of five and five keys, is left out.
     """
     batch, length = _IN_CACHE
     held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}

@@ -4,8 +4,8 @@ An activation checkpoint runs a part of a forward again in backward, and must sa
 backward the graph may have been planned anew. Autograd numbers its nodes in the order of their creation. So the number of the node that
 asks for the recomputation shows which graph was in use when the node was made.
 
-This holds for checkpoints that recompute when a saved tensor is read. A reentrant checkpoint does not compare saved tensors: its
-recomputation is a forward of its own, on the present graphs.
+This applies to non-reentrant checkpoints, which recompute when backward reads a saved tensor. A reentrant checkpoint does not compare
+saved tensors, so its recomputation may run the present graphs, like any other forward.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def asking_number() -> tuple[int, int] | None:
 
 
 class CallsInRegions:
-    """Remembers which calls of a module were made inside an autocast region of the model, for recomputations of these calls.
+    """Remembers which calls of a module were made inside a torch.autocast region in the model's own code, for recomputations of them.
 
-    A checkpoint restores the autocast state in backward, but this state does not show whether the model entered the region.
+    A checkpoint restores the autocast state in backward, but this state does not show whether the model or its caller entered the region.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CallsInRegions:
         """(number of the next autograd node, inside) at each call whose `inside` differs from the previous call."""
 
     def note(self, inside: bool) -> None:
-        """Record a call of a forward; `inside` says whether it is inside an autocast region of the model."""
+        """Record a call of the module. `inside`: whether the call is inside an autocast region of the model."""
         if inside != (bool(self.changes) and self.changes[-1][1]):
             self.changes = [*self.changes[1 - _CHANGES :], (torch.autograd._get_sequence_nr(), inside)]
 
@@ -62,24 +62,24 @@ class CallsInRegions:
         reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
         if not reentrant and not saved_tensors_are_hooked():
             return False
-        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes its node n before it calls the module, which recorded n + 1
+        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes its node n, then calls the module: `note` stores n + 1
         return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 
 class Past(Generic[T]):
     """Former values of one variable, so that a recomputation can use the value from the time of its forward.
 
-    With each value, the number of the first autograd node made after its replacement is stored. Nodes with lower numbers are older.
+    Each value is stored with the number of the first autograd node that was made after the value was replaced. Lower numbers are older.
     """
 
     def __init__(self) -> None:
         self._first = torch.autograd._get_sequence_nr()
         """Number of the next autograd node when this object was made. Recomputations of earlier forwards get the present value."""
         self.before: list[tuple[int, T]] = []
-        """The former values that are kept, each with the number of the first autograd node after it."""
+        """The former values that are kept, each with the number of the first autograd node made after its replacement."""
 
     def keep(self, value: T) -> None:
-        """Keep `value`, the former value, for recomputations of earlier forwards. Call this when the variable gets a new value."""
+        """Keep the former value `value` for recomputations of earlier forwards. Call this method when the variable gets a new value."""
         self.before = [*self.before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:

@@ -1,1 +1,1 @@
-"""Run captured graphs: store the graphs of each module that is called, run them, and plan them anew after certain events."""
+"""Run captured graphs: store and run the graphs of each called module, and renew them if hooks, weights or decisions change."""

@@ -1,4 +1,4 @@
-"""Define an entry, a module of a rewritten model that is called from outside of graphs, and store its captures.
+"""Define an entry, a module that is called from outside of the model's graphs, and store its captures.
 
 The captures of an entry are compiled functions, their graphs, and a list of the code that is in no graph.
 """
@@ -41,7 +41,7 @@ HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is wri
 """Reason that messages give if code sets a hook on an input and writes to the input. Such code runs as written, because Dynamo would put
 the hook on the written value."""
 FRESH_STARTS = 2
-"""At most this many times in a row, the graphs of a module are captured anew because none of them ran in a call."""
+"""Largest number of times in a row that the graphs of a module are captured anew because none of them ran in a call."""
 
 
 class Anew(Enum):
@@ -67,8 +67,8 @@ RewriteRegion = Callable[["Graphs", torch.fx.GraphModule, list[Any]], Region]
 class Graphs:
     """The captures of one entry, a module that is called from outside of graphs: its compiled functions and its rewritten graphs (regions).
 
-    `capture_anew` replaces this object. Dynamo keeps backends and compiled graphs until it is reset. So the functions that it gets refer to
-    this object and its regions by weak references. A running call keeps its `Graphs` alive.
+    `capture_anew` replaces this object. Dynamo keeps backends and compiled graphs until it is reset. So the functions that Dynamo gets hold
+    only weak references to this object and its regions. A running call keeps its `Graphs` alive.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -155,7 +155,7 @@ class Graphs:
         self.entry.session.state.failures.append(failure)
 
     def starts_again(self, inputs: Any) -> bool:
-        """True if a call of a model in fp32 can start again with its half `inputs` in fp32, because no code of it has run."""
+        """True if an fp32 model gets half `inputs`, and the call can start again with fp32 inputs, because none of its code has run."""
         entry, session = self.entry, self.entry.session
         return not entry.widens and half_beside_fp32(session.root, inputs) and not session.state.ran and not under_way(entry.function)
 
@@ -204,8 +204,8 @@ class Graphs:
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
-        if regions_around() > self.entry.session.state.around:  # the model's code is in an autocast region of its own
-            if is_any_autocast_enabled():  # Dynamo gave up the code that enters the region: leave the functions that it calls, too
+        if regions_around() > self.entry.session.state.around:  # the captured code is in an autocast region of the model
+            if is_any_autocast_enabled():  # Dynamo gave up the code that enters the region, so skip the functions called there, too
                 self.entry.session.note(f"code of {self.entry.place} in an autocast region of the model runs as the region says")
                 raise SkipFrame("it is in an autocast region of the model")
             put_in_region(module.graph, graph_device(module))
@@ -252,7 +252,7 @@ class Entry:
         self, session: CallRecord, rewrite_region: RewriteRegion, path: str, function: Callable[..., Any], captured: bool = True,
         home: type[nn.Module] | None = None, key: str = "",
     ) -> None:  # fmt: skip
-        """`path`: the module's path. `key`: its key in `entries`. `home`: the class whose forward is `function`; None if there is none."""
+        """`path`: the module's path. `key`: the key in `entries`. `home`: the class whose forward is `function`, or None."""
         self.session, self.rewrite_region, self.path, self.function, self._home = session, rewrite_region, path, function, home
         self.key = key
         self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"
@@ -260,7 +260,7 @@ class Entry:
         self.compiles = not (session.runs_recurrent_eagerly and isinstance(session.root.get_submodule(path), nn.RNNBase))
         self.captured = self._to_capture = captured
         self.widens = False
-        """True if half inputs of a call become fp32 as it begins, since products read them beside weights in fp32."""
+        """True if each call first casts its half inputs to fp32, because matmuls or convolutions read them together with fp32 weights."""
         self.names = parameter_names(function)
         self.hooks = HookWatch(session.root)
         self.fresh_starts = 0
@@ -309,7 +309,7 @@ class Entry:
         before, self.graphs = self.graphs, Graphs(self)
         if before.outdated:  # keep the old graphs: a checkpoint may still recompute a forward with them in its backward
             self._past.keep(before)
-        # keep watching the weights of the old graphs: colours that other graphs share may depend on whether these weights fit
+        # keep watching the weights of the old graphs: decisions of other graphs may depend on whether these weights fit the low format
         self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 

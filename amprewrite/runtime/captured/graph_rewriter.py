@@ -1,6 +1,6 @@
 """Rewrite the graphs that Dynamo captures of one model: read, plan and emit each, and mark it for a new capture if decisions change.
 
-All graphs of a model share one plan: `Agreement` stores the shared colours, and marks graphs that contradict them.
+All graphs of a model share one plan: `Agreement` stores the colour (low or high) of each shared op, and marks graphs that contradict it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GraphRewriter(CallRecord):
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self._first = frozenset(map(id, parameters_in(self.root)))
         if self.loss_scale.enabled:
-            _ = self.training  # made before the first call: it may be in a step with a closure, whose optimizer must have its hooks already
+            _ = self.training  # made now: the first call may be in `optimizer.step(closure)`, and the optimizer must have its hooks by then
 
     @functools.cached_property
     def training(self) -> Training:
@@ -95,7 +95,7 @@ class GraphRewriter(CallRecord):
     ) -> None:
         """Register the module at `path` as an entry: a module that is called from outside of graphs, and so has captured graphs of its own.
 
-        `function` is the code that a call of the module runs; for `captured` and `home` see Entry. `key` is its key, if not the path.
+        `function` is the code that a call of the module runs. For `captured` and `home` see Entry. `key` replaces `path` as the key.
         """
         key = path if key is None else key
         self.entries[key] = Entry(self, self.rewrite_region, path, function, captured, home, key)
@@ -244,15 +244,15 @@ class GraphRewriter(CallRecord):
         """Return the cache that keeps low copies of weights for a graph; None if the graph casts its weights anew in each call.
 
         With gradients (`training`), only eager graphs under `cache_weights="step"` read kept copies. Without gradients, a `compiled` graph
-        reads them only if a block that keeps copies is open at its capture, because it is compiled once for all later calls. With
-        `cache_weights=False`, and if FSDP2 shards the model, no copies are kept.
+        reads them only if it is captured while a block keeps copies, as `generate()` does, because it is compiled once for all later calls.
+        With `cache_weights=False`, and if FSDP2 shards the model, no copies are kept.
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
         return self.cache if wanted and not self._sharded() else None
 
     def _sharded(self) -> bool:
-        """True if FSDP2 shards a module. Then add a note: version counters do not show that FSDP2 writes weights for every forward."""
+        """True if FSDP2 shards a module. If so, add a note. FSDP2 writes weights for every forward, and version counters do not show it."""
         if found := any(map(is_sharded, self.root.modules())):
             self.note("low copies of weights are not kept here: FSDP gathers the weights anew for every forward")
         return found
@@ -262,11 +262,11 @@ class GraphRewriter(CallRecord):
         return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
 
     def _row(self, device: str) -> Device:
-        """Return the device to plan for: the device of the options, or the table's row for `device`, which the model is on."""
+        """Return the row of the device to plan for: the device named in the options, otherwise `device`, where the model is."""
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
-        """Return the policy for a model on `device`, such as "cuda". Each restriction gives a note, such as a device without a gain."""
+        """Return the policy for a model on `device`, such as "cuda". Note each restriction, such as a device without fast low matmuls."""
         kept, products = self.cache.block() is not None, self.options.products
         return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 
@@ -294,7 +294,7 @@ class GraphRewriter(CallRecord):
     def _overflowed(self) -> str | None:
         """Return the place of the first overflow in the step that is being skipped; None if it is not found.
 
-        Weights are then checked before the next call.
+        Also ask for a check of the weights before the next call.
         """
         self.schedule.due = True
         graphs = [(region.plan, region.module) for region in self.last]
@@ -356,6 +356,6 @@ class Agreement:
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:
-    """Return the products that the planner considered for fp8, coloured low if the result is computed in fp8, otherwise high."""
+    """Return the products that the planner considered for fp8. Colour them low if the forward GEMM runs in fp8, otherwise high."""
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]

@@ -52,7 +52,7 @@ One call is not enough, even if all of its values are small: it may be a warm-up
 
 
 def worth_watching(problem: Problem) -> bool:
-    """True if a graph may overflow by our decisions: its low format has a narrow range (fp16), and the graph follows no given plan."""
+    """True if decisions of the planner may make a graph overflow: its low format is narrow (fp16), and the user gave no plan for it."""
     return problem.policy.low.narrow and problem.given is None
 
 
@@ -154,8 +154,10 @@ class LookAhead:
             )
 
     def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> bool:
-        """True if the plan runs ops low whose values were not observed, as in the body graphs of loops, and the rewritten graph, run on
-        copies, raises or returns a non-finite value."""
+        """True if the rewritten graph, run on copies, raises or gives a non-finite value.
+
+        Returns False without a run if no body graph, such as of a loop, has low ops: then all low values were observed.
+        """
         if not unobserved(self.captured, self.plan):
             return False
         try:
@@ -254,7 +256,7 @@ def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
 
 
 def _of_all_ranks(observer: Observer) -> Mapping[str, RegionRanges]:
-    """Return the observed ranges by graph. If values are sharded over ranks, merge the ranges of all ranks, in the same order on each."""
+    """Return the observed ranges by graph. If values are sharded over ranks, merge the ranges of all ranks, in one order on all ranks."""
     seen: dict[str, RegionRanges] = observer.regions
     for group in (group for mesh in observer.meshes for group in mesh.get_all_groups()):
         every: list[Any] = [None] * torch.distributed.get_world_size(group)

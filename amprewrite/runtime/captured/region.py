@@ -51,7 +51,7 @@ class Region:
     """One rewritten graph, which Dynamo calls in place of the code that it captured.
 
     `module` is the edited graph. It is kept only if the graph scales gradients; otherwise `module` is None. `place` names the module whose
-    code the graph is from. All graphs of the model share `training` and `checks`.
+    code the graph is from. All graphs of the model share `training` (its loss scaling) and `checks` (functions that check weight reads).
     """
 
     whole = False
@@ -75,7 +75,7 @@ class Region:
         self._weighed: tuple[RegionPlan | None, RegionPlan] = None, plan
 
     def weighed(self) -> RegionPlan:
-        """Return the plan with the prices of the plans that it was compared with. They are computed when the plan is first read."""
+        """Return the plan with the prices (estimated costs) of the alternative plans. The first call computes the prices."""
         if (plan := self.plan) is not self._weighed[0]:
             self._weighed = plan, weighed(plan)
         return self._weighed[1]
@@ -100,7 +100,7 @@ class Region:
         return result
 
     def call_steady(self, inputs: tuple[Any, ...]) -> Any:
-        """Run the graph, with the loss scale as an additional input if it scales gradients, under the user's dispatch modes.
+        """Run the graph under the user's dispatch modes. If it scales gradients, the loss scale is an additional input.
 
         A caller may use this method in place of `call` if `look_ahead` is None and `enters_regions` is False.
         """
@@ -133,7 +133,7 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """After the first call, which runs op by op, plan the graph anew if ops refused low operands; otherwise run its generated code."""
+        """After the first call, which runs op by op: plan anew if ops refused low operands, otherwise run generated code from now on."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)
@@ -187,11 +187,11 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager for a call inside a running forward. A forward that itself takes gradients may recompute a checkpoint in it.
+        """Context manager for a call by a backward inside a running forward, as when a forward takes gradients through a checkpoint.
 
         `asked`: the `asking_number()` of the recomputation; None in any other call. `around`: the number of torch.autocast regions around
-        the call. In a recomputation all of them count as regions around the model, not as the model's own, because the checkpoint enters
-        regions to restore the autocast state of its forward.
+        the call. In a recomputation they all count as regions around the model, not in its code, because the checkpoint enters regions to
+        restore the autocast state of its forward.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around
