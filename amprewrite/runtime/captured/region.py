@@ -55,7 +55,7 @@ class Region:
     """
 
     whole = False
-    """True if the graph is all of its module's forward."""
+    """True if the graph covers all of its module's forward."""
     enters_regions = False
     """True if the graph enters contexts such as `torch.no_grad()`. They must be left if the graph raises an error."""
 

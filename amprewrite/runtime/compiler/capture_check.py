@@ -11,7 +11,7 @@ The check is skipped if its answer would be uncertain, or if a side effect would
 
 1. several ranks train, or an argument of the call is neither a tensor nor plain data;
 2. the call ran several graphs, or code between graphs; or the graph writes inputs other than buffers;
-3. Dynamo replays writes to objects that existed before;
+3. the captured code changes objects that existed before, or hooks a tensor, and Dynamo replays this after the graph;
 4. two runs of the plain model differ, or the first op that differs draws random numbers.
 """
 
@@ -204,7 +204,7 @@ def copied(leaf: Any) -> Any:
 
 
 def can_be_copied(value: Any) -> bool:
-    """True if arguments consist only of dense tensors with values and of plain data."""
+    """True if arguments consist only of plain data and of dense tensors that have values (not on the meta device)."""
     return all(_is_dense(each) if isinstance(each, Tensor) else isinstance(each, _PLAIN) for each in tree_leaves(value))
 
 
@@ -222,7 +222,7 @@ def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 class CaptureCheck:
     """Compares a call that captures a model with the same call of the original model.
 
-    Make it before the call, with the arguments of the call. `plain` returns an unrewritten clone of `root` with the same parameters.
+    Create it before the call, with the arguments of the call. `plain` returns an unrewritten clone of `root` with the same parameters.
     """
 
     def __init__(self, root: nn.Module, plain: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -243,8 +243,8 @@ class CaptureCheck:
         ends the check."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         if written_memory(module.graph):
-            note_memory(module.graph)  # so that `written_inputs` sees a write to the result of `dropout(x, 0.0)`: in eager code it is `x`
-        # read from `module`, because the copy of the graph made below lacks its subgraphs
+            note_memory(module.graph)  # so that `written_inputs` sees a write to `dropout(x, 0.0)`, which in eager code is `x` itself
+        # read these facts from `module`, because the copy of its graph made below lacks the subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -297,7 +297,7 @@ class CaptureCheck:
 
     @contextlib.contextmanager
     def _again(self, grad: bool) -> Iterator[None]:
-        """Context manager for a further run: random generators begin as in the call, `grad` is the grad mode, no saved tensor is hooked."""
+        """Context manager for a repeated run: with the random states of the call, the grad mode `grad`, and no hooks on saved tensors."""
         now = random_states(self.devices)
         with random_state_kept(self.devices), unhooked(), torch.set_grad_enabled(grad):
             self.random()

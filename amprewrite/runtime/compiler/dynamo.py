@@ -47,7 +47,7 @@ from amprewrite.torch_internals.dynamo import skip_code, skip_once
 EXACT = "inductor-exact"
 """Name of the backend in which inductor computes the same numbers as eager code."""
 RECOMPILE_LIMIT = 64
-"""Largest number of graphs of one frame, for its modes, shapes and options. After that a call that fits none of them runs as written."""
+"""Largest number of graphs of one frame (one function), for its modes, shapes and options. Then calls that fit none run as written."""
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """True if torch.compile takes a recompile limit for one function; in earlier versions the limit is one setting of the process."""
@@ -76,28 +76,28 @@ def compile_afresh(
     no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around, eager: bool = False,
     starts_again: Callable[[Any], bool] = lambda _: False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return a clone of `function`, a forward in the model `root`. Dynamo compiles it with an empty cache, even if it skipped `function`.
+    """Return a clone of `function`, a forward in the model `root`. Dynamo compiles the clone anew, even if it skipped `function` before.
 
     Errors of `backend` reach the caller unchanged. Settings that torch.compile has no argument for hold only while Dynamo converts a frame,
     so that a call of a captured graph does not pay for them:
 
     1. LSTM, GRU and RNN modules are captured if `recurrent`; otherwise they break the graph.
-    2. Calls of loggers are left out of graphs, as in torch.export, and `note` is called with a text that says so.
+    2. Calls of loggers are left out of graphs, as in torch.export. A message about it is passed to `note`.
     3. NumPy's random numbers break a graph, because a graph would draw them from PyTorch's generator instead of NumPy's.
     4. An int attribute that a model increments is no longer a constant of the graphs after COUNTS_FROM calls with a capture.
     5. Code that Dynamo fails on runs as written, and `failed` is called with the failure. If `whole`, Dynamo raises an error instead.
-    6. If no graph is made of `function`'s own code, `no_graph` is called: with True if Dynamo read all of the code, which then has no
-       tensor op (as nn.Identity), and with False if it gave up the code.
+    6. If Dynamo makes no graph of `function`'s own code, `no_graph` is called: with True if Dynamo read all of the code and found no tensor
+       op, as in nn.Identity, and with False if it gave up the code.
     7. If `hooks_differ`, Dynamo guards on module hooks, because code captured for one module runs for all modules of its class.
-    8. `torch.is_autocast_enabled()` returns True to the model's code, except in autocast regions of the model itself (`heard.py`). To tell
-       these regions, `around` returns the number of autocast regions that the caller has open around the model.
+    8. `torch.is_autocast_enabled()` returns True to the model's code, except in autocast regions of the model itself (`heard.py`). They
+       are recognised by `around()`, the number of autocast regions that the caller has open around the model.
     9. Dynamo limits the number of graphs of one piece of code. If several models run the same code, only this model's graphs count.
     10. If `eager`, graphs run without a compiler. `torch.autograd.grad` then only breaks the graph, and the code after it is captured too;
         for a compiler Dynamo would leave the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
-    12. Code of a compiler runs as written. Dynamo sees it if a forward takes gradients: a compiler compiles a backward when it first runs.
+    12. Code of a compiler runs as written. Dynamo meets it if a forward takes gradients, because a backward is compiled when it first runs.
     13. If `starts_again` returns True for the local variables of a call, the call can begin again with its half inputs in fp32. If an op
-        then refuses its operands, or code asks whether autocast is on, TwoDtypes is raised, and no code of `function` has run.
+        then refuses its operands, or code asks whether autocast is on, TwoDtypes is raised before any code of `function` runs.
     14. Before torch 2.13 a hook on a tensor that the code computes breaks the graph, because Dynamo would lose gradients of the hook.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
@@ -138,9 +138,9 @@ def compile_afresh(
                 now["accumulated_recompile_limit"] = torch._dynamo.config.accumulated_recompile_limit + more
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
             hooks, layers = breaking_at_hooks(), recurrent_layers_whole()
-            quick = no_collection() if eager else contextlib.nullcontext()  # not beside a compiler, which may run for minutes
+            quick = no_collection() if eager else contextlib.nullcontext()  # not while a compiler works, which may take minutes
             again = own and starts_again(frame[0].f_locals)
-            if again:  # a refusal is raised here, before the code runs
+            if again:  # let Dynamo raise errors, so that the call starts again before its code has run
                 now["suppress_errors"] = False
             reporting = reporting_autocast_on(root, frame[0].f_locals, around(), again)
             try:
@@ -204,7 +204,7 @@ def _all_of(filters: Sequence[Callable[[Sequence[Any]], list[bool]]]) -> Callabl
 
 
 def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
-    """Return for each guard whether to keep it: drop the guards on the tensors that a frozen weight stores and on its metadata.
+    """Guard filter that drops the guards on the tensors that a frozen weight stores, and on its metadata. Returns a bool for each guard.
 
     These guards run Python code in every call, 20 us for each weight. They are not needed, because a graph reads the stored tensors anew in
     every run. The guards on the fp32 tensor that a frozen weight looks like are kept.
@@ -215,7 +215,7 @@ def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
 
 
 def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
-    """Return for each guard whether to keep it: drop the guards on global module hooks, unless the captured code calls such a hook.
+    """Guard filter that drops the guards on global module hooks, unless the captured code calls such a hook. Returns a bool for each guard.
 
     Dynamo guards on the keys of the hook tables even where the code only tests whether a table is empty, and every registration has a new
     key. If a guard of another kind is on a global hook, the graph contains the hook, and all guards are kept.
@@ -385,7 +385,7 @@ def why_switched_off() -> str:
 
 
 _READ: list[dict[str, int]] = [{}]
-"""A list of one: the dict that `reasons` returned last."""
+"""A list of one item, the dict that `reasons` returned last."""
 
 
 def frames_given_up() -> int:
@@ -399,7 +399,7 @@ def reasons() -> dict[str, int]:
 
     The same dict object is returned until Dynamo gives a further reason.
     """
-    if dict.__ne__(counters["unimplemented"], _READ[0]):  # the comparison of dict: that of Counter is written in Python and slow
+    if dict.__ne__(counters["unimplemented"], _READ[0]):  # `dict.__ne__`, because `Counter.__ne__` is written in Python and slow
         _READ[0] = dict(counters["unimplemented"])
     return _READ[0]
 

@@ -3,7 +3,7 @@
 1. During a call Dynamo is set to run the original code of a frame that it cannot convert. A frame is one function, or the rest of a
    function after a graph break. So nothing that ran before the failure runs again.
 2. Dynamo logs each such failure. A filter on its logger reports the failures of this thread, and keeps them from being printed.
-3. An error of the backend is no such failure. It is wrapped so that Dynamo does not handle it, and it reaches the caller unchanged.
+3. An error of the backend is handled differently: it is wrapped, so that Dynamo passes it on, and it reaches the caller unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Failure:
     place: str
     """The line that Dynamo could not read, as "file:line in function"; "" if it is unknown."""
     of_op: bool = False
-    """True if an op refused its operands when Dynamo ran it on tensors without values."""
+    """True if an op refused its operands when Dynamo ran it on fake tensors (tensors without values)."""
 
 
 def try_all_again() -> None:
@@ -103,7 +103,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _code(error: BaseException) -> types.CodeType | None:
-    """Return the code of the frame that Dynamo failed on; None if unknown. The function that caught the error has the frame as argument."""
+    """Return the code of the frame that Dynamo failed on; None if unknown. Dynamo's function that caught `error` has it as `frame`."""
     caught = error.__traceback__
     frame = caught.tb_frame.f_locals.get("frame") if caught is not None else None
     code = getattr(frame, "f_code", None)
@@ -119,7 +119,7 @@ class Unseen(BaseException):
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which Dynamo calls, with its errors wrapped in `Unseen`, so that Dynamo does not handle them."""
+    """Return `function`, which Dynamo calls, in a wrapper that raises its errors as `Unseen`, so that Dynamo does not handle them."""
 
     def call(*args: Any) -> Any:
         try:

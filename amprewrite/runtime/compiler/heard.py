@@ -9,14 +9,14 @@ the regions. The reported dtype is fp32, so that a cast to this dtype in the mod
    in fp32 in any case.
 2. The true answer is given inside an autocast region that the model itself entered, and for a device that the model is not on.
 3. The true answer is given to PyTorch's own code, which asks in order to choose kernels or, in `custom_fwd`, to convert inputs.
-4. The true answer is given to a model that holds half values or is called with some. Such a model asks whether autocast will make dtypes
+4. The true answer is given to a model that holds half values or gets half inputs. Such a model asks whether autocast will make dtypes
    agree. Autocast will not, because it is off. If only inputs are half, the call starts again with these inputs in fp32 (`Widened`).
 
 Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32. It would widen half values
 that the code computes itself, so such code is exported without autocast (`exported_under_autocast`).
 
-Dynamo evaluates these functions as constants. While Dynamo converts a frame, they have handlers of ours instead (`handling`),
-and so have a few other functions. Dynamo's own lock for conversions is held meanwhile, so that no other thread captures with these.
+Dynamo evaluates these functions as constants. While Dynamo converts a frame, our own handlers take the place of these and of a few more
+functions (`handling`). Dynamo's lock for conversions is held meanwhile, so that no other thread captures with our handlers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
 
     Items 2 to 4 at the top of this file name the exceptions. `root` is the model. `inputs` are the values that the frame reads, nested in
     lists, tuples and dicts. `around` is the number of autocast regions around the call of the model. If `again`, the call can begin again
-    with its half inputs in fp32, and does so as soon as the code asks: TwoDtypes is raised, in an Unseen.
+    with its half inputs in fp32. Then a TwoDtypes, wrapped in an Unseen, is raised as soon as the code asks for the autocast state.
     """
     devices = _devices(root, inputs)
 
@@ -96,8 +96,8 @@ def exported_under_autocast(
 ) -> T:
     """Return `export()`, called under autocast with the dtype fp32, on the devices of the model `root` and its `inputs`.
 
-    It is called without autocast if a parameter, buffer or input is half, if `computes_half(result)`, or if it fails under autocast with a
-    CaptureError. So no value changes its dtype.
+    `export` is called without autocast if a parameter, buffer or input is half. It is called again without autocast if
+    `computes_half(result)` is true, or if it raised a CaptureError. So no value changes its dtype.
     """
     devices, found = _devices(root, inputs), None
     if devices:
@@ -149,7 +149,7 @@ _CAPTURES_HOOKS = find_spec("torch._higher_order_ops.register_hook") is not None
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager in which Dynamo reads calls of some functions by handlers of ours. `handlers`: {function: its handler}."""
+    """Context manager in which Dynamo captures calls of some functions by our own handlers. `handlers`: {function: its handler}."""
     table = torch_functions.TorchInGraphFunctionVariable._get_handlers()
     with compile_lock:
         folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}
@@ -167,9 +167,9 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
-    """Context manager in which dynamic sizes that are equal get one symbol, in the dims that `shared` returns for a tensor.
+    """Context manager in which equal dynamic sizes get one symbol, in the dims that `shared` returns for a tensor.
 
-    Dynamo has no mark for this. It guards on such sizes to be equal, and captures again if they differ.
+    Dynamo has no public setting for this. It guards that these sizes stay equal, and captures again if they differ.
     """
     given: Callable[..., Any] = builder._automatic_dynamic
 
@@ -192,8 +192,8 @@ def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
 def breaking_at_gradients() -> Iterator[None]:
     """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code after it. Only for eager graphs.
 
-    Since torch 2.15 Dynamo gives up the frame if later code reads a differentiable value of the graph, because a compiler loses the edges
-    of autograd between the results of a graph. A graph that runs eagerly keeps them.
+    Since torch 2.15 Dynamo gives up the frame if later code reads a differentiable value of the graph, because a compiler loses the
+    autograd edges between the results of a graph. A graph that runs eagerly keeps these edges.
     """
     given = torch_functions.TorchInGraphFunctionVariable._get_handlers()[torch.autograd.grad]
 
@@ -212,7 +212,7 @@ def breaking_at_gradients() -> Iterator[None]:
 def breaking_at_hooks() -> Iterator[None]:
     """Context manager in which a hook on a tensor that the code computes breaks the graph, before torch 2.13. PyTorch then sets the hook.
 
-    Dynamo of torch 2.11 and 2.12 captures the hook as an autograd Function of this tensor alone. Without an error, a hook on
+    Dynamo of torch 2.11 and 2.12 captures the hook as an autograd Function of this tensor alone. Then, without an error, a hook on
     `x.contiguous()` misses other gradients of `x`, and the first of two hooks runs last.
     """
     if _CAPTURES_HOOKS:
@@ -235,7 +235,7 @@ def breaking_at_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
-    """Context manager in which Dynamo computes the fake results of a recurrent layer from one time step, and records the whole layer."""
+    """Context manager in which Dynamo infers the fake result of a recurrent layer from one time step, and records the layer as one op."""
 
     def handle(layer: Callable[..., Any], _: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = tx.output.create_proxy("call_function", in_one_step(layer), *proxy_args_kwargs(args, kwargs))

@@ -1,4 +1,4 @@
-"""Messages for users: on autocast that a library switched on, on tracers that cannot read a rewritten model, and on Dynamo's reasons."""
+"""Messages for users: about autocast that a library switched on, about tracers and rewritten models, and about Dynamo's graph breaks."""
 
 from __future__ import annotations
 

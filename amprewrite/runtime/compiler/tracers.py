@@ -1,6 +1,6 @@
 """Detect contexts in which a rewritten model cannot run its graphs: exporters and tracers, `fullgraph=True`, shape inference, torch.func.
 
-1. A tracer that records the ops that run is refused with an error when the model is called.
+1. If a tracer such as `torch.jit.trace` would record the ops of a call, the call raises an error.
 2. An outer Dynamo reads `session.enter`, the function through which every call of the model runs. If Dynamo may break its graph there, the
    model is called as usual. If not, as for `fullgraph=True` and a strict `torch.export`, `enter` raises an error while Dynamo reads it,
    because Dynamo's own error would advise the user to remove that function.
@@ -38,7 +38,7 @@ class WantsOneGraph(CaptureError, Unsupported):
 
 
 def undisturbed() -> bool:
-    """True if no autocast, dispatch mode, tracer, export or transform is active. Then a call can leave out the separate tests for each."""
+    """True if no autocast, dispatch mode, tracer, export or transform is active. Then a call need not test for each of them."""
     return not (
         is_any_autocast_enabled()
         or count_dispatch_modes()
@@ -54,7 +54,7 @@ def undisturbed() -> bool:
 def refuse_tracers() -> None:
     """Raise CaptureError if a tracer, such as `torch.jit.trace` or make_fx, would record the ops of this call.
 
-    PyTorch's flag for a running export is the same in all threads. So the exporting thread is recognised by its dispatch modes or context.
+    All threads share PyTorch's flag for a running export. So the exporting thread is recognised by its dispatch modes or tracing context.
     """
     modes = {type(mode).__name__ for mode in user_modes()} if count_dispatch_modes() else ()
     if torch._C._is_tracing():
@@ -75,7 +75,7 @@ def refuse_tracers() -> None:
 def _was_another_export() -> bool:
     """Wait until no other thread exports. Return True if symbolic tracing has ended by then.
 
-    PyTorch's flag for symbolic tracing is the same in all threads, and Dynamo runs no code while it is set.
+    All threads share PyTorch's flag for symbolic tracing, which an export in another thread may have set. Dynamo runs no code meanwhile.
     """
     with ONE_EXPORT:
         return not is_fx_symbolic_tracing()

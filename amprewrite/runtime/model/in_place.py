@@ -1,7 +1,7 @@
 """Record a module before it is rewritten in place, to restore it exactly. Make the class of a rewritten module. Clone a module tree.
 
 1. A rewrite changes the class of the root, and in each module only the attributes in TOUCHED. They are recorded before the first change.
-2. A `forward` that the user set after the rewrite stays when the module is restored, and so does a later `compile()` of the root.
+2. Restoring keeps a `forward` that the user set after the rewrite, and the effect of a later `compile()` of the root.
 3. All other attributes, such as parameters, buffers and hooks, are never changed.
 
 The class of a rewritten module is a subclass of the module's original class with methods of a mixin:
@@ -11,17 +11,17 @@ The class of a rewritten module is a subclass of the module's original class wit
    `load_from_checkpoint` work as on the original class.
 3. pickle stores the subclass as "the rewritten subclass of the original class", because its name would lead to the original class.
 4. Creating the subclass runs no code of the user: no `__init_subclass__`, and no metaclass that keeps a register of classes.
-5. The first base of the subclass is the original class. So `__class__` of an object may change from one to the other: Python allows this
-   if the memory layouts match, and compares them by the chain of first bases. A custom `mro()` still looks up methods in the mixin first.
+5. The first base of the subclass is the original class. So Python lets `__class__` of an object change between the two: it compares the
+   memory layouts along the chain of first bases. Nevertheless methods are looked up in the mixin first, by a custom `mro()`.
 
 A class that a user derives from the subclass is an ordinary class.
 
 A clone of a module tree has new module objects of the same classes that hold the same parameter and buffer objects. Lists, dicts, sets and
 tuples that modules hold are copied, and so are bound methods and hooks. The copies refer to the modules of the clone. Dataclasses,
 namespaces and namedtuples count as configurations: they are copied only if they hold a module or a copied container. A container that
-several modules share is copied once: a cache that layers share is shared by their clones. The clone shares every other attribute with the
-original, in `__slots__`, too, as `copy.copy` does. So `clone.eval()` or a hook on the clone does not change the original, but an optimizer
-step changes the original, too.
+several modules share is copied once: if layers share a cache, their clones share one copy of it. The clone shares all other attributes
+with the original, including attributes in `__slots__`, as `copy.copy` does. So `clone.eval()` or a hook on the clone does not change the
+original, but an optimizer step on the clone changes the original, too.
 
 A container among the bound arguments of a hook, as in `functools.partial(save, store)`, belongs to the code that made the hook. It is
 copied only if a module holds the container, too, or the container holds a module. Objects of other classes, closures and weak references
@@ -57,7 +57,7 @@ _ABSENT = object()
 
 
 class Before:
-    """The former state of a model that is rewritten in place: the class and the attributes in TOUCHED of each module."""
+    """The state of a model before it is rewritten in place: for each module, its class and its attributes in TOUCHED."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [(weakref.ref(each), type(each), _touched(each)) for each in root.modules()]
@@ -88,7 +88,7 @@ def _touched(module: nn.Module) -> dict[str, Any]:
 def _put_back(module: nn.Module, values: dict[str, Any], is_root: bool) -> None:
     """Set each attribute in TOUCHED to its value in `values`, or delete it if it has none there.
 
-    A `forward` that the user set after the rewrite stays, and on the root (`is_root`) the effect of a later `compile()`.
+    A `forward` that the user set after the rewrite stays. On the root (`is_root`), the effect of a later `compile()` stays, too.
     """
     now = module.__dict__.get("forward", _ABSENT)
     others = {"forward"} if now is not _ABSENT and not isinstance(now, PartForward) else set()
@@ -160,7 +160,7 @@ class _CallsOriginal(type):
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """Return the metaclass for subclasses of classes with the metaclass `meta`, and register with copyreg how its classes are pickled."""
+    """Return the metaclass for rewritten subclasses, given the metaclass `meta` of the original classes. Register how to pickle them."""
     if issubclass(meta, _CallsOriginal):
         return meta
     made = _CallsOriginal if meta is type else type(meta.__name__, (_CallsOriginal, meta), {})
@@ -192,7 +192,7 @@ def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
 
 
 class _Cloning:
-    """The state while one tree is cloned. `made` has the copy of each module and container, by the id of the original."""
+    """Clones one module tree. `made` has the copy of each module and container, by the id of the original."""
 
     def __init__(self, module: nn.Module) -> None:
         self.made: dict[int, Any] = {}
@@ -201,7 +201,7 @@ class _Cloning:
         self.holding: dict[int, bool] = {}
         """Results of `_holds`, by the id of the container."""
         found = self._reachable(module)
-        for original in found:  # by object.__new__: a GraphModule's own __new__ would make a class without `forward`
+        for original in found:  # object.__new__, because GraphModule.__new__ would make a class without `forward`
             self.made[id(original)] = object.__new__(type(original))
         for original in found:
             self._fill(original)
@@ -229,7 +229,7 @@ class _Cloning:
                 items = [*current.__dict__.values(), *(slot.__get__(current) for slot in _filled_slots(current))]
                 owned = True
             else:
-                owned = owned and type(current) in _CONTAINERS  # not a dataclass: it counts as a configuration, and is shared
+                owned = owned and type(current) in _CONTAINERS  # a dataclass is not owned: it counts as a configuration, and is shared
                 items = _items(current)
                 if owned:
                     self.owned.add(id(current))
@@ -253,7 +253,7 @@ class _Cloning:
             slot.__set__(clone, self._carried(slot.__get__(original)))
 
     def _carried(self, value: Any) -> Any:
-        """Return `value` with the tree's modules replaced by clones. Containers in `owned` or around modules are copied, others shared."""
+        """Return `value` with the tree's modules replaced by clones. Containers that are in `owned` or hold modules are copied."""
         if id(value) in self.made:
             return self.made[id(value)]
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):

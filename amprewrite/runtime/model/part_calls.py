@@ -1,16 +1,16 @@
 """Run direct calls of a submodule of a rewritten model, such as `amp.encoder(x)`, and the parts that are captured separately.
 
-Of a recurrent module that is called on a packed sequence, the layer alone is captured, not the code of the module around it. The number of
-sequences is data of a packed sequence. PyTorch's module reads it to make and check states, and no capture can follow. So the module runs as
-written, until it calls the layer. That call enters a captured graph, whose inputs are the packed rows, the batch sizes and the states.
+If a recurrent module is called on a packed sequence, only its layer op (such as `torch.lstm`) is captured, not the module's Python code.
+The module reads the number of sequences from the values of a tensor, to make and check states. Dynamo cannot capture this. So the module
+runs as written until it calls the layer. That call runs a captured graph, whose inputs are the packed rows, the batch sizes and the states.
 
 torch.nn.DataParallel makes a replica for each device, and calls each replica in a thread:
 
 1. `torch.nn.parallel.replicate` copies the parameters to each device, asks each module for a replica, and gives the copies to the replica.
 2. A call of a replica calls the model itself, with the tensors of the replica in place of parameters and buffers. So all replicas have
    one session: one plan, one loss scale, one set of guarded optimizers. Low copies are made of the replica's tensors, on its device.
-3. Only one replica runs at a time, because the model holds the tensors of one replica. An accelerator still computes for a replica while
-   the host calls the next.
+3. Only one replica runs at a time, because the model can hold the tensors of only one replica. But a GPU still computes for a replica
+   while the host calls the next one.
 4. The graphs return unscaled fp32 gradients, and PyTorch adds them on the first device. If the gradient of one replica overflows, so does
    the sum, and the optimizer step is skipped for all.
 """
@@ -64,9 +64,9 @@ class PartForward:
 
 
 class PartReplicas:
-    """Callable by which torch.nn.DataParallel gets a replica of a part, that is, of a submodule that is captured separately.
+    """Callable by which torch.nn.DataParallel gets a replica of `part`, a submodule of a rewritten model.
 
-    A deep copy of the part is not rewritten, so there the callable makes plain replicas.
+    A deep copy of `part` alone is not rewritten, so its callable makes plain replicas.
     """
 
     def __init__(self, session: Session | None, part: nn.Module) -> None:
@@ -86,8 +86,8 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     1. Inside a captured call of the whole model the function calls the module. Dynamo inlines the function into the graph of the model.
        If Dynamo runs the code of the caller as written, it captures the function's own frame instead.
-    2. In a direct call the module is an entry of its own, with its own graphs. The same holds inside a call of the model that Dynamo does
-       not capture, as inside a checkpoint around code that cannot be captured.
+    2. In a direct call the module runs graphs of its own, as a separate entry. The same holds in a call of the model if Dynamo does not
+       capture the calling code, for instance in a checkpoint around code that cannot be captured.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]
@@ -110,7 +110,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     def call_alone(*args: Any, **kwargs: Any) -> Any:
         entry = session.entries.get(path)
-        if entry is None or entry.function is not call_part:  # there is no entry yet, or it is of another module that was at `path` before
+        if entry is None or entry.function is not call_part:  # there is no entry yet, or it is for a module that was at `path` before
             session.add_entry(path, call_part)
         return enter(session, path, args, kwargs)
 
@@ -180,7 +180,7 @@ def replica_of(session: Session, module: nn.Module) -> nn.Module:
     Raises PolicyError if the model is frozen.
     """
     refuse_frozen(module, "replicating it")
-    session.training.gate.knows_optimizer()  # search for optimizers before the replica runs: none of them owns the replica's tensors
+    session.training.gate.knows_optimizer()  # search for optimizers now: no optimizer owns the replica's tensors
     replica: nn.Module = nn.Module._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
     replica.__dict__["_compiled_call_impl"] = _ReplicaCall(session, module, replica)
     return replica

@@ -1,4 +1,4 @@
-"""Make the module that `rewrite` returns: it has the same class and the same parameter objects as the original."""
+"""Make the module that `rewrite` returns: it has a subclass of the original class, and the same parameter objects."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
 class RewrittenBase(nn.Module):
-    """Base of the classes of rewritten models: drops low copies of weights when parameters change, and has copies and pickles of a
-    rewritten model rewritten, too.
+    """Base of the classes of rewritten models. It drops low copies of weights when parameters change, and keeps copies and pickles of a
+    rewritten model rewritten.
 
-    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file take it as `face`.
+    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file get it as `face`.
     """
 
     # -- changes of the parameters, after which low copies are dropped --------------
@@ -97,9 +97,9 @@ class RewrittenBase(nn.Module):
             )
         return self
 
-    # -- its class ----------------------------------------------------------------------
+    # -- members of the rewritten class -------------------------------------------------
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Call the original class's `__init_subclass__` only for classes that a user derives, because it may keep a register of classes."""
+        """Call the original class's `__init_subclass__`, which may register classes, only for classes that a user derives."""
         if original_of(cls) is None:
             super().__init_subclass__(**kwargs)
 
@@ -178,7 +178,7 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 def _of_sharding(cls: type[nn.Module]) -> set[str]:
-    """Return the names of the classes of torch.distributed among the bases of `cls`, and "deepspeed" if a base is of DeepSpeed."""
+    """Return the names of the base classes of `cls` that torch.distributed defines, and "deepspeed" if DeepSpeed defines a base class."""
     homes = {base: base.__module__.partition(".")[0] for base in cls.__mro__}
     names = {base.__name__ for base in homes if base.__module__.startswith("torch.distributed.")}
     return names | {"deepspeed"}.intersection(homes.values())
@@ -210,12 +210,12 @@ def session_of(model: nn.Module) -> Session:
 
 def face_of(model: nn.Module) -> type[RewrittenBase]:
     """Return the class from which a rewritten model has its public methods, such as `plan`."""
-    order = type(model).__mro__  # search all of it, because after `fully_shard` FSDP2's class comes first
+    order = type(model).__mro__  # search all classes, because after `fully_shard` the class of FSDP2 is the first
     return next(cls for cls in order if issubclass(cls, RewrittenBase) and original_of(cls) is None)
 
 
 def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a model that is not rewritten: by the original class's `__deepcopy__`, or by its state if there is none."""
+    """Return a deep copy of a model that is not rewritten: by its class's `__deepcopy__`, or by its state if the class has none."""
     own = getattr(super(RewrittenBase, model), "__deepcopy__", None)
     if own is not None:
         found: nn.Module = own(memo)
@@ -233,7 +233,7 @@ def _options_with_scale(model: nn.Module) -> Options:
 
 def original_class(model: nn.Module) -> type[nn.Module]:
     """Return the class that a model had before it was rewritten; the class of `model` if it is not rewritten."""
-    order = type(model).__mro__  # search all of it, because after `fully_shard` FSDP2's class comes first
+    order = type(model).__mro__  # search all classes, because after `fully_shard` the class of FSDP2 is the first
     found: type[nn.Module] = order[order.index(RewrittenBase) + 1] if is_rewritten(model) else type(model)
     return found
 
@@ -288,7 +288,7 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = RewrittenBase, kind: type[Session] = Session) -> Any:
     """Return a rewritten clone of a plain model, with the public methods of the class `face`. Nothing is captured yet.
 
-    `kind` is the class of its session. Submodules that were rewritten separately before belong to the new session, too. Raises PolicyError
+    `kind` is the class of its session. Submodules that were rewritten before are rewritten anew by this session. Raises PolicyError
     if the model's class derives from the class of a rewritten module, CaptureError for a TorchScript module.
     """
     _refuse_class(model)
@@ -312,7 +312,7 @@ def put_back_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _retire(session: Session | None, model: nn.Module) -> None:
-    """Make `session` stop checking and skipping optimizer steps if it is no longer the session of `model`."""
+    """If `session` is no longer the session of `model`, make it stop checking and skipping optimizer steps."""
     if session is not None and model.__dict__.get(SESSION) is not session:
         session.training.gate.retire()
 
@@ -379,7 +379,7 @@ def _refuse_class(model: nn.Module) -> None:
 def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
     """Make calls of `amp` and of its submodules run through `session`. `cls` is the class of `amp` before the rewrite.
 
-    If parts of `amp` are captured separately, only calls of `amp`, of the parts and of submodules of parts do.
+    If parts of `amp` are captured separately, only calls of `amp`, of these parts and of their submodules run through `session`.
     """
     amp.__dict__[SESSION] = session
     parts = part_paths(amp, session.options.granularity)
@@ -436,7 +436,7 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
 def _add_entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> None:
     """Let calls of `module` run rewritten graphs through `session`. Its class before the rewrite is `cls`.
 
-    A forward that was set on the instance, for instance by accelerate, is the function that is captured, and is stored under FORWARD.
+    If a forward was set on the instance, for instance by accelerate, that forward is captured, and is stored as the attribute FORWARD.
     """
     own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
     if own_forward is None:

@@ -2,14 +2,14 @@
 
 Inductor computes some calls as the kernels do, if it keeps the casts:
 
-1. Ops that only move or make values: views, copies, gathers, fills. Casts, too: each rounds once, to the nearest value.
+1. Ops that only move or make values: views, copies, gathers, fills. Also casts: each rounds once, to the nearest value.
 2. Arithmetic that rounds each result once, as IEEE 754 requires: sums, products, quotients, comparisons, choices. Kernels for low
    formats compute in fp32 and round once, and so does inductor if it keeps the cast.
-3. No other ops. The result of a sum over a dim depends on its order, and exponentials and square roots depend on the library. They stay
-   calls of PyTorch's kernels.
+3. No other ops. The result of a sum over a dim depends on the order of its terms, and exponentials and square roots depend on the
+   library. These ops stay calls of PyTorch's kernels.
 
 A Python number among the arguments may be read in fp32 by a kernel and in the low format by inductor, or the other way round. The number
-must be exact in both formats: see `_same_numbers`. If in doubt, a call is not fused, which is slower but correct.
+must be exact in both formats (see `_same_numbers`). If this is not certain, the call is not fused, which is slower but correct.
 
 Other calls are replaced by equivalent calls that inductor can fuse, without changing a bit of a result:
 
@@ -17,8 +17,8 @@ Other calls are replaced by equivalent calls that inductor can fuse, without cha
 2. A square becomes a product, and a first power becomes a copy. On a CPU a cube in fp32 becomes two products. A cube in another format is
    not replaced: in fp16 its kernel rounds once, and two products would round twice.
 3. A product or quotient in a low format with a number that the format does not represent exactly becomes a cast to fp32, the call in
-   fp32, and a cast back. The kernel computes it so and rounds once, but inductor would round the number first.
-4. On a CPU, such a number in a sum or difference is replaced by its rounded value, because the kernel rounds the number first.
+   fp32, and a cast back. The kernel does the same and rounds once, but inductor would round the number first.
+4. On a CPU, a number in a sum or difference is replaced by its value rounded to the low format, because the kernel rounds it first.
 5. Dropout on a CPU becomes one product with a mask that holds 0 or 1 / (1 - p) in the format of the input, as in eager code. The traced
    graph has another call, which multiplies by a mask and by 1 / (1 - p), and rounds twice. The same holds for the backward.
 
@@ -75,7 +75,7 @@ SPELLINGS = {
 
 
 def is_fusible(node: torch.fx.Node) -> bool:
-    """True if inductor's code for this call gives the same bits as PyTorch's kernel, or if inductor must lower the call itself."""
+    """True if inductor's code for this call gives the same bits as PyTorch's kernel, or if PyTorch has no kernel for it."""
     if not isinstance(node.target, OpOverload):
         return True  # higher-order ops and Python arithmetic of sizes, which inductor must lower itself
     result = node.meta.get("val")
@@ -173,7 +173,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """Decompose dropout on a CPU as eager code computes it.
 
-    Return NotImplemented, so that the traced call stays, on other devices, without `train`, and if `p` is 0 or 1.
+    Return NotImplemented on other devices, if `train` is False, and if `p` is 0 or 1. The traced call then stays.
     """
     if not x.is_cpu or train is False or not 0 < p < 1:
         return NotImplemented  # type: ignore[no-any-return]
