@@ -22,7 +22,7 @@ T = TypeVar("T")
 _KEPT = 2
 """Number of former values that a `Past` keeps. Two are enough: graphs are planned anew in first calls, and seldom later."""
 _CHANGES = 64
-"""Number of changes that a `CallsInRegions` keeps. A forward that calls a module once inside and once outside a region makes two."""
+"""Number of changes that a `CallsInRegions` keeps. A forward that calls a module inside and then outside of a region makes two changes."""
 
 
 def asking_node() -> Any:

@@ -188,8 +188,8 @@ class Graphs:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
         self.left_out[place] = Skipped(place, f"graph break: {why}")
-        # A disabled function runs uncaptured as a whole, so warn; at other breaks Dynamo captures the code on both sides. Our own disable()
-        # (DISABLE_REASON) needs no warning.
+        # Warn only for a disabled function, because all of its code stays uncaptured. At other breaks Dynamo captures the code before and
+        # after. Functions that this package disables (DISABLE_REASON) need no warning.
         if "disable()" in why and DISABLE_REASON not in reason.reason:
             self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 

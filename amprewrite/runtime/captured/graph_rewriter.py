@@ -207,7 +207,7 @@ class GraphRewriter(CallRecord):
 
         region = Region(entry.place, self.training, self.checks, plan, *emitted(rewritten, example_inputs))
 
-        def again(inputs: tuple[Any, ...]) -> RegionPlan:  # not a closure over `example_inputs`, which would keep them alive
+        def again(inputs: tuple[Any, ...]) -> RegionPlan:  # takes `inputs`, because a closure over `example_inputs` would keep them alive
             with self.lock:
                 rewritten, plan = rewrite_graph(captured)
                 region.become(plan, *emitted(rewritten, inputs))

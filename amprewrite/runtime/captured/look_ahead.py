@@ -189,7 +189,7 @@ class LookAhead:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context manager for a trial run: restore random states, and hide ops from hooks on saved tensors and selective checkpoints."""
+        """Context manager for a trial run: restore random states, and hide the run from saved-tensor hooks and selective checkpoints."""
         gradients = contextlib.nullcontext() if self.differentiates else torch.no_grad()
         with random_state_kept(self.devices), closed_if_raised(), unselective(), unhooked(), gradients:
             yield

@@ -66,7 +66,7 @@ ONE_EXPORT = threading.RLock()
 """Held while torch.export or torch.onnx.export runs, and while an export is planned.
 
 Both keep state that all threads share, so two exports at once would fail. The flag `torch.compiler.is_exporting()` is part of it: while it
-is set, functions that Dynamo skips annotate the one graph of the process, whichever thread calls them (`torch.fx.traceback.annotate`).
+is set, functions that Dynamo skips annotate the graph under export, whichever thread calls them (`torch.fx.traceback.annotate`).
 """
 
 
@@ -109,7 +109,7 @@ def compile_afresh(
     given = unseen(backend)
     context = torch._dynamo.optimize(backend=given, nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
-    settings["record_runtime_overhead"] = False  # off, because this mark in profiles costs 3 us in each call
+    settings["record_runtime_overhead"] = False  # off: it marks Dynamo's overhead in profiles, but costs 3 us in each call
     if hooks_differ:
         settings["skip_nnmodule_hook_guards"] = False
     classes = set(map(type, modules_in(root)))

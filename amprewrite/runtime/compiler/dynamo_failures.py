@@ -35,7 +35,7 @@ _RESUMED = re.compile(r"^torch_dynamo_resume_in_|_at_\d+$")
 """The prefix and suffix that Dynamo adds to the name of a function that continues after a graph break."""
 _EXPLANATION = re.compile(r"^  Explanation: (.*)$", re.MULTILINE)
 _GIVEN_UP: weakref.WeakValueDictionary[int, types.CodeType] = weakref.WeakValueDictionary()
-"""By id, the code that Dynamo gave up in this process. Dynamo marks the code itself, so the mark holds for every model that runs it."""
+"""Code objects that Dynamo gave up in this process, by id. Dynamo marks the code object, which affects every model that runs it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def failure_of(error: BaseException) -> Failure:
     place = f"{line.filename}:{line.lineno} in {_RESUMED.sub('', line.name)}" if line is not None else ""
     said, _, more = str(error).partition("\nfrom user code")[0].strip().partition("\n")
     name, cause = type(error).__name__, error.__cause__
-    if isinstance(error, torch._dynamo.exc.InternalTorchDynamoError) and cause is not None:  # it only wraps its cause, so name the cause
+    if isinstance(error, torch._dynamo.exc.InternalTorchDynamoError) and cause is not None:  # it wraps another error: name that error
         name = type(cause).__name__
         said = said.removeprefix(f"{name}:")
     explained = _EXPLANATION.search(more)

@@ -15,7 +15,7 @@ _SWITCHES = (
     ("pytorch_lightning", "Lightning switches it on: give precision='32-true'"),
     ("accelerate", "accelerate switches it on: give mixed_precision='no'"),
 )
-"""Packages that switch autocast on for their users, with the remedy. A package that calls another listed package comes first."""
+"""Packages that switch autocast on for their users, with the remedy. A package that calls another listed package comes before it."""
 _ANY_SWITCH = (
     "If you wrote none, one of these did: bf16= or fp16= in the arguments of transformers' Trainer or of TRL, where bf16=True is the "
     "default (give False), mixed_precision= of accelerate (give 'no'), precision= of Lightning (give '32-true')"

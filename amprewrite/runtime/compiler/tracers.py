@@ -81,13 +81,13 @@ def _was_another_export() -> bool:
         return not is_fx_symbolic_tracing()
 
 
-# -- one graph ---------------------------------------------------------------------------
+# -- fullgraph=True ----------------------------------------------------------------------
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 @uncaptured
 def refuse_whole_graph(name: str) -> None:
     """Raise CaptureError if Dynamo must not break its graph at the rewritten model of class `name`.
 
-    Dynamo calls this function while it reads the code of the caller. If Dynamo does not read, the function does nothing.
+    Dynamo calls this function while it reads the code of the caller. In any other call the function does nothing.
     """
     if wants_one_graph():
         raise WantsOneGraph(traced("torch.export") if reading().export else one_graph(name))

@@ -179,7 +179,7 @@ def _reduce_class(cls: type) -> Any:
 _GROWING = (dict, OrderedDict, defaultdict, list, set, deque)
 _CONTAINERS = (*_GROWING, tuple, frozenset)
 _PLAIN = {type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.device, torch.dtype}
-"""Classes of values that are shared and hold no module. Most attributes of a module are such values or empty containers."""
+"""Classes of values that a clone shares because they hold no module. Most attributes of modules are such values or empty containers."""
 
 
 def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:

@@ -180,7 +180,7 @@ def replica_of(session: Session, module: nn.Module) -> nn.Module:
     Raises PolicyError if the model is frozen.
     """
     refuse_frozen(module, "replicating it")
-    session.training.gate.knows_optimizer()  # search for optimizers now: no optimizer owns the replica's tensors
+    session.training.gate.knows_optimizer()  # search for optimizers now: in the replica's call the model has tensors that no optimizer owns
     replica: nn.Module = nn.Module._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
     replica.__dict__["_compiled_call_impl"] = _ReplicaCall(session, module, replica)
     return replica

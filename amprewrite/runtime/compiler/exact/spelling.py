@@ -71,7 +71,7 @@ SPELLINGS = {
     aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor, aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
 }  # fmt: skip
-"""For each call with a number in place of a tensor, the same call with a tensor."""
+"""For each op that reads a number as its second operand, the same op for a tensor."""
 
 
 def is_fusible(node: torch.fx.Node) -> bool:
@@ -85,7 +85,7 @@ def is_fusible(node: torch.fx.Node) -> bool:
         return False
     target = SPELLINGS.get(node.target, node.target)
     if node.target not in lowerings:
-        return False  # inductor cannot lower it, and would register a fallback to PyTorch's kernel, for the whole process
+        return False  # inductor has no lowering for the call, and would register a fallback to the kernel for the whole process
     if target in MOVES:
         return True
     if not isinstance(result, Tensor):
