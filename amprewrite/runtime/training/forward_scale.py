@@ -1,27 +1,28 @@
-"""Decides whether the gradients of a forward are multiplied by the loss scale or by 1.
+"""Decide for each forward pass whether its gradients are multiplied by the loss scale or by 1.
 
-All graphs that run in one forward use the same factor, in each backward through them. A dynamic scale shrinks when an optimizer step
-overflows. If no step would make it shrink, a forward uses 1 in its place (`ScaleUse`):
+In one backward pass, all graphs of a forward use the same factor. A dynamic scale shrinks only when an optimizer step overflows. So a
+forward uses 1 instead (`ScaleUse`) if probably no optimizer step follows:
 
-1. until an optimizer is known, as torch.autocast does without a GradScaler, and while all parameters are frozen;
-2. in eval mode, until an optimizer steps after forwards that were all in eval mode. For saliency maps and attacks no optimizer steps.
+1. while no optimizer is known, like torch.autocast without a GradScaler, and while all parameters are frozen;
+2. in eval mode, where saliency maps and adversarial attacks compute gradients but step no optimizer. Once an optimizer has stepped after
+   forwards that were all in eval mode, eval mode uses the scale, too.
 
 The loss scale is meant for the gradient of the loss. Gradients from which the loss is computed (forces, penalties, inner steps of
-meta-learning) would overflow fp16 if they were scaled, and the loss would be NaN. So each backward uses the scale or 1:
+meta-learning) would overflow fp16 if they were scaled, and the loss would be NaN. So each backward chooses the scale or 1:
 
 1. A backward while the forward is still running uses 1, because its gradients become part of the model's result.
-2. `backward()`, which stores gradients in `.grad`, uses the scale, also where it differentiates gradients of an earlier backward
+2. `backward()`, which stores gradients in `.grad`, uses the scale, even if it differentiates gradients of an earlier backward
    (`scale_ops.py`).
-3. `torch.autograd.grad` uses the scale if at least two of three conditions hold: the scale is static, so the user asked for it; a weight
-   gets a gradient; `create_graph` is not set, so no loss is computed from the gradients. So a gradient penalty uses 1 under a dynamic
-   scale, and its loss is finite. If the backward of that loss overflows, the dynamic scale shrinks. Under a static scale, which never
-   shrinks, a penalty on gradients of weights is scaled, as in a loop that scales the inner loss by hand. The backward of its loss then
-   meets scaled gradients inside the model.
+3. `torch.autograd.grad` uses the scale if at least two of three conditions hold: the scale is static (the user asked for it); a weight
+   gets a gradient; `create_graph` is off (no loss is computed from the gradients). Under a dynamic scale, a gradient penalty therefore
+   uses 1, and its loss is finite. If the backward of that loss overflows, the dynamic scale shrinks. A static scale never shrinks. Under
+   it a penalty on gradients of weights is scaled, as in a loop that scales the inner loss by hand, and the backward of its loss meets
+   scaled gradients inside the model.
 4. A backward inside another backward through the same forward, for instance in a hook, uses the factor of the outer backward.
 
-Graphs read the scale and its inverse when gradients pass. A backward that enters the forward writes these two numbers first. A forward
-has its own copies of them if one of its backwards may use 1: if code of the model runs between graphs, an input requires gradients, or a
-weight is computed from other tensors.
+Graphs read the scale and its inverse from two tensors during a backward. The backward writes them when it reaches the forward. A forward
+has its own copies of both if one of its backward passes may use 1: if code of the model runs between graphs, an input requires
+gradients, or a weight is computed from other tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class ScaleUse:
-    """Decides which forwards of one model use its loss scale; the rest use 1."""
+    """Decides which forward passes of one model use its loss scale. The rest use 1."""
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
@@ -69,10 +70,10 @@ class ScaleUse:
         return self._withheld or (self._modes == {True} and not self._learns_in_eval)
 
     def pair(self, device: torch.device, learns: bool, evaluates: bool, known: bool, look: Callable[[], bool]) -> Pair:
-        """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`. Both are the same tensor if the forward uses 1.
+        """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`. Both are the same tensor if the forward uses 1.
 
-        `learns`: a parameter requires gradients. `evaluates`: the model is in eval mode. `known`: an optimizer is known. `look()` searches
-        for an optimizer, and returns True if one is known then.
+        `learns`: a parameter requires gradients. `evaluates`: the model is in eval mode. `known`: an optimizer of the model is known.
+        `look()` searches for an optimizer, and returns True if it finds one.
         """
         grad = torch.is_grad_enabled()
         if self.scale.kind != "dynamic":
@@ -106,7 +107,7 @@ class ScaleUse:
 
 
 class _Backward:
-    """One backward through a forward. Autograd calls this object at the end of the backward, and drops it if the backward fails."""
+    """One backward pass through the graphs of a forward. Autograd calls this object when the pass ends, and drops it if the pass fails."""
 
     def __init__(self) -> None:
         self.over = False
@@ -118,14 +119,14 @@ class _Backward:
 class ForwardScale:
     """The loss scale of one forward, and the inverse of the scale: 0-dim fp32 tensors that graphs of this forward read in a backward.
 
-    When a backward reaches this forward, `entered` is called with this object, autograd's number of the backward, and True if the backward
-    computes gradients of weights.
+    When a backward reaches this forward, it calls `entered` with this object, autograd's id of the backward, and a bool. The bool is True
+    if the forward has ended and the backward computes gradients of its weights.
     """
 
     def __init__(self, pair: Pair, copied: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
         """`pair`: the scale and its inverse. `copied`: copy both, so that a backward can set them to 1. `static`: the loss scale is static.
 
-        `heard`: call `entered` even if the scale is 1 or all backwards use the same scale.
+        `heard`: call `entered` even if the scale is 1 or all backward passes use the same scale.
         """
         self.static, self.entered, self.heard = static, entered, heard
         self.copied = False
@@ -167,10 +168,10 @@ class ForwardScale:
         return pair
 
     def watch(self, results: Iterable[Any], weights: Sequence[Tensor], fed: Sequence[Tensor]) -> None:
-        """Watch for backwards that enter one of `results` of a graph, so that each may use the scale or 1.
+        """Put hooks on `results` of a graph, so that each backward pass that reaches one of them chooses the scale or 1.
 
-        `weights` and `fed` are the weights and the other inputs of the graph that require gradients. Does nothing if all backwards use the
-        same scale and `entered` need not be called.
+        `weights` and `fed` are the weights and the other inputs of the graph that require gradients. Does nothing if all backward passes
+        use the same scale and `entered` need not be called.
         """
         if self.copied or self.heard:
             self.weights += weights
@@ -215,11 +216,11 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return (kept, taken), two bools on the gradients of `tensors` in the backward under way.
+    """Return (kept, taken): what the running backward does with the gradients of `tensors` (or of the results of autograd nodes).
 
-    `kept`: the backward stores a gradient in `.grad`, of one of `tensors` or of a tensor from which it was computed. `taken`:
-    torch.autograd.grad returns a gradient of one of `tensors`. The search ends at the first kept gradient: in most backwards of a loss, the
-    gradient of the first tensor.
+    `kept`: it stores the gradient of one of `tensors`, or of a tensor from which one was computed, in `.grad`. `taken`: it is a
+    torch.autograd.grad that returns the gradient of one of `tensors`. The search ends at the first kept gradient, usually that of the
+    first tensor.
     """
     taken = False
     for each in tensors:
@@ -233,7 +234,7 @@ def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
 
 
 def _runs(node: Any) -> bool | None:
-    """True if the backward under way runs the autograd node, otherwise False. None if the node belongs to a leaf whose gradient
+    """True if the running backward executes the autograd node, False if not. None if the node belongs to a leaf whose gradient
     torch.autograd.grad returns."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]

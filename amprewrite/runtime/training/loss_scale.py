@@ -8,15 +8,15 @@ A scale is updated once per set of optimizer steps, by the rules of torch.amp.Gr
    `growth_factor`, and the tracker becomes 0.
 3. The scale is kept within [floor, cap].
 
-The state consists of tensors, and `update` waits for no device. Reading `value`, `report()` or `state_dict()` causes a host sync.
-No scale tensor that `snapshot` returned is written to later, because graphs save it for their backward.
+The state consists of tensors, and `update` causes no host sync. Reading `value`, `report()` or `state_dict()` causes a host sync.
+Nothing writes to a scale tensor after `snapshot` has returned it, because graphs save it for their backward.
 
-A set of steps holds one step of each optimizer that steps between two forwards. Their overflows count as one, as under one
-`GradScaler.update()`. The set is closed by the next `snapshot` (a forward), or when one of its optimizers steps again.
+A set of steps holds one step of each optimizer that steps between two forward passes. Their overflows count as one, as under one
+`GradScaler.update()`. The set ends at the next `snapshot` (a forward), or when one of its optimizers steps again.
 
 Once a CUDA graph has recorded a step, the state is updated on the device, in place (on_device.py).
 
-One file because the schedules differ in a few lines each and are read side by side.
+One file because the schedules differ in a few lines each and are best compared side by side.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DEFAULT_CAP = 2.0**32
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
-"""Updates of the four counters to factor * counter + addend, as (factors, addends): after a clean step, and after an overflow."""
+"""How a step changes the four counters: each becomes factor * counter + addend. Each pair is (factors, addends)."""
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
 """Stages of a search for the initial scale: no step was taken yet; every step so far overflowed; the scale grows again. 0: no search."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
@@ -64,7 +64,7 @@ class LossScaleError(AmpRewriteError):
 
 
 class LossScale:
-    """Base class of loss scales: holds the scale, counters of steps, and the overflow flags of steps by which it was not updated yet."""
+    """Base class of loss scales: holds the scale, counters of steps, and overflow flags of steps that have not updated the scale yet."""
 
     kind: ClassVar[str] = "static"
     enabled: ClassVar[bool] = True
@@ -81,7 +81,7 @@ class LossScale:
         self._recorded: Recorded | None = None
         self.overflow_at: str | None = None
         self.withheld = False
-        """True while forwards that train use 1 in place of the scale, because no optimizer of the model is known."""
+        """True while training forwards use 1 instead of the scale, because no optimizer of the model is known."""
         self.ask: Callable[[], None] | None = None
         """Callback that finds where the latest step overflowed. None if the host already knows whether that step overflowed."""
 
@@ -107,7 +107,7 @@ class LossScale:
         return pair
 
     def _keep_addresses(self, device: torch.device) -> None:
-        """Fix the addresses of the state from now on, because a CUDA graph records this scale for the first time.
+        """Keep the tensors of the state at fixed addresses from now on. Call this when a CUDA graph first records this scale.
 
         Raises LossScaleError if the model has not trained on `device` yet.
         """
@@ -179,12 +179,12 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale of the next forward that trains: 1 while no optimizer of the model is known. Reading it causes a host sync."""
+        """The scale of the next training forward: 1 if it is dynamic and no optimizer of the model is known. Causes a host sync."""
         return 1.0 if self.withheld else self.number
 
     @property
     def number(self) -> float:
-        """The scale of the schedule, even while forwards use 1 in its place. Reading it causes a host sync."""
+        """The scale that the schedule has computed, even while forwards use 1 instead. Reading it causes a host sync."""
         self.apply_pending()
         return self._scale.item()
 
@@ -194,9 +194,9 @@ class LossScale:
         return False
 
     def consecutive_skips(self) -> int:
-        """Return how many times in a row all optimizers skipped their steps, the latest steps included. Causes a host sync.
+        """Return the number of the latest steps that were skipped in a row. Causes a host sync.
 
-        Steps of several optimizers between two forwards count once.
+        Steps of several optimizers between two forward passes count as one step, skipped if any of them overflowed.
         """
         known, found = int(self._counters[_CONSECUTIVE]), self._waiting()
         if found == EMPTY:
@@ -209,7 +209,7 @@ class LossScale:
         return EMPTY if waiting is None else waiting.item()
 
     def stuck(self) -> bool:
-        """True if the schedule demands that training stop now. False for a static scale."""
+        """True if training must stop now by the rules of the schedule. False for a static scale."""
         return False
 
     def report(self) -> LossScaleReport:
@@ -269,7 +269,7 @@ class LossScale:
     def __getstate__(self) -> dict[str, Any]:
         self.apply_pending()
         state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None, "withheld": False}
-        del state["_nothing"]  # __setstate__ makes a new one: the memory of this one would be freed before a spawned process opens it
+        del state["_nothing"]  # __setstate__ makes a new one, because this one may be freed before a spawned process opens its memory
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ class LossScale:
 
 
 class NoLossScale(LossScale):
-    """Stands for no loss scaling: the scale is 1, and gradients are not checked for overflow. For bf16 and fp32."""
+    """No loss scaling: the scale is 1, and gradients are not checked for overflow. For bf16 and fp32."""
 
     kind = "none"
     enabled = False
@@ -326,8 +326,8 @@ class DynamicLossScale(LossScale):
     `rest`: number of clean steps after an overflow that do not count towards growth.
     `raise_at_floor`: if true, an overflow that cannot shrink the scale because of `floor` ends training with a LossScaleError.
     `search_interval`: if set, the right scale is found faster at the start. Overflows before the first clean step apply `backoff_factor`
-    four times: they divide the scale by 16, not by 2. Then it grows after every `search_interval` clean steps until the next overflow. So
-    the search skips a step or two, not one for each halving. If the very first step is clean, `search_interval` changes nothing.
+    four times: with the default they divide the scale by 16, not by 2. Then the scale grows after every `search_interval` clean steps
+    until the next overflow. The search skips only a step or two. If the very first step is clean, `search_interval` changes nothing.
 
     Raises PolicyError for invalid settings, and for `per_layer=True`: scales per layer (adaptive loss scaling, Zhao et al. 2019, arXiv
     1910.12385) are not offered. A factor between two layers is right only if every gradient passes it, and residual connections bypass it.
@@ -428,7 +428,7 @@ class DynamicLossScale(LossScale):
     def _only_counts(self, found_inf: Tensor) -> int:
         """Return the number to add to the growth tracker if the update changes only this tracker and the counters; 0 if it changes more.
 
-        The growth tracker counts clean steps since the last change of the scale. Also returns 0 if the host would have to wait.
+        The growth tracker counts clean steps since the last change of the scale. Also returns 0 if reading a number needs a host sync.
         """
         numbers = host_numbers(found_inf, self._scale, self._growth_tracker, self._left, self._searching)
         if not numbers or not self._tables or self._recorded is not None or torch.is_inference_mode_enabled():
@@ -453,7 +453,7 @@ class DynamicLossScale(LossScale):
         self._replicas = {}
 
     def _moved_by_where(self, scale: Tensor, overflow: Tensor) -> Tensor:
-        """Return the new scale by the rules of `torch._amp_update_scale_` and those of hysteresis, rest, search and an infinite cap."""
+        """Return the new scale by the rules of `torch._amp_update_scale_`, extended by hysteresis, rest, search and an infinite cap."""
         back_off = overflow & (self._left <= 1)
         tracker, backed_off = self._growth_tracker + 1, scale * self.backoff_factor
         if self.search_interval is not None:

@@ -1,4 +1,4 @@
-"""The schedules of this and other libraries, the report of a loss scale, and checks of a state before a loss scale is loaded from it."""
+"""Presets of loss-scale schedules (our own and those of other libraries), the report of a loss scale, and checks of a saved state."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interva
 class LossScaleReport:
     """The scale, the counts of steps and of skipped steps, and the last overflow. `str()` gives them in one or two lines.
 
-    Steps of several optimizers between two forwards count as one, here called a set of steps.
+    Steps of several optimizers between two forward passes count as one. Here they are called a set of steps.
     """
 
     kind: str
     """"none", "static" or "dynamic"."""
     scale: float
-    """The scale of the next forward that trains."""
+    """The scale of the next training forward."""
     steps: int
     """Number of sets of optimizer steps, including skipped sets."""
     skipped: int
     """Number of sets of optimizer steps that were skipped."""
     consecutive_skips: int
-    """How many of the latest sets of steps in a row were skipped."""
+    """Number of the latest sets of steps that were skipped in a row."""
     last_overflow_step: int | None
-    """Number of the last set of steps that was skipped, counted from 1; None if none was."""
+    """Position of the last skipped set among all sets of steps, counted from 1; None if no set was skipped."""
     at_floor: bool
     """True if the scale has reached its lower bound."""
     overflow_at: str | None
     """The place in the model where the last overflow began; None if there was none or it was not found."""
     withheld: float | None = None
-    """The scale of the schedule while forwards use 1 in its place, because no optimizer of the model is known; otherwise None."""
+    """The scale of the schedule, if forwards use 1 instead because no optimizer of the model is known; otherwise None."""
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -92,7 +92,7 @@ class LossScaleReport:
 def positive(where: str, name: str, value: float) -> float:
     """Return `value` as a float. Raises PolicyError unless it is a positive number, and fp32 can hold this number and its inverse.
 
-    The message names the setting: `name` of the class or function `where`.
+    The error message names the setting `name` of the class or function `where`.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / _MAX <= value <= _MAX:
         raise PolicyError(f"{where}: {name}={shown(value)} must be a positive number within fp32's range; a power of two is exact")
@@ -100,7 +100,7 @@ def positive(where: str, name: str, value: float) -> float:
 
 
 def check_state(state: Any) -> None:
-    """Raise PolicyError unless `state` is a valid `state_dict()` of a loss scale or a GradScaler that is enabled."""
+    """Raise PolicyError unless `state` is a valid `state_dict()` of a loss scale or of an enabled GradScaler."""
     if not isinstance(state, Mapping):
         raise PolicyError(f"a loss scale cannot be loaded from {type(state).__name__}; give what state_dict() returned")
     if not state:
@@ -154,5 +154,5 @@ def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None
-    values: tuple[Any, ...] = tuple(map(Tensor.tolist, numbers))  # not `item`: dispatch modes would see it, and take it for a host sync
+    values: tuple[Any, ...] = tuple(map(Tensor.tolist, numbers))  # not `item`, which dispatch modes see and may report as a host sync
     return values

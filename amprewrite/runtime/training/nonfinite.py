@@ -1,12 +1,12 @@
-"""Checks gradients for inf and NaN. The results are flags that stay on the device, and on which several ranks agree.
+"""Check gradients for inf and NaN. The results are overflow flags on the device, on which several ranks can agree.
 
 A flag is a 0-dim fp32 tensor: 0 if all values are finite, above 0 otherwise. Gradients are checked twice:
 
 1. Before an optimizer steps, by `find_nonfinite`. All ranks that hold shards of the same parameters get the same flag.
 2. At the end of a backward, by `found_after_backward`, before the training loop can hide an infinity (`clip_grad_value_`, `nan_to_num_`).
-   This check makes no collective call, because ranks need not run the same backwards. Its flag for sharded gradients is shared with the
-   other ranks before the step. A flag for dense gradients would stay on its rank. So if several ranks train, infinities in dense gradients
-   are turned into NaN instead: clamps keep NaN, and every reduction passes it to the other ranks.
+   This check makes no collective call, because ranks may run different backward passes. Its flag for sharded gradients is shared with the
+   other ranks before the step. A flag for unsharded gradients would stay on its rank. So if several ranks train, infinities in unsharded
+   gradients are turned into NaN instead: clamps keep NaN, and every reduction passes it to the other ranks.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 
     Returns None if there is nothing to check: no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient.
 
-    Each rank checks its own shards, and the ranks over which `params` are sharded agree. So do the ranks of the process groups `beside`,
-    whose optimizers step other parameters at the same time. The groups do not depend on which gradients exist, so every rank makes the same
-    collective calls. Dense gradients need no agreement: DDP averages them, so an infinity of one rank is on all ranks.
+    Each rank checks its own shards. Then an all-reduce combines the flags of the ranks over which `params` are sharded, and of the process
+    groups `beside`, whose optimizers step other parameters at the same time. The groups do not depend on which gradients exist, so every
+    rank makes the same collective calls. Unsharded gradients need none: DDP averages them, so an infinity of one rank is on all ranks.
     """
     groups = dict[int, Group]()
     for group in beside:
@@ -79,7 +79,7 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
     """Return a flag: above 0 if a gradient of `params` on this rank is not finite. Returns None if there is no gradient to flag.
 
-    If several ranks train, dense gradients get no flag: their infinities are turned into NaN, in place.
+    If several ranks train, unsharded gradients get no flag: their infinities are turned into NaN, in place.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))
@@ -94,7 +94,7 @@ def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
-    """Turn infinities into NaN in place. Finite values do not change, nor do gradients that require gradients themselves."""
+    """Turn infinities into NaN, in place. Finite values stay the same, and so do gradients that require gradients."""
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if not gradient.requires_grad and gradient.numel():
@@ -106,7 +106,8 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return the maximum of `flags`, on the device of the first: 0 or 1. A sum may exceed 1, which fused Adam would subtract."""
+    """Return the maximum of `flags`, 0 or 1, on the device of the first. A sum could exceed 1, and fused Adam subtracts the flag from its
+    step count."""
     where = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 
@@ -129,9 +130,9 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _flag_for(gradients: Iterable[Tensor], start: Tensor | None = None) -> Tensor | None:
-    """Return a flag: above 0 if a gradient is not finite, or if the flag `start` is above 0. This function may write to `start`.
+    """Return a flag: above 0 if one of `gradients` is not finite, or if the flag `start` is above 0. May write to `start`.
 
-    None if there are no gradients and `start` is None.
+    Returns None if there are no gradients and `start` is None.
     """
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
@@ -158,7 +159,7 @@ def _flag(value: float, device: torch.device) -> Tensor:
 
 @functools.cache
 def _kept_one(device: torch.device) -> Tensor:
-    """Return a read-only 0-dim 1.0 on `device`, shared by all callers. A CUDA graph that is being recorded must not read it."""
+    """Return 1.0 as a 0-dim tensor on `device`. Callers share it and must not write to it, nor read it while a CUDA graph is recorded."""
     return _flag(1.0, device)
 
 
@@ -172,7 +173,7 @@ def sharing(params: Iterable[Tensor]) -> dict[int, dict[int, Group]]:
 
 
 def _groups_of(p: Tensor) -> dict[int, Group]:
-    """Return the groups of one parameter: for a DTensor (FSDP2, tensor parallel) those of its mesh, for FSDP1 the group of all ranks."""
+    """Return the process groups over which `p` is sharded: for a DTensor groups of its device mesh, for FSDP1 the group of all ranks."""
     if getattr(p, "_fsdp_flattened", False):
         return {0: (None, None)}
     mesh = getattr(p, "device_mesh", None)
@@ -192,8 +193,8 @@ def is_finite(gradient: Tensor) -> bool:
 def local_values(gradient: Tensor) -> Tensor:
     """Return the values of `gradient` on this rank as a dense, real tensor.
 
-    A DTensor gives its local shard, a sparse tensor its summed values, a complex tensor a view as pairs of real numbers. A lazy
-    conjugate gives the pairs that it stores, whose imaginary parts have the other sign.
+    The result is the local shard of a DTensor, the summed values of a sparse tensor, and a view of a complex tensor as pairs of real
+    numbers. In the view of a lazy conjugate, the imaginary parts have the opposite sign.
     """
     gradient = local_part(gradient)
     if gradient.is_sparse:

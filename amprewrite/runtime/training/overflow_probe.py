@@ -1,9 +1,9 @@
-"""Finds where a training step first computed inf or NaN: the node, its module, and the line of the model's code.
+"""Find where a training step first computed inf or NaN: the node, its module, and the line of the model's code.
 
 Nothing is checked until a step is skipped. Then:
 
-1. If the model is one graph, its inputs still exist, and its weights are whole on this rank, that graph runs once more, node by node,
-   without gradients. If a result is not finite although the inputs of its node are finite, it is an activation overflow.
+1. If the model is one graph, its inputs still exist, and its weights are not sharded, that graph runs once more, node by node,
+   without gradients. If the result of a node is not finite although its inputs are finite, it is an activation overflow.
 2. Otherwise the gradients of the skipped step are searched, in the order of the backward. The answer is the first parameter whose gradient
    is not finite, and the node that reads this parameter.
 3. From then on every forward runs node by node, and the gradients of its values are checked as well, until a step is clean. So the answer
@@ -63,19 +63,19 @@ class FirstNonFinite:
 
     @property
     def finite(self) -> dict[str, bool]:
-        """Whether `inputs`, `parameters`, `outputs` and `loss` were finite, as arguments of `StepGate.note`. Unknown facts are missing."""
+        """Keyword arguments for `StepGate.note`: True or False for `inputs`, `parameters`, `outputs`, `loss`; missing if unknown."""
         return _KNOWN[self.kind]
 
 
 Probed = tuple[RegionPlan, torch.fx.GraphModule | None]
-"""A rewritten graph: (its plan, the edited module if the graph scales gradients, None otherwise)."""
+"""A rewritten graph: (its plan, its edited module). The module is None if the graph does not scale gradients."""
 
 
 class OverflowProbe:
     """Finds where a skipped step of one model overflowed. Then watches the model's graphs until a step is clean.
 
-    A watched graph runs node by node, so that the answer is exact if the next step is skipped, too. While `armed` is true, the graphs must
-    be run by `run`.
+    A watched graph runs node by node, so that the exact place is known if the next step is skipped, too. While `armed` is True, the caller
+    must run the graphs by `run`.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -92,7 +92,7 @@ class OverflowProbe:
     def find(self, graphs: Sequence[Probed], latest: LatestInputs | None) -> FirstNonFinite | None:
         """Return the first non-finite value of the step that was just skipped; None if it is not found. Sets `armed`.
 
-        `graphs` are the graphs of the latest forward. `latest` has the inputs if there was one graph, otherwise it is None.
+        `graphs` are the graphs of the latest forward. `latest` holds the inputs of its graph; None if it ran several graphs.
         """
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:
@@ -140,7 +140,7 @@ class OverflowProbe:
 class LatestInputs:
     """Remembers the inputs of a graph's latest call, by weak references, so that the graph can run once more.
 
-    Only single numbers (0-dim tensors without gradients) are kept alive: capture may make them, and then nothing else holds them.
+    Only single numbers (0-dim tensors without gradients) are kept alive, because Dynamo may make such a tensor and keep no reference.
     """
 
     def __init__(self, plan: RegionPlan, module: torch.fx.GraphModule) -> None:
@@ -154,12 +154,12 @@ class LatestInputs:
         self._data: list[Any] = []
 
     def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (parameters, other inputs) that require gradients. `inputs` are those of a call, without the loss scale at their end."""
+        """Return (parameters and buffers, other inputs) that require gradients. `inputs`: the inputs of a call, without the loss scale."""
         learning = list(filter(_LEARNS, map(inputs.__getitem__, self._own)))
         return learning, [t for at in self._fed if at < len(inputs) and isinstance(t := inputs[at], Tensor) and t.requires_grad]
 
     def keep(self, inputs: Sequence[Any]) -> None:
-        """Remember the inputs of a call, with the loss scale at their end."""
+        """Remember the inputs of a call, which end with the loss scale."""
         self._ids = list(map(id, map(inputs.__getitem__, self._own)))
         ref = weakref.ref
         data = map(inputs.__getitem__, self._fed)
@@ -168,8 +168,8 @@ class LatestInputs:
     def copies(self, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> list[Any] | None:
         """Return the remembered inputs: parameters themselves, and copies of all other tensors.
 
-        `parameters` and `buffers` are those of the model, by id. Returns None if an input no longer exists, if a parameter or buffer is no
-        longer in the model, or if FSDP1 shards a parameter.
+        `parameters` and `buffers` map ids to the parameters and buffers of the model. Returns None if an input no longer exists, if a
+        parameter or buffer is no longer in the model, or if FSDP1 shards a parameter.
         """
         values: dict[int, Any] = {}
         for index, number in zip(self._own, self._ids, strict=True):
@@ -255,7 +255,7 @@ def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, Nod
 
 
 def _place(node: NodePlan) -> str:
-    """Return a node in words, as in "node linear_3 in encoder.layer.0 (model.py:17)"."""
+    """Describe a node for a message, as in "node linear_3 in encoder.layer.0 (model.py:17)"."""
     where = f" in {node.module}" if node.module else ""
     return f"node {node.name}{where}" + (f" ({node.source})" if node.source else "")
 
@@ -265,22 +265,22 @@ def _names(plan: RegionPlan) -> dict[str, NodePlan]:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Return the floating-point tensors in `value` that can be read. Inside a vmap of the graph, batched tensors cannot be read."""
+    """Return the floating-point and complex tensors in `value`, without batched tensors of a vmap, whose numbers cannot be read."""
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value) if isinstance(value, tuple | list) else ()
     tensors = (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
     return (t for t in tensors if not is_batched(t))
 
 
 def _infinities(t: Tensor, given: bool) -> Tensor:
-    """Return a 0-dim bool tensor: true if `t` holds infinities that count as an overflow.
+    """Return a 0-dim bool tensor: True if `t` holds infinities that count as an overflow.
 
-    If `t` is real and `given` to the graph (an input, weight or constant), -inf does not count: masks hold it on purpose.
+    `given`: `t` is an input, weight or constant of the graph. Then -inf in a real tensor does not count: masks hold it on purpose.
     """
     return (t.isposinf() if given and not t.is_complex() else t.isinf()).any()
 
 
 def _written(node: torch.fx.Node) -> tuple[bool, bool]:
-    """Return two bools: whether NaN, and whether an infinity, is among the constant arguments of the node's call."""
+    """Return (nan, inf): True if NaN, and True if an infinity, is among the constant arguments of `node`."""
     found = [False, False]
 
     def look(leaf: Any) -> Any:
@@ -294,5 +294,5 @@ def _written(node: torch.fx.Node) -> tuple[bool, bool]:
 
 
 def _talks(module: torch.fx.GraphModule) -> bool:
-    """True if the graph has collectives. Such a graph must not run once more on a single rank, which would wait for the other ranks."""
+    """True if the graph has collectives. One rank must not run such a graph again, because it would wait for the other ranks."""
     return any(word in str(node.target) for node in module.graph.nodes for word in _COLLECTIVE)

@@ -1,22 +1,22 @@
-"""Records the optimizer steps of one model: which overflowed and were skipped. Raises an error if too many are skipped in a row.
+"""Record which optimizer steps of one model overflowed and were skipped. Raise an error if too many are skipped in a row.
 
-A record keeps, separately for each optimizer, flags of the overflows that backwards left in gradients. The hooks on an optimizer read
-these flags and report its steps (optimizers/optimizer_hooks.py).
+For each optimizer, a record keeps overflow flags: 0-dim tensors that are above 0 if a backward pass left inf or NaN in its gradients. The
+hooks on an optimizer read these flags and report its steps (optimizers/optimizer_hooks.py).
 
 An overflow counts at every optimizer step until the training loop discards the gradients, even if the loop clips them, writes to them, or
 makes another optimizer. When a forward or a backward of the model begins, the gradients count as discarded
 
 1. if all of them are None;
-2. if an optimizer step has read the overflow, and all of them are zero or are other tensors than at that step. Before such a step zeros
-   do not count as discarded: the loop may have replaced infinities by zeros.
+2. if an optimizer step has read the flag of the overflow, and all of them are zero or are not the tensors of that step. Before such a
+   step, zeros do not count as discarded: the loop may have replaced infinities by zeros.
 
-How the begin and the end of a backward are noticed:
+The begin and the end of a backward are noticed as follows:
 
 1. A hook on the results of a graph runs when a gradient enters. The first such hook in a backward queues a callback with autograd.
 2. Autograd runs queued callbacks when all gradients are computed. DDP and FSDP queue callbacks too, which may queue further callbacks.
    So under torch.distributed our callback queues itself again a few times, in order to act last.
 
-A backward is identified by autograd's number for it. Backwards in other threads and backwards inside a backward have their own numbers.
+A backward pass is identified by autograd's id. A pass in another thread and a pass inside another pass have their own ids.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Stuck:
 
 @dataclass(eq=False)
 class StepRecord:
-    """The optimizer steps of one model, and the overflow flags that backwards leave for each optimizer to read in its step.
+    """The optimizer steps of one model, and the overflow flags of backward passes that each optimizer reads in its next step.
 
     `parameters` returns the model's current parameters, which FSDP replaces by other tensors during a forward.
     """
@@ -100,7 +100,8 @@ class StepRecord:
     parameters: Callable[[], Iterable[Tensor]]
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
     on_overflow: Callable[[], str | None] | None = None
-    """Called when the host learns that a step overflowed, which is later if the optimizer is fused. Returns where it began, or None."""
+    """Called when the host learns that a step overflowed. For a fused optimizer this may be some steps later. Returns the place in the
+    model where the overflow began, or None."""
     on_clean: Callable[[], None] | None = None
     """Called at the first step without overflow after a step that overflowed, once the host knows it."""
     on_stuck: Callable[[], bool] | None = None
@@ -108,12 +109,12 @@ class StepRecord:
     _overflowed: bool = field(default=False, init=False)
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
     use: ScaleUse = field(init=False)
-    """Decides which forwards use the loss scale. `use.unscaled` is True if the gradients of a step now come from a forward that did not."""
+    """Decides which forwards use the loss scale. `use.unscaled` is True if a step now would use gradients of a forward that used 1."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the overflow flags of the gradients of `optimizer`.
 
-        For an optimizer that is unknown or steps copies, return the flags of parameters that no known optimizer owns.
+        If the optimizer is unknown or steps copies of the parameters, return the flags of parameters that no known optimizer owns.
         """
         if optimizer not in self._copies:
             for note in self._notes:
@@ -124,7 +125,7 @@ class StepRecord:
     def note(self, **finite: bool | Tensor) -> None:
         """Record whether the latest `inputs`, `parameters`, `outputs` and `loss` were finite, for the error message if training gets stuck.
 
-        Values are bools, or 0-dim tensors, which are read only for the message. Raises TypeError for any other name.
+        A value is a bool or a 0-dim tensor. Tensors are read only for the message. Raises TypeError for any other name.
         """
         unknown = finite.keys() - {"inputs", "parameters", "outputs", "loss"}
         if unknown:
@@ -200,7 +201,7 @@ class StepRecord:
         )
 
     def _forget_steps(self) -> None:
-        """Reset all state about optimizers and their steps, as if no optimizer had stepped yet. Also sets this state up in a new record."""
+        """Reset all state about optimizers and their steps, as if no optimizer had stepped yet. Also called once for a new record."""
         self._until_look = self.max_consecutive_skips
         self.use = ScaleUse(self.loss_scale)
         self._rest = Noted()
@@ -216,12 +217,12 @@ _ROUNDS = 3
 DDP with a static graph queues a callback that queues another, and ours must run after it.
 """
 _MOST = 64
-"""Largest number of backwards remembered as under way. A backward that raises never ends, so the set is cleared at this size."""
+"""Largest number of backward passes remembered as running. A pass that raises never ends, so the set is cleared at this size."""
 _MOST_FLAGS = 16
-"""Largest number of flags of backwards that are kept apart. Above this number they are combined into one flag."""
+"""Largest number of backward passes whose overflow flags are kept as separate tensors. Further flags are merged into one."""
 _MOST_SETS = 2
-"""After a skipped step, its overflow counts again at later steps while its gradients exist, but at most at this many steps that follow new
-backwards. Without this limit, a loop would skip for ever if it discards gradients unseen, between forward and backward."""
+"""Number of later steps, each after a new backward, at which the overflow of a skipped step counts again while its gradients exist. Without
+this limit, all steps would be skipped in a loop that discards gradients between forward and backward, where no code of ours runs."""
 _SAMPLE = 16
 """If the host has not read the overflow flag of a step, about this many of its gradients are watched for being discarded. If the step is
 known to have overflowed, all are watched."""
@@ -230,7 +231,7 @@ known to have overflowed, all are watched."""
 class BackwardEnd:
     """Calls `began()` when a backward first enters a watched result, and `ended(number)` when all its gradients are computed.
 
-    `number` is autograd's number of the backward.
+    `number` is autograd's id of the backward.
     """
 
     def __init__(self, began: Callable[[], None], ended: Callable[[int], None]) -> None:
@@ -238,9 +239,9 @@ class BackwardEnd:
         self._under_way: set[int] = set()
 
     def watch(self, results: Iterable[Any]) -> None:
-        """Watch for backwards that enter one of `results`. Values without a `grad_fn` are ignored, and values that are watched already."""
+        """Put a hook on each of `results` that notices backward passes. Skip values that have no `grad_fn` or have the hook already."""
         for result in results:
-            if isinstance(result, Tensor) and result.grad_fn is not None:  # not on a leaf, where the hook would outlive this forward
+            if isinstance(result, Tensor) and result.grad_fn is not None:  # skip leaves: a hook on a leaf would outlive this forward
                 hooks = result._backward_hooks
                 if not hooks or self._entered not in hooks.values():
                     hook_result(result, self._entered)
@@ -267,17 +268,17 @@ class BackwardEnd:
 
 
 class Noted:
-    """Remembers whether backwards of one model left inf or NaN in gradients of one optimizer, or of parameters without an optimizer.
+    """Remembers whether backward passes of one model left inf or NaN in gradients of one optimizer, or of parameters without an optimizer.
 
-    There is an overflow flag for each backward, which stays on the device. A CUDA graph gathers all flags in one tensor, to which its
-    replays write, too. The host does not see replays, so after a recording no flag counts at more than one step.
+    Each backward pass gives one overflow flag, a tensor that stays on the device. A CUDA graph merges its flags into one tensor, to which
+    its replays write, too. The host does not see replays, so after a recording no flag counts at more than one step.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
         self.owner: Callable[[], Optimizer | None] = NoneType if optimizer is None else weakref.ref(optimizer)
-        """Returns the optimizer of these gradients; None if no known optimizer owns them, or if it no longer exists."""
+        """A function that returns the optimizer of these gradients; None if no known optimizer owns them, or if it no longer exists."""
         self._flags: list[Tensor] = []
-        """Flags of backwards that no step has read yet."""
+        """Overflow flags of backward passes that no optimizer step has read yet."""
         self._heard: Tensor | None = None
         """Overflow flag of the latest step, if it may have been skipped and its gradients may still exist; otherwise None."""
         self._there: dict[int, StorageWeakRef] = {}
@@ -287,14 +288,14 @@ class Noted:
         self._ended = False
         """True if a backward has ended since the latest step."""
         self._place: Tensor | None = None
-        """The tensor in which a CUDA graph gathers flags."""
+        """The tensor into which a CUDA graph merges its overflow flags."""
         self._recorded = False
         """True if a CUDA graph has recorded a write to `_place`."""
         self.waits = False
-        """True if there may be a flag for `began` to drop."""
+        """True if there may be an overflow flag that the next call of `began` could drop."""
 
     def ended(self, params: Sequence[Tensor]) -> None:
-        """Check the gradients of `params` after a backward, and keep the overflow flag of the check."""
+        """Check the gradients of `params` for inf and NaN after a backward, and store the resulting overflow flag."""
         flag = found_after_backward(params)
         self._ended = True
         if self._heard is not None:
@@ -329,7 +330,10 @@ class Noted:
         self.waits = self._recorded or self._heard is not None or len(self._flags) > 0
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return all overflow flags that count at a step of `params`. Each is a 0-dim fp32 tensor, above 0 for an overflow."""
+        """Return the overflow flags that an optimizer step of `params` must heed: 0-dim fp32 tensors, above 0 for an overflow.
+
+        Drops the flag of an earlier step whose gradients no longer exist.
+        """
         flags = self._unheard()
         if self._heard is not None:
             recorded = recording(self._heard.device)
@@ -340,15 +344,15 @@ class Noted:
         return flags
 
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
-        """Record that a step of an optimizer that owns `params` has read all flags.
+        """Record that a step of an optimizer that owns `params` has read all overflow flags.
 
-        `flag` is above 0 if the step overflowed. `overflow` is the same as a bool, or None if the host has not read `flag`.
+        `flag`: a tensor above 0 if the step overflowed. `overflow`: the same fact as a bool; None if the host has not read `flag`.
         """
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False
-        # An overflow counts again at later steps while its gradients still exist (`_MOST_SETS`), but not in two cases: without a known
-        # optimizer, because new gradients may lie in the same memory; after a CUDA graph was recorded, whose replays the host cannot see.
+        # An overflow counts again at later steps while its gradients still exist (`_MOST_SETS`), with two exceptions. If no optimizer is
+        # known, new gradients may lie in the same memory. If a CUDA graph was recorded, the host cannot see its replays.
         untold = overflow is False or self.owner is NoneType or self._recorded or recording(flag.device)
         if untold or self._sets > _MOST_SETS or not (known or ended):
             self._heard, self._there, self.waits = None, {}, self._recorded or len(self._flags) > 0
@@ -359,7 +363,7 @@ class Noted:
         self._heard, self._there, self.waits = flag, _memory(gradients), True
 
     def inherit(self, others: Iterable[Noted]) -> None:
-        """Take over the overflow flags of `others`, the `Noted`s of the same model: gradients that they flagged may be this optimizer's."""
+        """Add the overflow flags of `others`, the `Noted`s of the same model, to these: they may be about gradients of this optimizer."""
         for other in others:
             self._flags += other._flags
             if other._recorded and other._place is not None:
@@ -380,7 +384,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """True if one of `gradients` lies in memory that the latest step read and that was not freed since, so that it still exists."""
+        """True if one of `gradients` still exists since the latest step: its memory was read by that step and has not been freed."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 
@@ -394,6 +398,6 @@ def _address(gradient: Tensor) -> int:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """Return the tensor whose memory holds the values of `gradient` on this rank: the local shard, or the values of a sparse tensor."""
+    """Return the tensor that stores the values of `gradient` on this rank: the local shard, the values of a sparse tensor, or itself."""
     gradient = local_part(gradient)
     return gradient._values() if gradient.is_sparse else gradient  # not by `coalesce`, which returns a copy in other memory

@@ -1,4 +1,4 @@
-"""Train one rewritten model: give each forward its loss scale, find the optimizers of the model, and have overflowing steps skipped.
+"""Train one rewritten model: give each forward its loss scale, find the optimizers of the model, and skip their steps on overflow.
 
 Each rewritten model has a gate, its `StepGate`. The gate puts hooks on each optimizer, which check gradients before a step and skip the
 step if they overflowed (optimizers/optimizer_hooks.py).
@@ -6,15 +6,15 @@ step if they overflowed (optimizers/optimizer_hooks.py).
 A gate finds an optimizer
 
 1. when `attach` is called with it;
-2. in forward number 1, 2, 4, 8, ... without a known optimizer: these forwards search the objects of the process for optimizers that
-   own a parameter of the model;
+2. in the first, second, fourth, eighth ... forward without a known optimizer, which searches the objects of the process for optimizers
+   that own a parameter of the model;
 3. at the optimizer's first step, by a hook that PyTorch calls before the steps of all optimizers. The gradients of that step were not
    scaled, so the step does not change the scale. The step is skipped if the gradients overflowed.
 
 `forward_scale.py` decides which scale a forward has until an optimizer is found. If the model is trained and none is found, a single
 warning says that gradients are not scaled (optimizers/scale_mistakes.py).
 
-The hook for all optimizers does nothing to optimizers of other models. Without it, an optimizer that was copied, unpickled or made by a
+The hook for all optimizers ignores optimizers of other models. Without it, an optimizer that was copied, unpickled or made by a
 trainer would apply infinities to the weights without a message. The hook is removed with the last gate.
 
 Training does not skip steps for ever: after `max_consecutive_skips` skips in a row an error names the likely cause (step_record.py).
@@ -55,7 +55,7 @@ class StepGate(StepRecord):
     """Skips the optimizer steps of one model whose gradients overflowed, and updates the loss scale after each step."""
 
     on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
-    """Called with the weights once it is clear that the model is trained although no optimizer is known."""
+    """Called once a model seems to be trained although no optimizer is known. The argument is the weights that get gradients."""
     first: frozenset[int] = frozenset()
     """Ids of the model's parameters at the rewrite. They identify parameters that FSDP1 takes out of the model during a forward."""
     adopt: bool = field(default=True, init=False)
@@ -72,10 +72,11 @@ class StepGate(StepRecord):
     def attach(self, optimizer: Optimizer, copies: bool = False, group: Any = None) -> None:
         """Guard `optimizer`: skip each of its steps whose gradients overflowed, and update the loss scale after each step.
 
-        `copies`: the optimizer steps copies of the parameters, kept elsewhere, and the loop copies gradients to them, as with offloading.
+        `copies`: the optimizer steps copies of the parameters, for instance offloaded ones, and the loop copies gradients to them.
         `group`: a process group whose ranks step other parts of the model. If one rank skips a step, all skip it.
 
-        Raises PolicyError if the optimizer is attached already, owns an fp16 parameter of the model, or owns none and `copies` is false.
+        Raises PolicyError if the optimizer is attached already, owns an fp16 parameter of the model, or owns no parameter of the model and
+        `copies` is False.
         """
         optimizer = optimizer_inside(optimizer)
         if optimizer in self._attached:
@@ -93,7 +94,7 @@ class StepGate(StepRecord):
         self._attached.add(optimizer)
 
     def attach_if_own(self, optimizer: Optimizer) -> None:
-        """Attach `optimizer` (see `attach`) if it owns parameters of the model and is not attached. Without a loss scale, do nothing."""
+        """Attach `optimizer` (see `attach`) if the model has a loss scale, and `optimizer` owns parameters of it and has no guard."""
         optimizer = optimizer_inside(optimizer)
         if self.loss_scale.enabled and optimizer not in self._guarded and self._owns(optimizer):
             self.attach(optimizer)
@@ -107,11 +108,11 @@ class StepGate(StepRecord):
         self._forget_optimizers()
 
     def guards(self, optimizer: Optimizer) -> bool:
-        """True if steps of `optimizer` are skipped when gradients of this model overflowed."""
+        """True if a step of `optimizer` is skipped when gradients of this model overflow."""
         return optimizer in self._guarded and self.loss_scale.enabled
 
     def snapshot(self, device: torch.device | str, evaluates: bool = False, learns: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (scale, inverse) for one forward: 0-dim fp32 tensors on `device`, both 1 if the forward is not scaled (`ScaleUse.pair`).
+        """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, both 1 if the forward is not scaled (`ScaleUse.pair`).
 
         `evaluates`: all modules are in eval mode. `learns`: a parameter requires gradients; if False, the parameters are searched for one.
         """
@@ -123,13 +124,13 @@ class StepGate(StepRecord):
 
     @property
     def listens(self) -> bool:
-        """True if backwards are counted: no optimizer is known whose steps a dynamic scale could follow, and no warning was given yet."""
+        """True if backward passes are counted: the scale is dynamic, no optimizer is known, and no warning has said so yet."""
         return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.warned
 
     def heard(self, number: int, weights: Sequence[Tensor]) -> None:
-        """Count a backward that gives `weights` gradients, if `listens` is True. `number` is autograd's number of the backward.
+        """Count a backward that gives `weights` gradients, if `listens` is True. `number` is autograd's id of the backward.
 
-        After a few such backwards, search for an optimizer once more. If there is none, call `on_unscaled`, once.
+        After a few such passes, search for an optimizer once more. If there is none, call `on_unscaled`, once.
         """
         if self.listens and self._alone.enough(number, weights, self.use.evaluates):
             for optimizer in existing_optimizers():
@@ -139,7 +140,7 @@ class StepGate(StepRecord):
                 self.on_unscaled(weights)
 
     def knows_optimizer(self) -> bool:
-        """True if the steps of an optimizer are checked. If none are, calls number 1, 2, 4, 8, ... search the process for one."""
+        """True if an optimizer of the model is known. Until then the first, second, fourth ... call searches the process for one."""
         if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
             self._unguarded += 1
             if self._unguarded & (self._unguarded - 1) == 0:
@@ -171,8 +172,9 @@ class StepGate(StepRecord):
     def _backward_began(self) -> None:
         """Drop the overflow flags of gradients that were discarded. Call this when a backward begins.
 
-        Only the model's own gradients show this: an optimizer may also step a head outside the model, whose gradients may be new. Raises
-        LossScaleError if a GradScaler has handled an optimizer of this model since the previous backward.
+        Only gradients of the model's own parameters count. An optimizer may also step a head outside the model, and this backward may
+        already have given the head new gradients. Raises LossScaleError if a GradScaler has handled an optimizer of this model since the
+        previous backward.
         """
         self._scalers.refuse(self._guarded)
         for note in self._notes:
@@ -198,7 +200,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters about whose gradients `note` keeps overflow flags: of its optimizer, or all if it has no optimizer."""
+        """Return the parameters whose gradients `note` flags: parameters of its optimizer, or all of the model if it has none."""
         optimizer = note.owner()
         return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 
@@ -266,8 +268,8 @@ class StepGate(StepRecord):
 
 
 _BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)
-"""Functions called before each optimizer step, by which a StepGate can guard an optimizer that it did not know. Hooks that the gate adds
-then run before the same step."""
+"""Functions that a global hook of PyTorch calls before each optimizer step. A StepGate uses one to guard an optimizer that it did not know.
+The hooks that it adds then run before the same step."""
 
 
 class _Thread(threading.local):
@@ -278,8 +280,8 @@ class _Thread(threading.local):
 class Training:
     """Loss scaling of one model: its loss scale, the StepGate that guards its optimizers, and the probe that finds its overflows.
 
-    `in_parts()` is true if code of the model may run between the graphs of the running forward. `on_overflow` and `on_stuck` are as in
-    StepRecord, `first` as in StepGate. `warn` warns the user.
+    `in_parts()` is True if code of the model may run between the graphs of the running forward. `on_overflow` and `on_stuck` are described
+    in StepRecord, `first` in StepGate. `warn` shows a warning to the user.
     """
 
     def __init__(
@@ -294,18 +296,21 @@ class Training:
         )  # fmt: skip
         self._thread = _Thread()
         self._entered: weakref.ref[ForwardScale] | None = None
-        """The forward that a backward has entered most recently."""
+        """The scale of the forward that a backward has reached most recently."""
 
     def begin_forward(self) -> None:
-        """Drop the overflow flags of discarded gradients, if the forward that begins is scaled."""
+        """Drop the overflow flags of gradients that the loop has discarded. Call this when a forward begins.
+
+        Does nothing if grad mode is off or the model has no loss scale.
+        """
         if torch.is_grad_enabled() and self.loss_scale.enabled:
             self.gate.forward_began()
 
     def forward_scale(self, device: torch.device, learns: bool = False) -> ForwardScale:
-        """Return the loss scale of this forward. All graphs of the forward share it; the first request creates it, on `device`.
+        """Return the loss scale of the running forward. All graphs of the forward share it; the first call creates it, on `device`.
 
-        `learns=True` says that some parameter requires gradients; with False the parameters are searched for one. A recomputation in a
-        backward (activation checkpoint) gets the scale of the forward that this backward entered most recently.
+        `learns`: a parameter requires gradients; if False, the parameters are searched for one. A recomputation in a backward (activation
+        checkpoint) gets the scale of the forward that this backward reached most recently.
         """
         thread = self._thread
         if thread.scale is None:

@@ -1,4 +1,4 @@
-"""Optimizer steps with a closure: decides when the closure runs, checks its gradients, and skips the step if they overflow.
+"""Handle optimizer steps with a closure: decide when the closure runs, check its gradients, and skip the step if they overflow.
 
 There are two kinds of optimizers:
 
@@ -35,14 +35,14 @@ _HARMLESS = frozenset({"_cuda_graph_capture_health_check", "_accelerator_graph_c
 
 
 class Evaluated:
-    """A closure that has run once before the step. Its only call in the step returns the loss of that run."""
+    """A closure that runs once before the step. In the step, its only call just returns the loss of that run."""
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], look: Look) -> None:
         with torch.enable_grad():
             self.loss = closure()
         self.found = look(optimizer)
         self.overflow = self.idles = self.found is not None and self.found.item() > 0
-        """True if the gradients overflowed, so that the step must be skipped as a whole (`idles`)."""
+        """`overflow`: the gradients overflowed. `idles`: the step must be skipped as a whole. Here both are the same."""
 
     def __call__(self) -> Any:
         return self.loss
@@ -52,7 +52,10 @@ class Evaluated:
 
 
 class Checked:
-    """A closure that runs when the step calls it, in the step's grad mode. Gradients are checked before the step and after each call."""
+    """A closure that runs when the step calls it, in the step's grad mode. Gradients are checked before the step and after each call.
+
+    If they overflow, they are set to zero.
+    """
 
     idles = False
 
@@ -158,7 +161,7 @@ def calls_closure_first(step: Callable[..., Any]) -> bool:
 
 
 def _passed_on(function: ast.FunctionDef, name: str) -> bool:
-    """True if the function uses the variable `name`, its closure, in any way except to call it or to test it in a condition."""
+    """True if the function uses its closure, the variable `name`, in any way except to call it or to test it in a condition."""
     fine = {id(each.func) for each in ast.walk(function) if isinstance(each, ast.Call)}
     fine |= {id(test) for each in ast.walk(function) for test in _questions(each)}
     return any(isinstance(each, ast.Name) and each.id == name and id(each) not in fine for each in ast.walk(function))

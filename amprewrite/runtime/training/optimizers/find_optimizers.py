@@ -1,4 +1,4 @@
-"""Finds the optimizers of the process, and the parameters of a model by which its optimizers are recognised.
+"""Find the optimizers of the process, and the parameters of a model by which its optimizers are recognised.
 
 PyTorch keeps no list of optimizers, so the objects that the garbage collector tracks are searched. Only their classes are read, which runs
 no code of the objects. With transformers imported this took 140 ms of processor time, for 376,000 objects on a busy machine.
@@ -30,7 +30,7 @@ def existing_optimizers() -> list[Optimizer]:
 
 
 def every_optimizer() -> list[Optimizer]:
-    """Return all optimizers of the process with an attribute `param_groups`, including wrappers with another optimizer's groups."""
+    """Return all optimizers of the process that have `param_groups`, including wrappers that share the groups of another optimizer."""
     return [optimizer for optimizer in instances_of(Optimizer) if "param_groups" in optimizer.__dict__]
 
 
@@ -91,7 +91,7 @@ def _why_unguarded(optimizer: Any) -> str:
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
-    """Yield the sharded parameters of FSDP2, which optimizers own. During a forward the modules hold gathered parameters in their place."""
+    """Yield the sharded parameters of FSDP2, which optimizers own. During a forward the modules hold gathered parameters instead."""
     for module in root.modules():
         for group in fsdp_groups(module):
             for parameter in getattr(group, "fsdp_params", ()):

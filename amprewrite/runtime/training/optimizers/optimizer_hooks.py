@@ -1,11 +1,11 @@
-"""Hooks the `step` of one optimizer and skips it if gradients overflowed. Nothing else about the optimizer is changed.
+"""Hook the `step` of an optimizer, and skip the step if gradients overflowed. Nothing else about the optimizer changes.
 
 Before each step:
 
 1. Check the gradients of all parameters of the optimizer for inf and NaN, as torch.amp.GradScaler does (torch/amp/grad_scaler.py), with
-   the same multi-tensor kernel. Combine the result with the flags of earlier backwards that still count (step_record.py) and with the
+   the same multi-tensor kernel. Combine the result with the flags of earlier backward passes (step_record.py) and with the
    results of the ranks that hold the other shards (nonfinite.py).
-2. Pass this flag to the gates, one for each model that the optimizer trains. Their loss scales are updated once per set of steps
+2. Pass this flag to the gates: the StepRecord of each model that the optimizer trains. Their loss scales are updated once per set of steps
    (loss_scale.py). A scale is not updated if the gradients come from a forward that used 1 in its place.
 3. Give the flag to a fused optimizer as its `found_inf` tensor. Its kernel skips the step, without a host sync.
 4. For any other optimizer read the flag. To skip the step, let a stand-in make it: a hook may replace the arguments of `Optimizer.step`,
@@ -72,7 +72,7 @@ class Guard:
         self._closure: Evaluated | Checked | None = None
         self._warm: tuple[int, int, int] | None = None
         self._beside: list[Any] = []
-        """Process groups whose ranks step other parts of the model at the same time as this optimizer."""
+        """Process groups whose ranks step other parts of the model together with this optimizer."""
         self._latest: bool | Tensor = False
         self._arrived = Arrived()
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -88,7 +88,7 @@ class Guard:
         self.resume()
 
     def agree_with(self, group: Any) -> None:
-        """From now on, skip each step that the optimizer of any other rank in `group` skips."""
+        """From now on, skip each step that another rank of the process group `group` skips."""
         if group not in self._beside:
             self._beside.append(group)
 
@@ -134,7 +134,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: StepRecord) -> list[Tensor]:
-        """Return the parameters of this optimizer, except parameters of other models that do not also belong to the model of `gate`."""
+        """Return the parameters of this optimizer that belong to the model of `gate`, or to none of the guarded models."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else params_of(optimizer)
         if len(self._refs) == 1:  # only `gate`: no other model shares the optimizer
@@ -144,9 +144,9 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer, gates: list[StepRecord], params: list[Tensor]) -> Tensor | None:
-        """Return a flag: above 0 if gradients hold inf or NaN, or a flag of an earlier backward counts at this step (`Noted.due`).
+        """Return a flag: above 0 if gradients hold inf or NaN, or if a flag of an earlier backward says so (`Noted.due`).
 
-        None if there is nothing to check. `gates` are the StepRecords of the guarded models, `params` the parameters of `optimizer`.
+        Returns None if there is nothing to check. `gates`: the StepRecords of the guarded models. `params`: the parameters of `optimizer`.
         """
         noted = list[Tensor]()
         for gate in gates:
@@ -166,7 +166,7 @@ class Guard:
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check gradients before a step, and report the result to the StepRecord of each model that the optimizer trains.
 
-        Returns new (args, kwargs) for the step, if it must be skipped or get another closure; None otherwise. Raises LossScaleError if a
+        Returns new (args, kwargs) for the step if it must be skipped or gets a checked closure; otherwise None. Raises LossScaleError if a
         GradScaler makes the step.
         """
         gates, frames = self.gates(), frames_of_step(optimizer)
@@ -205,7 +205,7 @@ class Guard:
 
     @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Clean up after a step. If the step had a closure whose gradients overflowed, undo the step."""
+        """Clean up after a step. If gradients of the step's closure overflowed, undo the step."""
         if self._found is None and self._closure is None:
             return
         frames = frames_of_step(optimizer)
@@ -245,10 +245,10 @@ class Guard:
             gate.stepped(optimizer, overflow)
 
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
-        """True if an optimizer whose kernel skips a step by `found_inf` has made its state already.
+        """True if a fused optimizer may skip a step by `found_inf`: if it already has state for all parameters with gradients.
 
-        An optimizer without state must not skip by itself, because a skipped first step would still make the state. torch's fused SGD
-        would even leave the momentum uninitialised: torch/optim/sgd.py makes it with `empty_like`.
+        Otherwise its skipped first step would still create the state. torch's fused SGD would even leave the momentum uninitialised:
+        torch/optim/sgd.py makes it with `empty_like`.
         """
         active = [
             p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None
@@ -289,7 +289,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         elif isinstance(value, OrderedDict) and name.endswith("_hooks"):
             value = OrderedDict()
         idle.__dict__[name] = value
-    idle.__dict__.pop("step", None)  # a scheduler may have put a `step` that is bound to the real optimizer here
+    idle.__dict__.pop("step", None)  # a scheduler may have stored here a `step` bound to the real optimizer
     if type(optimizer).__module__.startswith("torch."):
         # Dynamo compiles the step only with a plain list. An empty list is safe, because no `step` of torch looks up a group by index,
         # except LBFGS's, and LBFGS never gets a stand-in.
@@ -311,16 +311,16 @@ def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[StepRecord]) -> None:
 
 
 _ANSWER = "_is_overflow"
-"""Attribute by which a wrapper of an optimizer knows whether the latest step was skipped."""
+"""Attribute of an optimizer's wrapper, such as accelerate's, that says whether the latest step was skipped."""
 _MOST_WRAPPERS = 5
 _MOST = 12
-"""Largest number of stack frames that are searched for the step, and again for the callers of the step."""
+"""Largest number of stack frames that are searched for the frame of the step, and then for callers of the step."""
 
 
 def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
-    """Return the frame of torch.optim's wrapper around the `step` whose hook calls this function, and then the frames of its callers.
+    """Return the stack frame of the running `step` (torch.optim's wrapper of it), then the frames of its callers. Call this from a hook.
 
-    Returns [] if another `step` of the same optimizer, such as a subclass's, called this step: its hooks have run already.
+    Returns [] if another `step` of the same optimizer, such as a subclass's, called this step: then its hooks have run already.
     """
     frame = hook = sys._getframe(1)
     code = getattr(type(optimizer).step, "__code__", None)
@@ -358,7 +358,7 @@ def _wraps(found: Any, optimizer: Optimizer) -> bool:
 
 
 def tell(wrapper: Any, skipped: bool) -> None:
-    """Tell `wrapper` whether the latest step was skipped."""
+    """Store in `wrapper` whether the latest step was skipped."""
     setattr(wrapper, _ANSWER, skipped)
 
 
@@ -380,8 +380,8 @@ def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
 class Arrived:
     """Loss-scale states that a checkpoint brought to one optimizer. Each waits until `resume` is given the `LossScale` to load it into.
 
-    torch copies all entries of the saved groups into the groups of the optimizer. The states are taken out of there when the optimizer is
-    loaded, when it is guarded, and before each forward of a model that it trains. If an optimizer has several loss scales, the states
+    torch copies all entries of the saved groups into the groups of the optimizer. `resume` removes the states from there when the optimizer
+    is loaded, when it is guarded, and before each forward of a model that it trains. If an optimizer has several loss scales, the states
     belong to them in order: the order of the models that it trains. Several optimizers may step parts of one model and carry its scale.
     Their checkpoints bring the same state, and only the first is loaded: the scale may have changed by the time when the second arrives.
     Only dynamic scales change, so only dynamic scales are loaded. A static scale has the value that the code gives.

@@ -1,9 +1,9 @@
-"""Detects gradients that are not scaled, because their optimizer is unknown, or scaled twice, by a GradScaler that was left in the loop.
+"""Detect gradients that are not scaled, because their optimizer is unknown, or scaled twice, by a GradScaler that was left in the loop.
 
 A dynamic loss scale follows the steps of torch optimizers, which it sees by PyTorch's hooks. It does not see steps by optimizers of other
 libraries (fastai, Keras 3), by optimizers over copies of the weights, or by hand: then the scale stays 1. A model counts as trained after a
-few backwards that give weights gradients. In eval mode gradients are also computed without training (saliency, attacks), so there the
-weights must change as well.
+few backward passes that give weights gradients. In eval mode, gradients are also computed without training (saliency, attacks), so in
+eval mode a pass counts only if the weights have changed as well.
 
 A torch.amp.GradScaler is detected in two ways:
 
@@ -33,7 +33,7 @@ from amprewrite.runtime.training.optimizers.find_optimizers import differentiate
 from amprewrite.tables.formats import NARROWEST
 
 BACKWARDS = 8
-"""Number of backwards after which a model counts as trained. Fewer are common in code that only inspects gradients."""
+"""Number of backward passes after which a model counts as trained. Fewer are common in code that only inspects gradients."""
 _DEPTH = 7
 """Largest number of references that are followed from a weight to its optimizer. fastai keeps weights in nested lists."""
 _WIDTH = 4000
@@ -50,7 +50,7 @@ _METHODS = ("step", "apply_gradients", "apply")
 
 
 class UnscaledBackwards:
-    """Counts the backwards of one model that give weights gradients without a loss scale."""
+    """Counts the backward passes of one model that give weights gradients without a loss scale."""
 
     def __init__(self) -> None:
         self.warned = False
@@ -60,8 +60,8 @@ class UnscaledBackwards:
     def enough(self, number: int, weights: Sequence[Tensor], evaluates: bool) -> bool:
         """Count a backward that gave gradients to `weights`. Return True if there are enough to warn that gradients are not scaled.
 
-        `number` is autograd's number of the backward, which counts once. `evaluates`: all forwards since the latest step were in eval mode.
-        Then the backward counts only if the weights have changed since the backward before.
+        `number` is autograd's id of the backward, which counts once. `evaluates`: all forwards since the latest step were in eval mode.
+        Then the backward counts only if the weights have changed since the previous backward.
         """
         if number == self._latest:
             return False
@@ -167,7 +167,7 @@ class GradScalers:
         self._scalers: list[weakref.ref[GradScaler]] | None = None
         """The scalers that exist at the end of the first backward; None before. A loop must make its scaler earlier, to scale the loss."""
         self._handled: list[dict[int, Any]] = []
-        """For each scaler its dict of optimizers, as of the latest backward. Keys are ids of optimizers."""
+        """For each scaler, its dict of handled optimizers at the end of the latest backward. Keys are ids of optimizers."""
 
     def backward_ended(self) -> None:
         """Keep the dict of optimizers of each scaler. Call this at the end of a backward."""
