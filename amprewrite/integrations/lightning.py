@@ -1,7 +1,7 @@
 """Support for Lightning and Fabric: `Trainer(plugins=[AmpRewritePrecision("fp16")])`, `Fabric(plugins=[AmpRewritePrecision("bf16")])`.
 
-1. `convert_module` rewrites the module in place, since some strategies keep a reference to the original object.
-2. Gradients arrive unscaled, so Lightning clips them itself, with fused optimizers too.
+1. `convert_module` rewrites the module in place, because some strategies keep a reference to the original object.
+2. Gradients in `.grad` are unscaled, so Lightning can clip them itself, with fused optimizers too.
 3. A learning-rate schedule with interval "step" does not advance if the optimizer's step was skipped.
 4. Checkpoints hold the loss scale in the optimizer's state, and in the state that Lightning saves for the precision plugin.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from amprewrite.runtime.session import Session
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""The two packages of Lightning. Each has classes of its own, so the package that the user has imported comes first."""
+"""The two packages of Lightning. Their classes differ, so the package that the user has imported is tried first."""
 
 
 def _precision_class() -> type:
@@ -44,7 +44,7 @@ else:
 class AmpRewritePrecision(Precision):  # type: ignore[misc]
     """A precision plugin that rewrites modules in place. `dtype` and `options` are the options of `amprewrite.rewrite`.
 
-    Do not give the trainer a `precision=` of its own: the parameters stay in fp32, which is its default.
+    Do not also pass `precision=` to the trainer. Its default, fp32, is right for the parameters.
     """
 
     precision = "32-true"
@@ -55,7 +55,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         self._sessions: list[Session] = []
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Rewrite `module` in place and return it. An already rewritten module does not change, since a trainer may fit several times."""
+        """Rewrite `module` in place and return it. A module that is rewritten already does not change: a trainer may call this again."""
         if not is_rewritten(module):
             rewrite(module, inplace=True, **self._options)
         session = session_of(module)
@@ -64,7 +64,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Have the optimizers skip steps with overflowed gradients, and stop their learning-rate schedules from advancing at such a step.
+        """Make the optimizers skip steps with overflowed gradients, and keep their learning-rate schedules from advancing at such a step.
 
         Only schedules with interval "step" are changed. Returns its arguments, which are changed in place.
         """
@@ -76,8 +76,8 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
                 config.scheduler = HeldSchedule(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    # In the next four methods, the class Precision calls callbacks of the module's trainer. Under Fabric there is no trainer, so the base
-    # class of Precision, which is Fabric's, is called instead.
+    # Precision's versions of the next four methods call callbacks of the module's trainer. Under Fabric there is no trainer. So then these
+    # methods call the base class of Precision, which is Fabric's.
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 
@@ -93,7 +93,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return above.optimizer_step(optimizer, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each module's loss scale, by the module's number as text. Modules without a loss scale are left out."""
+        """Return {"0": state of the first module's loss scale, "1": ...}. Modules without a loss scale are left out."""
         return {str(number): state for number, session in enumerate(self._sessions) if (state := session.training.loss_scale.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@
 
 1. Importing this module registers the config under the name "amprewrite". `save_pretrained` saves the config with the model, so a process
    must import this module before it loads the saved model.
-2. The config and the callback rewrite the model in place, since transformers keeps a reference to the original object.
+2. The config and the callback rewrite the model in place, because transformers keeps a reference to the original object.
 3. Modules in a model class's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` stay fp32, unless `overrides` says otherwise.
 """
 
@@ -88,7 +88,7 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return fp32 as the dtype for loading weights, since they are the master weights. Warn if the user asked for a low format."""
+        """Return fp32 as the dtype for loading weights, because they are the master weights. Warn if the user asked for fp16 or bf16."""
         if dtype in LOW_DTYPES:
             warnings.warn(
                 f"this model would be loaded in {dtype_name(dtype)}; with AmpRewriteConfig its weights are loaded in fp32, as master "
@@ -99,7 +99,7 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return FP32.dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        """Make the empty model fp32. From version 5.0 on, transformers ignores the result of `update_dtype`."""
+        """Convert the model to fp32 before its weights are loaded: transformers from 5.0 on ignores the result of `update_dtype`."""
         upcast(model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -122,7 +122,7 @@ class AmpRewriteCallback(TrainerCallback):  # type: ignore[misc]
         self._model: nn.Module | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Rewrite the model once the Trainer is built, so that evaluation and prediction before training run low, too."""
+        """Rewrite the model once the Trainer is built, so that evaluation and prediction before training use the low format, too."""
         self._take(args, model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -175,7 +175,7 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with added overrides that keep some modules fp32, as the model's class asks. With a plan, nothing is added."""
+    """Return the options, with overrides added that keep the modules of `fp32_modules` in fp32. If a plan is given, nothing is added."""
     if options.get("plan") is not None:
         return dict(options)
     low = options.get("dtype")
@@ -185,9 +185,9 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 
 
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
-    """Yield the paths of modules that the model's class keeps in fp32, without the modules inside them.
+    """Yield the paths of modules whose names the model's class lists to be kept in fp32. Modules inside them are not yielded.
 
-    Modules in `_keep_in_fp32_modules_strict` always count; modules in `_keep_in_fp32_modules` count only in a `narrow` format (fp16).
+    The list `_keep_in_fp32_modules_strict` always counts; the list `_keep_in_fp32_modules` counts only in a `narrow` format (fp16).
     """
     names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if narrow:

@@ -51,7 +51,7 @@ def is_flattened(parameter: Tensor) -> bool:
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of weights of `module` (one all-gather for each); [] if the module did not go through `fully_shard`.
+    """Return the FSDP2 parameter groups of `module`, each gathered by one all-gather; [] if the module did not go through `fully_shard`.
 
     In earlier versions of torch a module has at most one group.
     """
@@ -67,7 +67,7 @@ def several_ranks() -> bool:
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:
-    """Return advice for a message if FSDP2 shards a submodule of the captured module at `path` separately; otherwise ""."""
+    """Return advice to end a message with, if FSDP2 shards a submodule of the module at `path` separately; otherwise ""."""
     found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]
     return f"; {found[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
 
@@ -152,7 +152,7 @@ class Options:
     "step": like True, and all eager graphs keep copies until an optimizer steps. False: no copy is kept."""
     strict: bool = False
     given: ModelPlan | None = None
-    """An earlier plan that the rewrite follows; None: the rewrite makes a plan."""
+    """A plan that the rewrite follows, for instance a saved one; None: the rewrite makes a plan."""
     granularity: Granularity = MODEL
     """How the model is split into parts that are captured separately: "model" (no parts), "blocks", or patterns of module paths."""
     calibration: Calibration | None = None
@@ -166,8 +166,8 @@ class Options:
     memory: float = 0.0
     """Price, in seconds, of each byte of activations that is kept for backward; 0: plan for speed alone."""
     parity: float | None = 1.0
-    """A number: all graphs share one plan, chosen by a cost in which a training step has the weight `parity`, from 0 to 1, and a pass
-    without gradients the rest. None: each graph has its own plan."""
+    """A number from 0 to 1: all graphs share one plan. Its cost is an average, in which a training step has this weight and a pass without
+    gradients has the rest. None: each graph has its own plan."""
     pad: PadPolicy = field(default_factory=PadPolicy)
     products: ProductPolicy | None = None
     """Rules for the products (matmuls) that may read fp8 copies of their operands; None: no product runs in fp8."""
@@ -176,10 +176,10 @@ class Options:
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:
-    """Return the policy that `options` give on the device `row`, and call `note` with each restriction, such as a device without a gain.
+    """Return the policy for `options` on the device `row`. Call `note` with each restriction, such as "this device gains nothing".
 
-    `kept`: whether a block keeps low copies of weights now. `products`: the part of `options.products` that the kernels on the device can
-    run (see `fp8_units.runnable`).
+    `kept`: True inside a block that keeps low copies of weights, such as `frozen_weights()`. `products`: the part of `options.products`
+    that the kernels on the device can run (see `fp8_units.runnable`).
     """
     low = options.low
     if low is None:

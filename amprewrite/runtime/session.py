@@ -1,8 +1,10 @@
 """The session of a rewritten model: run the rewritten graphs in every call, and check that they ran.
 
 Dynamo captures, guards and dispatches. It sometimes runs the original code silently: under a dispatch mode, for a frame that it skips,
-past its recompile limit, or if an environment variable disables it. This file detects such cases, and makes the call run the graphs, warns,
-or raises an error. `captured/graph_rewriter.py` rewrites the graphs.
+past its recompile limit, or if an environment variable disables it. This file detects such cases. Then it makes the call run the graphs,
+warns, or raises an error. `captured/graph_rewriter.py` rewrites the graphs.
+
+An `Entry` is a module that is called from outside of graphs: the model, or one of its parts. A `Region` is a rewritten graph.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Session(GraphRewriter):
     """A rewritten model at run time: runs its calls, and reports its plan."""
 
     turn: threading.RLock = field(default_factory=threading.RLock)
-    """Lock that a replica of torch.nn.DataParallel holds while it runs: the model can hold the tensors of only one replica at a time."""
+    """Lock that a replica of torch.nn.DataParallel holds while it runs, because the model holds the tensors of one replica at a time."""
     take_in: Callable[[], None] = field(default=lambda: None)
     """Function that rewrites the calls of modules that were added to the model after the rewrite."""
 
@@ -57,13 +59,13 @@ class Session(GraphRewriter):
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module (`entry`) on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs.
 
-        In an autocast region of the model's own, and under torch.func transforms or forward-mode derivatives, the module runs as written.
+        The module runs as written inside a torch.autocast block in the model's code, and under a torch.func transform or forward-mode AD.
         """
         if entry.widens and (widened := Widened(args, kwargs)):
             with widened:
                 return self.call(entry, widened.args, widened.kwargs)
         state, nested = self.state, self.state.depth > 0
-        recomputes = current_backward() >= 0  # inside a backward: an activation checkpoint repeats a forward
+        recomputes = current_backward() >= 0  # True inside a backward: an activation checkpoint repeats a forward
         again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
         inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
         if not recomputes and (inside or entry.regions.changes):
@@ -131,7 +133,7 @@ class Session(GraphRewriter):
         return self.call(entry, args, kwargs)
 
     def _start_widened(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Start a call of the module `entry` again with its half inputs in fp32, as later calls do from then on. No code of it ran."""
+        """Restart a call of `entry` with its half inputs cast to fp32, before any code of it has run. Later calls cast them, too."""
         entry.capture_anew(Anew.HALF_INPUTS)
         entry.widens = True
         try:
@@ -143,7 +145,10 @@ class Session(GraphRewriter):
         return result
 
     def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise RoundedRead if a check finds that the call read rounded weights. `ran`: the rewritten graphs that ran in the call."""
+        """Run the checks that `gather_low` registered. They raise RoundedRead if the call read rounded weights in fp32.
+
+        `ran`: the rewritten graphs that ran in the call.
+        """
         for check in self.checks.calls:
             whole = not entry.graphs_of_forward.left_out and len(ran) == 1 and ran[0].whole and ran[0].place == entry.place
             check(entry.path, entry.place, whole)
@@ -151,7 +156,7 @@ class Session(GraphRewriter):
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
         """Set up the state for an outermost call of the model.
 
-        `recomputes`: the call repeats a forward in a backward. `given_up`: the number of frames that Dynamo gave up before the call.
+        `recomputes`: the call repeats a forward in a backward. `given_up`: the number of frames that Dynamo had failed to capture before.
         """
         state = self.state
         self.cache.look(self.weight_names)
@@ -167,7 +172,7 @@ class Session(GraphRewriter):
     ) -> tuple[Any, tuple[Region, ...], list[Failure]]:
         """Run `entry`, and return its result, the rewritten graphs (regions) that ran, and the failures of Dynamo in this call.
 
-        `recomputes`: a backward repeats a forward. `given_up`: the number of frames that Dynamo gave up before the call.
+        `recomputes`: a backward repeats a forward. `given_up`: the number of frames that Dynamo had failed to capture before.
         """
         state = self.state
         ran: list[Region] = []
@@ -179,7 +184,7 @@ class Session(GraphRewriter):
             return result, tuple(ran), failures
         except Exception as error:
             if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
-                entry.capture_anew(Anew.FAILED)  # try a new capture next time: the inputs may have been wrong, not the code
+                entry.capture_anew(Anew.FAILED)  # capture anew next time: perhaps only these inputs were wrong, not the code
                 note_half_inputs(error, self.root, (args, kwargs))
             raise
         finally:
@@ -190,7 +195,7 @@ class Session(GraphRewriter):
                 state.entry = None
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
-        """Update the state after an outermost call that returned `result` and ran the rewritten graphs `ran`."""
+        """Update the session after an outermost call that returned `result` and ran the rewritten graphs `ran`."""
         if self.children is None:
             self._take_in_new_modules()
         if self.loss_scale.enabled:
@@ -199,7 +204,7 @@ class Session(GraphRewriter):
             self._remember(entry, ran)
 
     def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-        """Run a call as written, in fp32, because of `why`: a torch.func transform or forward-mode derivatives are active.
+        """Run a call as written, in fp32. `why` names the reason: a torch.func transform or forward-mode AD is active.
 
         If such calls are nested, the plan lists only the outermost.
         """
@@ -215,16 +220,16 @@ class Session(GraphRewriter):
     def _take_in_new_modules(self) -> None:
         """Rewrite the calls of modules that were added to the model since this method last ran.
 
-        It runs before a call if the root's direct children are not those in `self.children`. Each capture sets `self.children` to None, so
-        that the comparison fails once and modules that were added deeper in the model are found too.
+        It runs before a call if `self.children` differs from the root's direct children. It also runs after a capture, which sets
+        `self.children` to None, so that modules that were added deeper in the model are found too.
         """
         self.children = dict(self.root._modules)
         self.take_in()
 
     def _run(self, entry: Entry, graphs: Graphs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled function of `graphs`. If capture fails before the code of `entry` began, run `entry` as written instead.
+        """Call the compiled function of `graphs`. If capture fails before any code of `entry` has run, run `entry` as written instead.
 
-        Raises CaptureError if capture fails under `strict`, or half way through the code.
+        Raises CaptureError if capture fails under `strict`, or after some code of `entry` has run.
         """
         try:
             if count_dispatch_modes() == 0:
@@ -247,9 +252,9 @@ class Session(GraphRewriter):
             return self._as_written(entry, args, kwargs, error)
 
     def _as_written(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException) -> Any:
-        """Run `entry` as written after its capture failed with `error`, and warn. No code of the entry has run before.
+        """Run `entry` as written after its capture failed with `error`, and warn. The failed call has run no code of the entry.
 
-        An error of the entry's own code reaches the caller.
+        An error of the entry's own code is raised to the caller.
         """
         entry.capture_anew(Anew.NOT_CAPTURED)
         self.state.captured -= 1
@@ -265,9 +270,9 @@ class Session(GraphRewriter):
         return result
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Store the rewritten graphs `ran` as the latest call. Do nothing if there are none.
+        """Record that the latest call ran the rewritten graphs `ran`. Do nothing if there are none.
 
-        If no call of the whole model on these graphs was stored before, first check that overrides and `products=` match nodes of graphs.
+        If no earlier call of the whole model ran these graphs, first check that overrides and `products=` match nodes of graphs.
         """
         if not ran:
             return
@@ -285,9 +290,9 @@ class Session(GraphRewriter):
         self._check_wide()
 
     def _check_products(self) -> None:
-        """Raise PolicyError if a rule of `products=` matches no node, or if no product runs in fp8 though the device can multiply fp8.
+        """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8 though the device can multiply fp8.
 
-        If an accuracy was asked for, the second case gives a note instead.
+        If the user asked for an accuracy, the second case gives a note in the plan instead of an error.
         """
         asked = self.options.products
         if asked is None or self.policy.products is None:
@@ -309,7 +314,7 @@ class Session(GraphRewriter):
         )
 
     def _check_wide(self) -> None:
-        """Raise PolicyError if an override asks for wide products (bf16 operands, fp32 result) and matches no such product."""
+        """Raise PolicyError if an override asks for wide products (matmuls with bf16 operands and fp32 result) but matches none."""
         policy, parts = self.policy, [part for region in self.regions for part in region.plan.flat("")]
         wide = [node for part in parts for node in part.nodes if node.name in part.edited(Edit.WIDE_PRODUCT)]
         for asked in policy.overrides if policy.low is BASE else ():
@@ -322,7 +327,7 @@ class Session(GraphRewriter):
     def _check_overrides(self) -> None:
         """Raise PolicyError if an override names a node that is in no captured graph.
 
-        Warn if it names a module from which no captured graph has an op with fp32 values.
+        Warn if an override names a module, and no captured graph has an op of this module with fp32 values.
         """
         self._check_node_overrides()
         plans = [part for region in self.regions for part in region.plan.flat("")]
@@ -339,9 +344,9 @@ class Session(GraphRewriter):
             self.policy.check("node", (node.name for region in self.regions for node in region.plan.nodes))
 
     def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
-        """List the code that Dynamo failed on in this call (`failures`) in `plan.skipped`, and warn once for each cause.
+        """List the code that Dynamo failed to capture in this call (`failures`) in `plan.skipped`, and warn once for each cause.
 
-        `ran`: the rewritten graphs that ran in the call. Without one, the text says that all of the entry ran in fp32.
+        `ran`: the rewritten graphs that ran in the call. If there are none, the text says that all of the entry ran in fp32.
         """
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
         for failure in dict.fromkeys(failures):
@@ -350,14 +355,14 @@ class Session(GraphRewriter):
             self._left_out(entry, message, failure.place, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
-        """Report that Dynamo ran original code in a call, and let the next call capture anew if that may help.
+        """Warn that Dynamo ran original code in a call, and make the next call capture anew if that may help.
 
-        `ran`: the rewritten graphs that ran in the call. `said`: Dynamo's reasons, "" if it gave none.
+        `ran`: the rewritten graphs that ran in the call. `said`: Dynamo's reasons, or "".
         """
         switched_off = dynamo.why_switched_off()
         own = any(region.place == entry.place for region in ran)
         if not (switched_off or said) and (own or (not ran and entry.graphs.empty)):
-            return  # no fault: either another thread is capturing, or the entry has no tensor op to rewrite
+            return  # nothing is wrong: another thread is capturing, or the entry has no tensor op to rewrite
         if own and self.runs_recurrent_eagerly and said.startswith(dynamo.RECURRENT):
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
@@ -373,17 +378,17 @@ class Session(GraphRewriter):
         self._left_out(entry, f"{entry.place} {what}: {why}{sharded}", f"{what}: {why}{bool(sharded)}")
 
     def _left_out(self, entry: Entry, message: str, cause: str = "", place: str = "") -> None:
-        """Add an entry to `plan.skipped` for code that ran in fp32 outside of rewritten graphs, and warn once for each cause.
+        """List code that ran in fp32 outside of rewritten graphs in `plan.skipped`, and warn once for each cause.
 
-        `cause` identifies the warning; "" stands for `message` itself. `place` names the code; "" stands for the entry.
+        `cause` identifies the warning; "" stands for `message` itself. `place` names the code; "" stands for the path of the entry.
         """
         entry.graphs.left_out[message] = Skipped(place or entry.path or "the model", message)
         self.warn_fp32(message, cause)
 
     def freeze(self, frozen: tuple[str, ...] | None) -> None:
-        """Capture every graph anew, because the weights of the model were frozen, or unfrozen if `frozen` is None.
+        """Drop every graph, so that the next calls capture anew. Call this after the weights were frozen, or unfrozen if `frozen` is None.
 
-        `frozen`: names of the fp32 parameters that took gradients before. Low copies of weights are dropped.
+        `frozen`: names of the fp32 parameters that required gradients before freezing. Also drops the low copies of weights.
         """
         hook_states(self.root, frozen is not None)
         self.options = replace(self.options, frozen=frozen)
@@ -399,8 +404,8 @@ class Session(GraphRewriter):
     def thaw(self, values: Mapping[str, Any] | None = None) -> list[str]:
         """Make a frozen model an fp32 model again, and return the names of the weights that keep rounded values.
 
-        `values`: a state dict with the fp32 values; None: low copies are cast up. Raises PlanError if `values` lack a frozen weight or have
-        another shape for it.
+        `values`: a state dict with the fp32 values; None: low copies are cast to fp32. Raises PlanError if `values` lacks a frozen weight
+        or has it in another shape.
         """
         rounded = unfreeze_weights(self.root, self.options.frozen or (), values)
         self.freeze(None)
@@ -413,7 +418,7 @@ class Session(GraphRewriter):
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """Code that ran outside the rewritten graphs, for each rewritten module, since its graphs were last captured from scratch."""
+        """Code that ran outside of rewritten graphs: for each rewritten module, since its graphs were last dropped."""
         return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:
@@ -423,7 +428,7 @@ class Session(GraphRewriter):
     def plan_of_all(self) -> ModelPlan:
         """Return the plan of all graphs that have run, in the order of their first calls.
 
-        If several graphs differ only in sizes or mode, the plan has the first of them. A note gives the number of the others.
+        Of graphs that differ only in sizes or in training mode, the plan has only the first. A note gives the number of the rest.
         """
         ran = [region.weighed() for region in dict.fromkeys(region for call in (*self.calls, self.last) for region in call)]
         shown = each_once(ran)
@@ -434,7 +439,7 @@ class Session(GraphRewriter):
     def _plan(self, plans: Sequence[RegionPlan], *notes: str) -> ModelPlan:
         regions = tuple(part for index, plan in enumerate(plans) for part in plan.flat(f"graph{index}"))
         ops = {node.op for part in regions for node in part.nodes}
-        # no warning: a rule for all models, such as fp32 for every softmax, is right in a model without one
+        # no warning: a general rule, such as fp32 for every softmax, is fine for a model without a softmax
         unused = [each for each in self.options.overrides if each.scope == "op" and each.pattern not in ops]
         return ModelPlan(
             low=self.policy.low.name,
@@ -446,10 +451,10 @@ class Session(GraphRewriter):
 
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module at `path`. Every call of a rewritten model, or directly of one of its submodules, runs through this function.
+    """Call the module at `path`. Every call of a rewritten model, or of one of its submodules from outside, runs through this function.
 
-    An outer torch.compile breaks its graph here, because it must not capture the model into its own graph. A call that only asks for shapes
-    (`asks_shapes`) runs as written.
+    The user's torch.compile breaks its graph here, because it must not capture the model into its own graph. A call with inputs on the meta
+    device, which only asks for shapes (`asks_shapes`), runs as written.
     """
     if torch.compiler.is_dynamo_compiling() or dynamo.at_work():
         refuse_whole_graph(type(session.root).__name__)

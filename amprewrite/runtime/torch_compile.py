@@ -2,7 +2,7 @@
 
 1. Dynamo captures, guards and dispatches under the settings of the user, and passes one graph at a time to the backend.
 2. Graphs that share parameters share a session, and so one loss scale and one set of guarded optimizers. The parameters of a graph are
-   the parameters that it reads, and all other parameters of the modules whose code was captured.
+   all parameters that it reads or that belong to modules whose code was captured.
 3. Dynamo may call one graph for several models whose code and shapes are equal. The first call with other parameters rewrites the graph
    again, for the session of these parameters.
 4. Each call of a graph is a forward of its own, because the backend does not know which code runs between two graphs.
@@ -49,9 +49,9 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Opti
 
 
 def _read_parameters(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (path, parameter) for the parameters that a graph reads.
+    """Yield (path, parameter) for the parameters among the inputs of a graph.
 
-    These are needed in addition to `_modules_of_frame`, which does not find every module, for instance behind a decorator.
+    `_modules_of_frame` alone would miss some: it does not find every module, for instance behind a decorator.
     """
     for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False):
         if isinstance(value, nn.Parameter):
@@ -59,7 +59,7 @@ def _read_parameters(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Ite
 
 
 class _GraphOfMany:
-    """A callable for Dynamo: one captured graph, rewritten once for each set of parameters that calls pass."""
+    """The callable that Dynamo runs for a captured graph. The graph is rewritten once for each set of parameters that calls pass to it."""
 
     def __init__(self, module: torch.fx.GraphModule, inputs: list[Any], modules: Sequence[nn.Module], options: Options) -> None:
         self._options = options
@@ -82,7 +82,7 @@ class _GraphOfMany:
         return [inputs[place] for place in self._places if isinstance(inputs[place], nn.Parameter)]
 
     def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
-        """Return the session for the parameters `read`, and this graph rewritten for it. Both are made at first use."""
+        """Return the session of the parameters `read`, and this graph rewritten for the session. Both are made at first use."""
         self._regions = {session: region for session, region in self._regions.items() if any(True for _ in parameters_in(session.root))}
         session = _session_for((), read, self._options) if read else self._now[0]
         if session in self._regions:
@@ -118,9 +118,9 @@ class CapturedModules(nn.Module):
         return [module for ref in self._tops if (module := ref()) is not None]
 
     def add(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
-        """Add the `modules` and `parameters` that another graph was captured from.
+        """Add the `modules` and `parameters` from which another graph was captured.
 
-        Only outermost modules stay in `tops`: the members of a module inside another one are named through the outer module.
+        Only outermost modules stay in `tops`. Parameters of an inner module are named by their path in the outer module.
         """
         tops = list(dict.fromkeys((*self.tops, *modules)))
         inside = {inner for top in tops for inner in top.modules() if inner is not top}
@@ -137,7 +137,7 @@ class CapturedModules(nn.Module):
     def _named_members(
         self, get_members_fn: Callable[[nn.Module], Any], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
-        """Yield the names and members for PyTorch's `named_parameters` and `named_buffers`: members of the tops, then loose parameters."""
+        """Yield (name, member): members of `tops`, then loose parameters. PyTorch's `named_parameters` and `named_buffers` call this."""
         yield from self._walk(nn.Module._named_members, get_members_fn, remove_duplicate=remove_duplicate)
         loose = nn.Module()
         for number, ref in enumerate(self._loose):
@@ -145,7 +145,7 @@ class CapturedModules(nn.Module):
         yield from ((name, member) for name, member in get_members_fn(loose) if member is not None)
 
     def _walk(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the names and values that `method` yields for each of `tops`. If there are several, a name begins with the top's number."""
+        """Yield the (name, value) pairs that `method` yields for each of `tops`. If there are several, names begin with "0.", "1.", ..."""
         tops = self.tops
         for number, top in enumerate(tops):
             front = f"{number}." if len(tops) > 1 else ""
@@ -154,7 +154,7 @@ class CapturedModules(nn.Module):
 
 
 class CompiledSession(Session):
-    """The session of graphs that torch.compile captured. Sessions are compared and hashed by identity, so that sets can hold them."""
+    """The session of graphs that torch.compile captured. It is compared and hashed by identity, so that a set can hold sessions."""
 
     number: int
     __eq__, __hash__ = object.__eq__, object.__hash__
@@ -162,8 +162,8 @@ class CompiledSession(Session):
     def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
         """Rewrite another captured graph for this session, and return the rewritten graph as a `Region`.
 
-        Warns and raises SkipFrame, so that the frame runs as written, if Dynamo would put a hook on an input after the graph writes it.
-        Raises CaptureError instead if Dynamo may not break the graph.
+        If Dynamo would put a hook on an input after the graph has written to it, warns and raises SkipFrame, so that the frame runs as
+        written. Raises CaptureError instead if Dynamo may not break the graph (`fullgraph=True`).
         """
         graphs = self.entries[""].graphs
         try:
@@ -178,7 +178,7 @@ class CompiledSession(Session):
         return region
 
     def run(self, region: Region, *inputs: Any) -> Any:
-        """Call a graph of this session as a forward of its own, and return its results."""
+        """Call a graph of this session, and return its results. Each such call counts as one forward pass."""
         self.state.forwards += current_backward() < 0  # do not count a checkpoint's recomputation in a backward
         self.training.begin_forward()
         try:
@@ -191,11 +191,11 @@ class CompiledSession(Session):
         return results
 
     def look_at_weights(self) -> bool:
-        """Return False, without looking: a moved weight cannot cause a new capture here, because Dynamo captures only when guards fail."""
+        """Return False without a check. A changed weight cannot cause a new capture here, because Dynamo captures only if guards fail."""
         return False
 
     def _check_overrides(self) -> None:
-        """Warn if an override names a node that no graph has so far: a later graph may have it. Overrides of modules are not checked."""
+        """Warn, not raise, if an override names a node that no graph has so far: a later graph may have it. Modules are not checked."""
         try:
             self._check_node_overrides()
         except PolicyError as error:
@@ -225,14 +225,14 @@ def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: 
 
 
 def _modules_of_frame() -> list[nn.Module]:
-    """Return the modules that the local variables of the outermost frame under capture hold."""
+    """Return the modules that Dynamo's outermost captured frame holds in local variables."""
     scope = InstructionTranslator.current_tx().output.root_tx
     found = [module for value in scope.f_locals.values() for module in _modules_in(value)]
     return list(dict.fromkeys(found))
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """Yield the module that `value` is or leads to: as a bound method, a `functools.partial`, or a cell of a closure."""
+    """Yield the module behind `value`: the module itself, or the owner of a bound method, also in a `functools.partial` or closure cell."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, types.MethodType):

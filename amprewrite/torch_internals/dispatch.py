@@ -1,5 +1,5 @@
-"""Queries about dispatch modes, transforms of torch.func, fake tensors and wrapper subclasses, and about autograd's state in this thread:
-the running backward, hooks on saved tensors, grad mode, forward mode.
+"""Functions about dispatch modes, torch.func transforms, fake tensors and wrapper subclasses, and about autograd's state in this thread:
+the running backward, hooks on saved tensors, grad mode, forward-mode AD.
 """
 
 
@@ -66,7 +66,7 @@ _PLAIN, _STRIDED, _layout = {Tensor, Parameter}, {torch.strided}, operator.attrg
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """True if `is_plain` holds for each of `tensors`. It takes less time than a call for each."""
+    """True if `is_plain` holds for each of `tensors`. Faster than calling `is_plain` for each."""
     if not (_PLAIN.issuperset(map(type, tensors)) and _STRIDED.issuperset(map(_layout, tensors))):
         return False
     wrapped = any(map(is_wrapped_by_transform, tensors)) or any(map(is_legacy_batched, tensors))
@@ -74,7 +74,7 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 current_backward = torch._C._current_graph_task_id
-"""Return the number of the backward that runs in this thread; -1 outside a backward."""
+"""Return autograd's id of the backward pass that runs in this thread; -1 outside a backward pass."""
 call_after_backward: Callable[[Callable[[], Any]], None] = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 """Call the given function once, at the end of the backward that runs now. Call this function only inside a backward."""
 set_grad_enabled = torch._C._set_grad_enabled
@@ -94,7 +94,8 @@ def in_forward_mode() -> bool:
 def leave_forward_mode() -> None:
     """Leave the level of forward-mode AD that a graph has entered; do nothing if it entered none.
 
-    Levels do not nest, so one exit is enough. `in_forward_mode` does not see levels that a graph entered, so it is not asked.
+    Levels do not nest, so one exit is enough. `in_forward_mode` cannot tell whether to exit, because it does not see levels that a graph
+    entered.
     """
-    with contextlib.suppress(RuntimeError):  # raised if no level is open; torch has no function to ask
+    with contextlib.suppress(RuntimeError):  # torch raises it if no level is open, and has no function that says so
         torch._C._exit_dual_level(level=0)

@@ -11,7 +11,7 @@ __all__ = ["SkipFrame", "Unsupported", "convert_again", "skip_code", "skip_once"
 
 
 def skip_code(code: CodeType, *, callees: bool = False) -> None:
-    """Make Dynamo run frames of `code` eagerly. With `callees` the frames that these frames call run eagerly as well."""
+    """Make Dynamo run frames of `code` eagerly. With `callees`, frames that they call run eagerly as well."""
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT))
 
 
@@ -21,5 +21,5 @@ def convert_again(code: CodeType) -> None:
 
 
 def skip_once() -> ConvertFrameReturn:
-    """Return a value that tells Dynamo to run one frame eagerly but convert the frames that it calls. The frame's code is not marked."""
+    """Return a value that makes Dynamo run one frame eagerly. Frames that it calls, and later frames of its code, are not affected."""
     return ConvertFrameReturn(apply_to_code=False)

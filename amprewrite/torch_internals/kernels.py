@@ -3,7 +3,7 @@
 import torch
 
 copy_tensors = torch._foreach_copy_
-"""Copy each tensor of the second list into the tensor at the same place of the first."""
+"""Copy each tensor of the second list into the tensor at the same position in the first list."""
 norms_of_tensors = torch._foreach_norm
 """Return the norm of each tensor of a list, as a list of 0-dim tensors."""
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_

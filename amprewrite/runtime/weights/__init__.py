@@ -1,1 +1,1 @@
-"""Handle weights that are not plain fp32 (half before the rewrite, frozen, or gathered low), and find out how graphs read weights."""
+"""Handle weights that are not plain fp32 (fp16 or bf16 before the rewrite, or frozen), and find out how graphs read weights."""

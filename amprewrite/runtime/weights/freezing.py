@@ -1,5 +1,7 @@
 """Freeze a rewritten model for inference: store each weight in the format in which the graphs read it.
 
+"Low" means the low format of the plan: bf16 or fp16.
+
 1. A weight that every graph reads low is replaced by its low copy, and its fp32 values are dropped. A weight that is read low and in
    fp32 is stored in both formats, so that no call casts it. A weight that is read only in fp32, or not at all, stays fp32.
 2. No parameter of a frozen model takes gradients. All parameters are new objects, so that the original model does not change.
@@ -28,7 +30,7 @@ from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 from amprewrite.torch_internals.trees import tree_leaves
 
 Reads = Mapping[str, frozenset[Copy | None]]
-"""For each weight, by path, the low copies that a graph makes of it. The set contains None if the graph reads the weight in fp32."""
+"""How one graph reads weights: {path of a weight: low copies (dtype, layout) that the graph makes of it, and None for a read in fp32}."""
 
 
 def frozen_in(model: nn.Module) -> dict[str, FrozenWeight]:
@@ -46,7 +48,7 @@ def refuse_frozen(model: nn.Module, what: str) -> None:
 
 
 def check_freezable(model: nn.Module) -> None:
-    """Raise PolicyError if the model is in training mode, is frozen already, is sharded, or has parameters of a tensor class."""
+    """Raise PolicyError if the model is in training mode, is frozen already, is sharded, or has parameters of a class such as DTensor."""
     if frozen_in(model):
         raise PolicyError(f"this {type(model).__name__} is frozen already; amp.unfreeze(state_dict) takes the fp32 weights back")
     if model.training:
@@ -59,7 +61,7 @@ def check_freezable(model: nn.Module) -> None:
 
 
 def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
-    """Replace, in place, the parameters of `model` by the copies that its graphs read. `reads` has the reads of each graph.
+    """Replace, in place, the parameters of `model` by the copies that its graphs read. `reads` says for each graph how it reads weights.
 
     Returns the names of the parameters that stay fp32 and took gradients before.
     """
@@ -83,9 +85,9 @@ def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
 
 
 def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
-    """Return the low copy to store in place of a weight, given the copies that all graphs want.
+    """Return the low copy (dtype, layout) to store in place of `weight`. `wanted`: all copies that graphs make of it; None: a read in fp32.
 
-    The result is None if they want no low copy or different low copies, or if the weight is not a dense fp32 tensor with values.
+    The result is None if they make no low copy or different low copies, or if the weight is not a dense fp32 tensor with values.
     """
     low = [copy for copy in wanted if copy is not None and copy[0] != weight.dtype]
     dense = weight.layout is torch.strided and torch.empty_like(weight, device="meta").stride() == weight.stride()
@@ -95,7 +97,7 @@ def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
 
 
 def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[int, Copy]:
-    """Return `copies` without weights whose memory is shared by another weight, because dropping their fp32 values would free nothing."""
+    """Return `copies` without weights that share memory with another weight: dropping their fp32 values would free nothing."""
     by_storage: dict[int, list[Tensor]] = {}
     for weight in {id(each): each for each in weights}.values():
         by_storage.setdefault(weight.untyped_storage()._cdata, []).append(weight)
@@ -124,8 +126,8 @@ def _constant(weight: Tensor) -> Tensor:
 def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
     """Replace the parameter `old` by `new` in all modules of `model`."""
     for module, name in list(_places(model, old)):
-        setattr(module, name, new)  # by setattr, which also updates the list of weights that an LSTM keeps
-        if isinstance(module, nn.RNNBase):  # setattr does not update the weak references that an LSTM keeps
+        setattr(module, name, new)  # setattr also updates the list of weights that an LSTM keeps
+        if isinstance(module, nn.RNNBase):  # setattr does not update an LSTM's weak references to its weights
             module._flat_weight_refs = [None if each is None else weakref.ref(each) for each in module._flat_weights]
 
 
@@ -138,9 +140,9 @@ def _places(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]
 def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[str, Any] | None) -> list[str]:
     """Make the parameters of a frozen model fp32 again, in place, and return the names of the weights whose values stay rounded.
 
-    `values` is a state dict with the fp32 values; None: the low values are cast up where no fp32 values are kept. `took` are names of fp32
-    parameters that shall take gradients again. Raises PlanError, before any change, if `values` lack a frozen weight or have it in another
-    shape.
+    `values`: a state dict with the fp32 values. If it is None, a weight gets the fp32 values that it kept, or its low values cast to fp32.
+    `took`: names of fp32 parameters that require gradients again. Raises PlanError, before any change, if `values` lacks a frozen weight or
+    has it in another shape.
     """
     frozen = frozen_in(model)
     names: dict[int, list[str]] = {}
@@ -162,14 +164,14 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
 
 
 def _loses(weight: FrozenWeight, source: Tensor | None) -> bool:
-    """True if `weight`, unfrozen from the tensor `source`, would have rounded values. None as `source` means the stored values."""
+    """True if `weight` will have rounded values if unfrozen from the tensor `source`, or from its stored values if `source` is None."""
     return not weight.exact if source is None else source.dtype == weight.stored.dtype
 
 
 def _source(names: list[str], weight: FrozenWeight, values: Mapping[str, Any] | None) -> Tensor | None:
     """Return the tensor in `values` under one of the `names` of a weight; None if `values` is None.
 
-    Raises PlanError if `values` have no such tensor, or a tensor of another shape.
+    Raises PlanError if `values` has no such tensor, or a tensor of another shape.
     """
     if values is None:
         return None
@@ -195,9 +197,9 @@ def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
-    """Return the warning that a graph of the code at `place` reads fp32 values that freezing has dropped; "" if it reads none.
+    """Return the warning that a graph reads fp32 values that freezing has dropped; "" if it reads none.
 
-    `reads`: how the graph reads the weights.
+    `reads`: how the graph reads the weights. `place`: the name of its code for the message.
     """
     frozen = {name for name, each in frozen_in(model).items() if not each.exact}
     lost = [name for name, copies in reads.items() if name in frozen and None in copies]
@@ -212,9 +214,9 @@ def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
 
 @contextmanager
 def without_frozen_weights(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context manager around code that changes all tensors of a model, such as `to(device)`: it hides the frozen weights from that code.
+    """Context manager that hides the frozen weights of a model from code that changes all its tensors, such as `to(device)`.
 
-    Afterwards it applies `change` to each frozen weight, once, and puts the result in its place.
+    After the block, it applies `change` to each frozen weight, once, and puts the result in its place.
     """
     frozen = {id(each): each for each in frozen_in(model).values()}
     held = [(*place, each) for each in frozen.values() for place in _places(model, each)]
@@ -245,7 +247,7 @@ def warn_of_optimizers(model: nn.Module) -> None:
 
 
 FROZEN = "frozen: "
-"""Beginning of the plan's note on a frozen model, by which the note is found again."""
+"""First word of the plan's note on a frozen model, by which the note is found again."""
 
 
 def frozen_weights_note(model: nn.Module) -> str:
@@ -260,15 +262,15 @@ def frozen_weights_note(model: nn.Module) -> str:
 
 # -- state dicts ----------------------------------------------------------------------------
 def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """True if the state dict `state` has a frozen weight of `model` in another dtype than the model's own state dict has."""
+    """True if the state dict `state` has a frozen weight of `model` in a different dtype than the model's own state dict."""
     frozen = frozen_in(model)
     return any(name in state and getattr(state[name], "dtype", None) != each.low_dtype for name, each in frozen.items())
 
 
 def give_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A `state_dict` hook of a module with frozen weights: replace each frozen weight in `state` by a plain tensor of its stored values.
+    """Replace each frozen weight in `state` by a plain tensor of its stored values. A `state_dict` hook of modules with frozen weights.
 
-    The tensor is fp32 if the fp32 values are kept, otherwise low.
+    The tensor is fp32 if the weight kept its fp32 values, otherwise bf16 or fp16.
     """
     for name, weight in module._parameters.items():
         if isinstance(weight, FrozenWeight) and isinstance(state.get(prefix + name), FrozenWeight):

@@ -1,13 +1,13 @@
-"""Handle values in half precision that a model has or gets before the rewrite: parameters and inputs.
+"""Handle parameters and inputs of a model that are in half precision (fp16 or bf16) already.
 
-1. A frozen half parameter is read in its own dtype: an op that computes in half precision in the original does so in the rewrite, too.
-   So LoRA over a half-precision base works.
+1. A half parameter that requires no gradients is read in its own dtype: an op that computes in half precision in the original does so in
+   the rewrite, too. So LoRA over a half-precision base works.
 2. A trainable half parameter would be its own master weight, and small updates of it would be lost. So every way to rewrite a model
-   refuses it, or makes it fp32 in place if the user asks for that (`upcast=True`). A model for evaluation is refused, too, as long as its
-   parameters require gradients, because nothing shows that it will not be trained.
+   refuses it, or makes it fp32 in place if the user asks for that (`upcast=True`). A model in eval mode is refused, too, as long as its
+   parameters require gradients, because it may still be trained.
 3. A model in fp32 may get half inputs, such as cached latents or images of a half data loader. PyTorch refuses most products of half
-   inputs and fp32 weights; torch.autocast casts their operands. If capture finds such a product, the inputs become fp32 as the call begins,
-   and the graph casts them like any fp32 input (`Widened`). If there is none, PyTorch runs the model with half inputs, and so do we.
+   inputs and fp32 weights; torch.autocast casts their operands. If capture finds such a product, the call gets fp32 copies of its inputs
+   (`Widened`), and the graph casts them like any fp32 input. If there is none, PyTorch runs the model with half inputs, and so do we.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def refuse_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def upcast(model: nn.Module) -> str:
-    """Convert the half parameters that take gradients to fp32, in place, and return a note of their number; "" if there are none.
+    """Convert the half parameters that require gradients to fp32, in place. Return a note with their number; "" if there are none.
 
-    The Parameter objects are kept. Half buffers become fp32, too, as the statistics of a batch norm must. If the model also has frozen half
-    parameters, only buffers of modules with a converted parameter become fp32: ops on frozen parameters read the other buffers.
+    The Parameter objects stay the same. Half buffers become fp32, too, because the statistics of a batch norm must. If the model also has
+    frozen half parameters, only buffers of modules with a converted parameter become fp32: ops on frozen parameters read the other buffers.
     """
     chosen = [each for _, each in _trainable(named_parameters_in(model))]
     if not chosen:
@@ -64,7 +64,7 @@ def upcast(model: nn.Module) -> str:
         if not frozen or any(id(each) in own for each in module._parameters.values()):
             chosen += [each for each in module._buffers.values() if each is not None and each.dtype in LOW_DTYPES]
     for each in chosen:
-        gradient, each.grad = each.grad, None  # PyTorch requires a gradient in the dtype of its parameter, so set it again afterwards
+        gradient, each.grad = each.grad, None  # a gradient must have the dtype of its parameter, so set it again afterwards
         each.data = each.data.float()
         each.grad = None if gradient is None else gradient.float()
     some = f"{len(own)} parameters" if len(own) > 1 else "1 parameter"
@@ -73,7 +73,7 @@ def upcast(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def half_put_back(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Context manager around an `upcast`: if the block raises, or if `always`, parameters and buffers are half again afterwards."""
+    """Context manager around a call of `upcast`. If the block raises, or if `always`, it makes the parameters and buffers half again."""
     held = itertools.chain(parameters_in(model), buffers_in(model))
     before = [(each, each.data, each.grad) for each in held if each.dtype in LOW_DTYPES]
     done = False
@@ -99,7 +99,7 @@ def frozen_note(model: nn.Module) -> str:
 
 
 def conversion_warning(model: nn.Module) -> str:
-    """Return the warning for a rewritten model with trainable parameters in half precision, or with all in fp64; "" for other models."""
+    """Return the warning for a rewritten model with trainable half parameters, or with fp64 parameters alone; "" for other models."""
     found = _trainable(named_parameters_in(model))
     if not found:
         wide = {each.dtype for each in parameters_in(model)} == {torch.float64}
@@ -114,7 +114,7 @@ def conversion_warning(model: nn.Module) -> str:
 
 
 class TwoDtypes(Exception):
-    """A product of a model in fp32 reads a half input. Raised at capture, before code of the call has run: the call can start again."""
+    """A matmul or convolution of an fp32 model reads a half input. Raised at capture, before code of the call ran: the call can restart."""
 
 
 def is_half(value: Any) -> bool:
@@ -123,7 +123,7 @@ def is_half(value: Any) -> bool:
 
 
 def half_beside_fp32(model: nn.Module, inputs: Any) -> bool:
-    """True if there are half tensors in `inputs`, and the floating parameters of `model` are in no half dtype."""
+    """True if `inputs` holds half tensors, and `model` has fp32 parameters and no half parameters."""
     if not any(map(is_half, tree_leaves(inputs))):
         return False
     dtypes = {each.dtype for each in parameters_in(model)}
@@ -131,9 +131,9 @@ def half_beside_fp32(model: nn.Module, inputs: Any) -> bool:
 
 
 def reads_two_dtypes(module: torch.fx.GraphModule) -> bool:
-    """True if a product in the captured graph `module` or in its subgraphs reads half and fp32 operands.
+    """True if a matmul or convolution in the captured graph `module` or in its subgraphs reads half and fp32 operands.
 
-    Dynamo's tensors without values multiply them, while PyTorch's kernels refuse them.
+    Capture does not fail at such an op, because Dynamo's fake tensors allow it, but PyTorch's kernels refuse it.
     """
     graphs = (each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule))
     return any(_of_two_dtypes(node) for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method"))
@@ -148,10 +148,11 @@ def _of_two_dtypes(node: torch.fx.Node) -> bool:
 
 
 class Widened:
-    """Context manager for a call: its half tensors are in fp32, among the arguments and in lists, tuples and dicts among them.
+    """Context manager for a call with `self.args` and `self.kwargs`: the arguments given, with half tensors replaced by fp32 tensors.
 
-    Lists and dicts stay the objects that they are, because the model may add to them: they hold the fp32 tensors inside the block, and the
-    half tensors again afterwards. If the call writes to an fp32 tensor, its values are copied into the half tensor at the end.
+    Tensors in lists, tuples and dicts are replaced, too. Lists and dicts are not copied, because the model may add to them: they hold the
+    fp32 tensors inside the block, and the half tensors again afterwards. If the call writes to an fp32 tensor, its values are copied into
+    the half tensor at the end.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,7 +164,7 @@ class Widened:
         self.kwargs: dict[str, Any] = {name: self._wide(each) for name, each in kwargs.items()}
 
     def __bool__(self) -> bool:
-        """True if there are half tensors."""
+        """True if there are half tensors among the arguments."""
         return bool(self._made)
 
     def __enter__(self) -> Self:
@@ -182,7 +183,7 @@ class Widened:
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
-        """Return what the call gets in place of `value`: an fp32 tensor, a tuple with such, or `value` itself."""
+        """Return the replacement of `value` in the call: an fp32 tensor, a tuple that holds fp32 tensors, or `value` itself."""
         kind = type(value)
         if kind is tuple:
             inside = tuple(map(self._wide, value))
@@ -202,7 +203,7 @@ class Widened:
 
 
 def _counted(half: Tensor) -> Tensor:
-    """Return `half` as an fp32 tensor that counts the writes to it, as tensors made in inference mode do not."""
+    """Return `half` as an fp32 tensor with a version counter, which a tensor made in inference mode lacks."""
     if not torch.is_inference_mode_enabled():
         return half.float()
     with torch.inference_mode(False), torch.no_grad():
@@ -210,7 +211,7 @@ def _counted(half: Tensor) -> Tensor:
 
 
 def note_half_inputs(error: Exception, model: nn.Module, inputs: Any) -> None:
-    """Add to the `error` of a call, whose code was not captured, that a model in fp32 got half `inputs`; nothing if it did not."""
+    """If an fp32 model got half `inputs`, add a note to `error` that says so. The error comes from a call whose code was not captured."""
     if half_beside_fp32(model, inputs) and not hasattr(error, "__notes__"):
         half = {each.dtype for each in filter(is_half, tree_leaves(inputs))}
         formats = " and ".join(sorted(map(dtype_name, half)))

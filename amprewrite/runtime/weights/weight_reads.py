@@ -1,5 +1,5 @@
-"""Find out how a rewritten graph reads each weight of its model: cast to the low format, in fp32, or both. Check whether
-decisions that were made for the weights at capture still hold for the present weights.
+"""Find out how a rewritten graph reads each weight of its model: cast to the low format (bf16 or fp16), in fp32, or both. Check later
+whether the plan, which was made for the weights at capture, still fits the present weights.
 
 An op that reads a weight stays fp32 in an fp16 plan if the weight does not fit fp16: if its largest value exceeds 65504, or if all of its
 values are below fp16's smallest number. (The second case does not count for a bias, which is only added to a product.) Training can
@@ -53,7 +53,7 @@ class WeightReads:
 
 
 class RoundedRead(CaptureError):
-    """Raised by a check of `ReadChecks`: a call would read rounded weights in fp32. The graphs stay valid: they need no new capture."""
+    """Raised by a check of `ReadChecks`: an fp32 op would read weights that `gather_low` rounded. The graphs need no new capture."""
 
 
 @dataclass
@@ -61,14 +61,18 @@ class ReadChecks:
     """Functions that check how the graphs and calls of one model read weights. `gather_low` adds them, because it rounds weights."""
 
     graphs: tuple[Callable[[WeightReads, str], None], ...] = ()
-    """Functions called before a graph runs, with its reads and the name of its code. They raise RoundedRead if the graph must not run."""
+    """Functions called before a graph runs. Arguments: how it reads weights, and the name of its code. They raise RoundedRead if the graph
+    must not run."""
     calls: tuple[Callable[[str, str, bool], None], ...] = ()
-    """Functions called after a call of a module. The arguments are its path, its name for messages, and whether a single graph, all of the
-    module's forward, ran in the call. They raise RoundedRead if the call may have read rounded weights."""
+    """Functions called after a call of a module. Arguments: its path, its name for messages, and True if one graph of the module's whole
+    forward ran in the call. They raise RoundedRead if the call may have read rounded weights in fp32."""
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:
-    """For each weight of `root` among the `inputs` of an emitted graph, return how the graph reads it: low, in fp32, or both."""
+    """Return how a graph reads each weight of `root` among its `inputs`: cast to the low format, in fp32, or both.
+
+    `emitted`: the rewritten graph as a callable.
+    """
     names: dict[int, list[str]] = {}
     for name, weight in named_parameters_in(root, remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
@@ -82,7 +86,7 @@ def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> We
 
 
 BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
-"""All misfits: the ways in which a weight may not fit the low format's range."""
+"""All misfits: a weight may be too large for the low format, or all of its values may be flushed to zero."""
 FIRST_LOOK, LAST_DOUBLING = 16, 1024
 """Weights are checked at call FIRST_LOOK, at each doubling of this number up to LAST_DOUBLING, and at every multiple of LAST_DOUBLING."""
 
@@ -95,20 +99,20 @@ class Known:
     """The path of the weight in the model, by which its present value is found."""
     fit: Fit
     reference: weakref.ref[Tensor] | None = None
-    """A weak reference to the weight, if the model does not have this weight at the path `name`; otherwise None."""
+    """A weak reference to the weight, if the model has no such weight at the path `name`; otherwise None."""
     bounds: frozenset[Fit] = BOUNDS
     """The misfits (too large, or all flushed to zero) that keep an op that reads the weight in fp32."""
 
     def judged(self, size: float, low: Format) -> Fit:
-        """Return whether this weight fits the low format if its largest magnitude is `size`. A misfit outside `bounds` counts as FITS."""
+        """Return how a weight whose largest magnitude is `size` fits the low format. A misfit outside `bounds` counts as `Fit.FITS`."""
         found = fit(size, low)
         return found if found in self.bounds else Fit.FITS
 
 
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
-    """Return the weights among the `inputs` of a captured graph, for later calls of `moved`.
+    """Return the weights among the `inputs` of a captured graph that `moved` must check later.
 
-    Only weights whose size keeps or would keep an op in fp32 are returned. Their sizes are in `captured.problem.magnitudes`.
+    Only weights that keep an op in fp32 if they do not fit the low format are returned. `captured.problem.magnitudes` has their sizes.
     """
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = weights_by_path(root)
@@ -150,7 +154,7 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
     """Return (note for the plan, present fit) for each weight in `known` whose fit has changed since capture.
 
-    The fit of a weight says whether the low format can hold its numbers. `weights` has the present values. For a weight that is sharded
+    The fit says whether the low format can hold the weight's numbers. `weights`: the present weights by path. For a weight that is sharded
     over ranks, only one change counts: the local shard now has numbers beyond the range. Returns [] while a CUDA graph is being recorded.
     """
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
@@ -173,8 +177,8 @@ def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) ->
 def _readable(tensor: Tensor) -> Tensor | None:
     """Return the part of a tensor that this process can read without other ranks; None if there is none.
 
-    The part is the whole tensor, or the local shard of a distributed tensor. A shard can prove that a weight is
-    too large, not that it fits. There is no such part, for instance, of a weight whose memory FSDP has freed.
+    The part is the whole tensor, or the local shard of a DTensor. A shard can prove that a weight is too large, but not that it fits.
+    The result is None, for instance, if FSDP has freed the memory of the weight.
     """
     part = local_part(tensor)
     plain = type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and part.device.type != "meta"
@@ -182,7 +186,7 @@ def _readable(tensor: Tensor) -> Tensor | None:
 
 
 class Schedule:
-    """Decides before which calls of a model its weights are checked."""
+    """Decides before which calls of a model its weights are checked (a list is at the top of this file)."""
 
     def __init__(self) -> None:
         self.due = False
@@ -191,7 +195,7 @@ class Schedule:
         self._training: bool | None = None
 
     def look_now(self, training: bool) -> bool:
-        """Count a call of the model, and return True if the weights are to be checked before it. `training`: the mode of the model."""
+        """Count a call of the model, and return True if its weights must be checked before the call. `training`: the mode of the model."""
         switched = self._training is not None and training != self._training
         self._calls, self._training = self._calls + 1, training
         doubling = FIRST_LOOK <= self._calls <= LAST_DOUBLING and self._calls & (self._calls - 1) == 0
