@@ -134,9 +134,9 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """Return facts about attention calls, as fields of `Problem`: edits that masks allow, ops that repeat heads, strided masks.
+    """Return facts about attention calls, as fields of `Problem`: edits that masks allow, ops that repeat heads, non-contiguous masks.
 
-    Returns {} if `fold_masks` is off or nothing attends. `around` maps the inputs of a body to the outer nodes passed for them.
+    Returns {} if `fold_masks` is off or the graph has no attention. `around` maps the inputs of a body to the outer nodes passed for them.
     """
     if not captured.problem.fold_masks or not any(node.op == ATTENTION for node in captured.problem.graph):
         return {}
@@ -151,8 +151,8 @@ def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.
 def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """Return an edited copy of the captured graph, which has passed a check on fake tensors, and its plan.
 
-    An op that refuses its planned low inputs stays fp32, and the graph is planned again. The captured graph itself is never edited. Raises
-    PassError if the edited graph fails for another reason, PlanError if a given plan cannot run, and the errors of `decide`.
+    An op that refuses its planned low-precision inputs stays fp32, and the graph is planned again. The captured graph itself is never
+    edited. Raises PassError if the edited graph fails for another reason, PlanError if a given plan cannot run, and the errors of `decide`.
     """
     closed = _rewrite_inner_graphs(captured)
     bodies = _rewrite_bodies(captured)
@@ -183,7 +183,7 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
 def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
     """Rewrite the bodies of activation checkpoints. Return {attribute that holds a body: (edited body, its plan)}.
 
-    A body takes fp32 inputs and may return low results, which then have the fixed colour low in the graph around it.
+    A body takes fp32 inputs and may return low-precision results. The graph around it then has to take these results as low.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     pinned: dict[str, OpNode] = {}
@@ -398,7 +398,7 @@ def read_parts(captured: Captured) -> None:
 
 
 def _free_outputs(part: Captured) -> None:
-    """Allow a checkpoint body to return its results in either format, low or fp32."""
+    """Allow a checkpoint body to return its results in either format, the low format or fp32."""
     graph = part.problem.graph
     outputs = [node for node in graph if node.role == "output"]
     freed = {node.name: replace(node, operands=tuple(replace(o, demand=Demand.ANY) for o in node.operands)) for node in outputs}
@@ -406,7 +406,7 @@ def _free_outputs(part: Captured) -> None:
 
 
 def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
-    """Return the positions of the results that a checkpoint body returns low; empty if the body must return fp32."""
+    """Return the positions of the results that a checkpoint body returns in the low format; empty if the body must return fp32."""
     if not any(o.demand is Demand.ANY for node in part.problem.graph if node.role == "output" for o in node.operands):
         return set()
     low = {node.name for node in plan.nodes if node.colour is Colour.LOW}
@@ -441,7 +441,7 @@ def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph,
 
 
 def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
-    """Keep in fp32 the ops that refused low operands in a call. `refused` maps the name of an op to the text of its error.
+    """Keep in fp32 the ops that refused low-precision operands in a call. `refused` maps the name of an op to the text of its error.
 
     Raises PlanError if the graph of such an op follows a given plan.
     """

@@ -76,7 +76,7 @@ def weighed(plan: RegionPlan) -> RegionPlan:
 
 
 def _on_weights(problem: Problem, plan: RegionPlan) -> Iterator[str]:
-    """Yield a note if each call without gradients makes new low copies of weights."""
+    """Yield a note if each call without gradients makes new low-precision copies of weights."""
     if not (problem.training or problem.costs.cached_weights) and any(cast.weight for cast in plan.casts):
         yield "low copies of weights are priced as made at every call; frozen_weights() and cache_weights='step' keep them"
 

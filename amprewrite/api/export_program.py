@@ -7,7 +7,8 @@
 3. Plan and edit the graph like any captured graph.
 4. In fp16, first run the graph in fp32 on the inputs, like the first calls of a rewritten model. If fp16 cannot hold a value that is
    planned low, decide again with the observed ranges. Buffers and random state are restored.
-5. For a frozen model, store weights low if the graph reads them only low. The file is then as small as the model, and casts no weights.
+5. For a frozen model, store weights in the low format if the graph reads them only in it. The file is then as small as the model, and
+   casts no weights.
 6. Export the edited module again, with the same dynamic shapes.
 """
 

@@ -34,7 +34,7 @@ ANOTHER_RANK = "another rank needs it in fp32"
 
 @dataclass(frozen=True)
 class LowGathers:
-    """Result of `gather_low`: the weights gathered low, the other weights with reasons, and the bytes of a gather of all weights."""
+    """Result of `gather_low`: the weights gathered in the low format, the others with reasons, and the bytes of a gather of all weights."""
 
     format: str
     """Name of the low format."""
@@ -62,7 +62,7 @@ class LowGathers:
 
 
 def gather_low(amp: nn.Module) -> LowGathers:
-    """Have FSDP2 gather weights in the low format if the graphs read them low. Outputs and gradients stay bitwise the same.
+    """Have FSDP2 gather weights in the low format if the graphs read them in it. Outputs and gradients stay bitwise the same.
 
     Call this function on all ranks, after one step has captured the graphs: rewrite with granularity="blocks", `fully_shard` each block,
     then train a step. A weight is gathered low if its module is captured whole, and every graph so far casts the weight to the low
@@ -208,7 +208,7 @@ def _names(parameter: Any, paths: Mapping[nn.Module, list[str]]) -> tuple[str, .
 
 
 def agree(group: Any, low: list[bool], fmt: Format) -> list[bool]:
-    """Return for each weight of `group` whether all ranks may send it low. All ranks must make this call together.
+    """Return for each weight of `group` whether all ranks may send it in the low format. All ranks must make this call together.
 
     `low`: whether this rank may send each weight in the format `fmt`. If ranks have different formats, the answer is False for all weights.
     """
@@ -248,7 +248,7 @@ class LowGather:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Gather `input_tensor` of all ranks into `output_tensor`. Both tensors are flat, in the dtype in which FSDP gathers.
 
-        Returns None after a low gather, otherwise the result of the inner all-gather. With `async_op` no weight is sent low.
+        Returns None if weights were sent in the low format, otherwise the result of the inner all-gather. With `async_op` all are fp32.
         """
         self.rounded = not async_op and self._for_graphs(input_tensor)
         if not self.rounded:
@@ -289,7 +289,7 @@ def full_gather(group: Any) -> Any:
 def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return two lists of views that correspond one to one: parts of `wire`, the buffer to send, and parts of `flat`, the fp32 weights.
 
-    `spans` is from `_spans`. Weights that are not low are sent as the bits of fp32: an element takes the space of `words` low elements.
+    `spans` is from `_spans`. Weights in fp32 are sent as their bits: an element takes the space of `words` elements of the low format.
     """
     on_wire, elements, at = [], [], 0
     for is_low, start, length in spans:
@@ -302,10 +302,10 @@ def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], w
 
 
 class GatheredLow:
-    """Holds the modules of one rewritten model whose weights are sent low, and checks that no code reads their rounded weights in fp32."""
+    """Holds the modules of a rewritten model that send weights in the low format. Checks that no code reads the rounded weights in fp32."""
 
     def __init__(self, gathers: dict[str, LowGather]) -> None:
-        """`gathers`: for each module whose weights are sent low, by its path, the object that sends them."""
+        """`gathers`: {path of a module that sends weights in the low format: the object that sends them}."""
         self.gathers, self._of = gathers, {name: gather for gather in gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:

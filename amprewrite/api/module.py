@@ -95,8 +95,8 @@ class Rewritten(RewrittenBase):
         """Store weights in the format in which the plan reads them, and free their fp32 values. For inference only.
 
         The weights take about half the memory, and calls cast no weights. All graphs captured so far decide; with arguments, the model is
-        first called on them. A weight that every graph reads low is stored low. A weight that graphs read both low and in fp32 is stored
-        in both formats. Other weights do not change. Results stay bitwise the same. Afterwards parameters take no gradients and still
+        first called on them. A weight that every graph reads in the low format is stored in it. A weight that graphs read in both formats
+        is stored in both. Other weights do not change. Results stay bitwise the same. Afterwards parameters take no gradients and still
         report fp32; `state_dict()` holds the stored values. If the rewrite was not in place, the original model keeps its weights.
 
         Raises PolicyError if the model is in training mode, frozen already or sharded; PlanError if nothing was captured.
@@ -117,7 +117,7 @@ class Rewritten(RewrittenBase):
     def unfreeze(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Turn a frozen model back into an fp32 model that can be trained, with the fp32 values of `state_dict`.
 
-        Without `state_dict`, the weights become fp32 tensors with the stored low values, and a warning says so. `load_state_dict` of
+        Without `state_dict`, the weights become fp32 tensors with the stored, rounded values, and a warning says so. `load_state_dict` of
         fp32 values also unfreezes the model. Raises PlanError if `state_dict` lacks a weight, or if the model is not frozen.
         """
         if session_of(self).options.frozen is None:
@@ -131,7 +131,7 @@ class Rewritten(RewrittenBase):
 
     # -- low copies of weights -----------------------------------------------------
     def frozen_weights(self) -> AbstractContextManager[None]:
-        """Keep low copies of the weights for a `with` block, in calls without gradients. No thread may change weights inside the block.
+        """Keep low-precision copies of weights for calls without gradients in a `with` block. No thread may change weights in the block.
 
         Writes that raise the version counter of a weight are still noticed. At the end of the outermost block, every copy is compared with
         its weight; a difference raises StaleWeightsError.
@@ -140,7 +140,7 @@ class Rewritten(RewrittenBase):
         return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)
 
     def weights_changed(self) -> None:
-        """Drop all low copies of the weights, so that the next call casts the weights again.
+        """Drop all low-precision copies of the weights, so that the next call casts the weights again.
 
         Call this method after a write that raises no version counter (`.data`, NumPy, DLPack, collectives), if `frozen_weights()` or
         `cache_weights="step"` keeps copies.

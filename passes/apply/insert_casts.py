@@ -2,7 +2,7 @@
 
 1. Each planned cast becomes one copy before the first of its users. All its users read this copy. A result that was made with gradients is
    copied before the model switches gradients off. If a torch.func transform reads a value from outside, the copy is made outside, too.
-2. In low nodes, fp32 dtype arguments become low. Where the plan says so, constants beyond the range become ±max.
+2. If a node is low, its fp32 dtype arguments become bf16 or fp16. Where the plan says so, constants beyond the range become ±max.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) get the dtype as an argument.
 
 It knows the conversions `to`, `type_as` and `float` by name, because each gives its dtype in a different way.
@@ -106,7 +106,7 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
-    """Set the dtype arguments of `node` to `fmt`, also if it took its dtype from a tensor. With `clamps`, constants beyond the range become
+    """Set the dtype arguments of `node` to `fmt`, also if another tensor gave its dtype. With `clamps`, constants beyond the range become
     ±max."""
     op = op_name(node.target)
     if op in CONVERSIONS:

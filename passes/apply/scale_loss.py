@@ -67,7 +67,7 @@ class ScaleLoss(Pass[RegionPlan, EditedGraph]):
 
 
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> None:
-    """Scale the gradients inside `graph`, in place. `weights` are its parameters, `high` the nodes that do not run low.
+    """Scale the gradients inside `graph`, in place. `weights` are its parameters, `high` the nodes not in the low format.
 
     The graph gets the two inputs for the scale even if no input or result is differentiable.
     """
@@ -98,7 +98,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> No
 
 # -- nodes with unscaled gradients ---------------------------------------------------------------
 def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
-    """Return the nodes whose gradients are not scaled (rule 2 of this file). `high` are the nodes that do not run low."""
+    """Return the nodes whose gradients are not scaled (rule 2 of this file). `high` are the nodes not in the low format."""
     found: set[Node] = set()
     returned = set(next(node for node in graph.nodes if node.op == "output").all_input_nodes)
     given_back = _given_back_with_hooks(graph)
@@ -156,7 +156,7 @@ def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Nod
     """Return further fp32 ops whose gradients need no scaling, such as a loss of logits that the graph returns.
 
     These ops read only `outside` nodes (nodes with unscaled gradients), and only such nodes or the output read their results. `high` are
-    the nodes that do not run low.
+    the nodes not in the low format.
     """
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}

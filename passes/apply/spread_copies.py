@@ -1,4 +1,4 @@
-"""Divide the readers of a low copy into groups, each with its own autograd node, for each value that the plan names.
+"""Divide the readers of a low-precision copy into groups, each with its own autograd node, for each value that the plan names.
 
     before   to = x.to(bfloat16); a(to); b(to); c(to); d(to); ...
     after    to = x.to(bfloat16); a(to); b(to); copy = linked_copy(x, bfloat16, (), to); c(copy); d(copy); ...
@@ -59,8 +59,8 @@ def spread(copy: torch.fx.Node, openings: Openings) -> None:
 
 
 def _linked(copy: torch.fx.Node) -> torch.fx.Node:
-    """Insert a linked copy of `copy`: the same memory, with an autograd node that leads to the source of `copy`. If `copy` is a padded low
-    copy, link the unpadded low copy and pad it again."""
+    """Insert a linked copy of `copy`: the same memory, with an autograd node that leads to the source of `copy`. If `copy` is a padded
+    low-precision copy, link the unpadded copy and pad it again."""
     source = copy.args[0]
     if copy.target is resize and isinstance(source, torch.fx.Node):
         again = _linked(source)

@@ -2,7 +2,7 @@
 
 1. A norm without weights gets fp32 weights of one, a weight for each channel, so that its statistics are fp32.
 2. A separate op in front of a convolution pads the convolution's input.
-3. A recurrent layer runs in parts of some time steps, with low copies of its weights for each part.
+3. A recurrent layer runs in parts of some time steps, with low-precision copies of its weights for each part.
 
     before   batch_norm(x, None, None)
              conv2d(x, weight, bias, 2, 1)

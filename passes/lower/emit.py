@@ -41,11 +41,11 @@ class Emitted:
 
     run: CompiledFn
     copies: Mapping[int, frozenset[Copy | None]]
-    """For each input, the low copies (dtype, layout) that the graph reads. The set includes None if it also reads the input itself."""
+    """For each input, the low-precision copies (dtype, layout) that the graph reads, and None if the graph also reads the input itself."""
     low_alone: frozenset[int]
     """Positions of the inputs that are cast to the low format and read in no other way."""
     refused: Refusals
-    """Errors of the ops that refused low operands, by the name of the op. The first run fills it."""
+    """Errors of the ops that refused low-precision operands, by the name of the op. The first run fills it."""
 
 
 def emit(
@@ -59,10 +59,10 @@ def emit(
 ) -> Emitted:
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
-    `example_inputs` are the inputs of the captured graph and the inputs that passes added. `cache` holds low copies of weights, which the
-    callable reads instead of casting weights; None if each weight is cast where it is read. `low` is the format of the casts, None if there
-    are none. `training` says that the graph was captured with gradients. `own` says that nobody else reads `module`, so that it may be
-    edited in place.
+    `example_inputs` are the inputs of the captured graph and the inputs that passes added. `cache` holds low-precision copies of weights,
+    which the callable reads instead of casting weights; None if each weight is cast where it is read. `low` is the format of the casts,
+    None if there are none. `training` says that the graph was captured with gradients. `own` says that nobody else reads `module`, so that
+    it may be edited in place.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
     refused: Refusals = {}

@@ -36,7 +36,7 @@ from amprewrite.passes.lower.hoist_weight_casts import weight_casts
 from amprewrite.tables.ops.op_lists import op_name
 
 ELEMENTS = 1 << 21
-"""Largest number of weight elements in a group: up to 4 MB of low gradients wait for the last one, and 8 MB of fp32 gradients are made at
+"""Largest number of weight elements in a group: up to 4 MB of bf16 gradients wait for the last one, and 8 MB of fp32 gradients are made at
 once. That is less than a bucket of DDP (25 MB), whose reduction waits for the whole group."""
 LEAST = 4
 """Least number of casts that a node without a loss scale replaces. Its Python code takes as long as two casts and their launches."""
@@ -94,8 +94,8 @@ def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
 def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
     """Yield (format, group) for each group of small fp32 weights, as lists of the nodes that cast a weight or unscale its gradient.
 
-    The format is the dtype of the low copies that the group makes. A group that makes none has fp32 if only casts read its weights, and
-    None if ops read its weights in fp32.
+    The format is the dtype of the low-precision copies that the group makes. If the group makes no copies, it is fp32 if only casts read
+    the weights, and None if ops read them in fp32.
     """
     every = list(module.graph.nodes)
     stretch = dict(zip(every, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in every), strict=True))

@@ -1,4 +1,4 @@
-"""Let a graph read low copies of weights that are kept between calls, if the user asks for that. By default each call casts the weights.
+"""Let a graph read low-precision weights that are kept between calls, if the user asks for that. By default each call casts weights.
 
 1. Without gradients, kept copies are further inputs of the graph. An eager graph takes them in calls in a block that keeps copies, such as
    `frozen_weights()`. A compiled graph, which has one callable for all calls, always takes them if it was captured in such a block.
@@ -63,7 +63,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """Give the low copy of a weight the requires_grad flag of the weight if a product that reads the copy chooses its kernel by this flag.
+    """Give low-precision copies of weights the requires_grad flags of the weights, if products that read them choose kernels by this flag.
 
     `chosen(position)` is False for inputs to leave out.
     """
@@ -175,7 +175,7 @@ def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
 
 
 def _reads_low(source: torch.fx.Node, low: torch.dtype) -> bool:
-    """True if `source` is only cast to `low`."""
+    """True if all readers of `source` are casts to `low`."""
     return all(_casts(user, source, low) or _casts_in_body(user, source, low) for user in source.users)
 
 
@@ -194,7 +194,7 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 
 
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
-    """Return, for each position of an input, the low copies (dtype, layout) of the input that an edited graph reads.
+    """Return, for each position of an input, the low-precision copies (dtype, layout) of the input that an edited graph reads.
 
     The set includes None if the graph also reads the input without a cast. With `training`, nodes that unscale gradients count as casts.
     """
@@ -228,7 +228,7 @@ def _goes_elsewhere(source: torch.fx.Node) -> bool:
 
 
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
-    """Return a callable for calls without gradients, which calls `run` with low copies of weights from `cache` after its inputs.
+    """Return a callable for calls without gradients, which calls `run` with low-precision weights from `cache` after its inputs.
 
     `hoisted` lists the copies: (position of the weight among the inputs, dtype, layout).
     """

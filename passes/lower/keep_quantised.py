@@ -1,6 +1,6 @@
-"""Keep the fp8 copies of weights for as long as the low copies from which they are made.
+"""Keep the fp8 copies of weights for as long as the bf16 or fp16 copies from which they are made.
 
-    before   w8 = quantise(w, "w", ...)            w is an input: the low copy of a weight, kept in a block or stored by freeze()
+    before   w8 = quantise(w, "w", ...)            w is an input: a bf16 or fp16 weight, kept in a block or stored by freeze()
     after    w8 = from_kept(w, data, scale)        data and scale are further inputs
 
 So a call of a frozen model, or in a block that keeps copies such as `frozen_weights()`, quantises no weight. Only graphs without gradients
@@ -32,7 +32,7 @@ class KeepQuantised(Pass[Target, EditedGraph]):
 
 
 def keep_quantised(edited: EditedGraph, copies: int) -> None:
-    """Let a graph read fp8 copies of weights from new inputs, so that it does not make them from low copies in each call.
+    """Let a graph read fp8 copies of weights from new inputs, so that it does not make them from bf16 or fp16 copies in each call.
 
     The last `copies` inputs of the graph are low copies of weights. Each `quantise` of such an input becomes a `from_kept`, which reads two
     new inputs behind them: the data and the scale of the fp8 copy. `edited.quantised` gets (position of the low copy, further arguments of
@@ -53,7 +53,7 @@ def keep_quantised(edited: EditedGraph, copies: int) -> None:
 
 
 def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
-    """Return the fp8 copy of the low copy `value` of a weight. `how` are the further arguments of `quantise`."""
+    """Return the fp8 copy of `value`, a bf16 or fp16 copy of a weight. `how` are the further arguments of `quantise`."""
     with torch.no_grad(), unselected():
         made = quantise(value, *how).straight
     assert made is not None
@@ -61,9 +61,9 @@ def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
 
 
 def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[QuantisedInput]) -> Callable[..., Any]:
-    """Return a callable that calls `run` with fp8 copies of weights after its inputs. A copy is kept until its low copy changes.
+    """Return a callable that calls `run` with fp8 copies of weights after its inputs. Each is kept until its low copy changes.
 
-    `quantised` lists the fp8 copies: (position of the low copy among the inputs, further arguments of `quantise`).
+    `quantised` lists the fp8 copies: (position of the bf16 or fp16 copy among the inputs, further arguments of `quantise`).
     """
     kept = WeakIdKeyDictionary()
 

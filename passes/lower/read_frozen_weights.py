@@ -1,10 +1,10 @@
 """Pass frozen weights to a graph in the format in which they are stored.
 
-1. A low copy of a frozen weight becomes a trailing input, to which the stored tensor is passed. The weight cache is not used for this.
+1. A low-precision copy of a frozen weight becomes a trailing input, and each call passes the stored tensor. The weight cache plays no part.
 2. For a frozen weight that is read in fp32, the graph takes its fp32 values if they are kept. Otherwise it takes the low values and casts
    them up.
 3. A graph that writes a frozen weight is refused, because the write would be lost.
-4. In an exported graph, which holds its weights, weights that are only read low are stored low.
+4. In an exported graph, which holds its weights, weights that are read only in the low format are stored in it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeig
 
 
 def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> list[int]:
-    """Insert casts to fp32 for frozen weights that the graph reads in fp32 but that are stored low only. Return their positions."""
+    """Insert casts to fp32 for frozen weights that the graph reads in fp32 but that have no fp32 values. Return their positions."""
     found: list[int] = []
     for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
         if place not in frozen or frozen[place].exact or not node.users:
@@ -71,7 +71,7 @@ def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) ->
 def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight], edited: EditedGraph) -> list[Any]:
     """Return `inputs` in the form that a compiled graph takes, with tensors in place of FrozenWeight objects.
 
-    If a frozen weight keeps no fp32 values, its example value in the graph becomes low, too.
+    If a frozen weight keeps no fp32 values, its example value in the graph gets the stored low format, too.
     """
     given = _given(inputs, frozen, edited, compiled=True)
     for place, node in enumerate(edited.module.graph.find_nodes(op="placeholder")):
@@ -81,7 +81,7 @@ def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight],
 
 
 def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
-    """Return the inputs for a call, with fp32 or low tensors in place of the frozen weights that the graph reads directly.
+    """Return the inputs for a call, with fp32 or low-precision tensors in place of the frozen weights that the graph reads directly.
 
     With `compiled`, no FrozenWeight is left among the inputs.
     """
@@ -98,7 +98,7 @@ def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, co
 
 
 def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: bool) -> Tensor:
-    """Return the low copy of a frozen weight that a graph reads: the stored tensor, or a new copy if another format or layout is stored.
+    """Return the low-precision copy of a frozen weight for a graph: the stored tensor, or a new copy in another format or layout.
 
     `grad`: gradients are recorded, so the stored tensor is returned without its requires_grad flag.
     """
@@ -130,7 +130,7 @@ def with_frozen_weights(
 
 
 def store_low(edited: torch.fx.GraphModule) -> None:
-    """Store low, in place, the parameters that a graph reads only through casts to one low format, and erase these casts."""
+    """Store in the low format, in place, the parameters that a graph reads only through casts to it, and erase these casts."""
     readers: dict[Tensor, list[torch.fx.Node]] = defaultdict(list)
     for node in edited.graph.find_nodes(op="get_attr"):
         held = held_value(node)

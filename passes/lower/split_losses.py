@@ -1,8 +1,8 @@
-"""Without a compiler, compute the cross entropy of many low logits in parts, which saves the memory of fp32 logits and their gradients.
+"""Without a compiler, compute the cross entropy of many low-precision logits in parts, to save memory for fp32 logits and gradients.
 
-A loss qualifies if it reads an fp32 copy of low logits, directly or through views, with one row for each target, and has no class weights
-and no label smoothing. In fp16 a loss stays whole if the graph also returns its logits, because the loss scale is applied between logits
-and loss. A compiler fuses the loss itself.
+A loss qualifies if it reads an fp32 copy of bf16 or fp16 logits, directly or through views, with one row for each target, and has no class
+weights and no label smoothing. In fp16 a loss stays whole if the graph also returns its logits, because the loss scale is applied between
+logits and loss. A compiler fuses the loss itself.
 
 The fp32 copy of the logits, the log-softmax and the fp32 gradients of both take four times the memory of the low logits and their low
 gradient. So `cross_entropy_of_low` computes the log-softmax for some rows at a time, does not save it, and computes it again in backward.
@@ -67,9 +67,9 @@ def _qualifies(given: dict[str, Any]) -> bool:
 
 
 def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
-    """Let a loss read low logits in parts, instead of their fp32 copy.
+    """Let a loss read low-precision logits in parts, instead of their fp32 copy.
 
-    The loss stays if there is no such copy, or if the graph writes to the low logits.
+    The loss stays if there is no such copy, or if the graph writes to the original logits.
     """
     given = named_arguments(node)
     chain = [given["input"]]
@@ -102,7 +102,7 @@ _IGNORED = -100
 def cross_entropy_of_low(
     logits: Tensor, target: Tensor, ignore_index: int = _IGNORED, reduction: str = "mean", wide: Tensor | None = None
 ) -> Tensor:
-    """Return `cross_entropy(logits.float(), target, ...)` of low `logits` with PyTorch's options, computed in parts if they are large.
+    """Return `cross_entropy(logits.float(), target, ...)` of bf16 or fp16 `logits`, with PyTorch's options. Large logits are read in parts.
 
     The parts need `logits` of shape (rows, classes) and `target` of shape (rows,). Other shapes, small logits and forward-mode AD are left
     to PyTorch's function. `wide` is the fp32 copy of the logits if the graph makes this copy for other readers; the forward then reads it.

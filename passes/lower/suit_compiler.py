@@ -1,8 +1,9 @@
 """Make a graph ready for AOTAutograd, the base of compilers.
 
-1. Inputs get the source that Dynamo recorded: where a value comes from. An input that takes a low copy of a weight has none.
-2. In training a result that is a cast of a low value is returned low, and cast after the graph. AOTAutograd keeps results for backward, and
-   makes zeros in their dtype if they get no gradient. So logits that are returned with a loss take four bytes an element instead of eight.
+1. Inputs get the source that Dynamo recorded: where a value comes from. An input that takes a low-precision copy of a weight has none.
+2. In training, if a result is a bf16 or fp16 value cast to fp32, the graph returns the value, and the cast is made after the graph.
+   AOTAutograd keeps results for backward, and makes zeros in their dtype if they get no gradient. So logits that are returned with a loss
+   take four bytes an element instead of eight.
 3. A cast to fp32 is marked for recomputation, so that AOTAutograd may save the low value for backward instead of the copy, which is twice
    as large.
 
@@ -37,7 +38,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
             node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
 
     def _keep_low(self, edited: EditedGraph) -> None:
-        """Let the graph return low values in place of their fp32 casts, which the caller of the graph makes.
+        """Let the graph return low-precision values. Its caller makes the casts to fp32 that the graph made before.
 
         Mark the casts to fp32 inside the graph, so that the compiler repeats them in the backward and does not save their results.
         """
@@ -49,7 +50,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
 
 
 def return_low(graph: torch.fx.Graph) -> list[Widened]:
-    """Let the graph return low values in place of fp32 casts of them.
+    """Let the graph return low-precision values in place of their casts to fp32.
 
     Returns, for each such result: its position, its fp32 dtype, and the position of the input that scales its gradient (None if none does).
     """
@@ -74,7 +75,7 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
 
 
 def widens(node: torch.fx.Node) -> bool:
-    """True if a node converts low values to fp32."""
+    """True if a node converts bf16 or fp16 values to fp32."""
     source = node.args[0] if node.args and node.target in ("to", "float") else None
     values = [example_value(each) for each in (source, node) if isinstance(each, torch.fx.Node)]
     before, after = (getattr(value, "dtype", None) for value in values) if len(values) == 2 else (None, None)

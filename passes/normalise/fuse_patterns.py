@@ -145,7 +145,7 @@ def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
 
 
 def _allowed(unit: Pattern, lists: OpLists) -> bool:
-    """True if the lists let the op of a pattern run low, and no override names an op in it."""
+    """True if the lists let the op of a pattern run in the low format, and no override names an op in it."""
     ops = {op_name(node.target) for node in (*unit.inside, unit.end)}
     return lists.kind(unit.op) not in (None, OpKind.DENY) and not ops & lists.asked
 

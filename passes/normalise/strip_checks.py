@@ -15,7 +15,7 @@ from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.ir.pass_base import Pass
 
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
-"""Checks that torch.export records after every conversion. They would fail on a value that the rewrite makes low."""
+"""Checks that torch.export records after every conversion. They would fail on a value that the rewrite makes bf16 or fp16."""
 GUARDS = "_guards_fn"
 """Name of the module with the guards in an exported graph."""
 

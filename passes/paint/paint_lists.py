@@ -37,7 +37,7 @@ def paint_facts(problem: Problem, decisions: Decisions) -> None:
 
 
 def check_facts(problem: Problem, decisions: Decisions) -> None:
-    """Raise PassError if a node without an fp32 value has another colour than plain."""
+    """Raise PassError if a node without an fp32 value was painted low or high instead of plain."""
     for node in problem.graph:
         if not node.carries_fp32 and decisions.paints[node.name].colour is not Colour.PLAIN:
             raise PassError(f"{node.name} carries no fp32 value and was painted {decisions.paints[node.name].colour}")
@@ -47,7 +47,7 @@ def paint_lists(problem: Problem, decisions: Decisions) -> None:
     for node in problem.graph:
         if node.role != "op" or not node.carries_fp32 or node.name in problem.refused:
             continue
-        if problem.policy.low is FP32:  # this reason goes first, because a reason about a low format would mislead
+        if problem.policy.low is FP32:  # give only this reason: a reason about a low format would mislead
             decisions.paint(node.name, Colour.HIGH, Reason.FP32_POLICY)
             continue
         asked = problem.policy.asked_for(node.name, node.module)

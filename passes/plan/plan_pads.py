@@ -1,7 +1,7 @@
 """Decide which dims to round up, to what size, and where pads and slices remain.
 
 1. Take the arguments and shapes of every op, and add each planned cast as an op.
-2. Collect the unaligned dims of low matrix products that `pad=` allows to be padded, and the gain of each product.
+2. Collect the unaligned dims of low-precision matrix products that `pad=` allows to be padded, and the gain of each product.
 3. Choose by minimum cut which dims to pad. Track the values in the padding. Where they would change a result, slice the padding off, and
    choose again.
 4. Record the layout of every padded value, and every change of size that is left: weights padded in their casts, pads where a region
@@ -170,7 +170,7 @@ class _Chooser:
         self.why: dict[str, str] = {}
 
     def choose(self, wants: list[Want]) -> None:
-        """Choose by a minimum cut which of `wants`, the unaligned dims of low matrix products, to pad.
+        """Choose by a minimum cut which of `wants`, the unaligned dims of low-precision matrix products, to pad.
 
         If a dim is not padded, the reason is in its `Want.why_not`, or in `self.why` under the name of its call.
         """
@@ -261,7 +261,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return a PadRegion for each padded axis. Dims that stay unpadded have one for each (size, reason)."""
+    """Return a PadRegion for each padded axis. Dims that should be padded but are not have one for each (size, reason)."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

@@ -104,7 +104,7 @@ def gemms_of(product: MatrixProduct, training: bool) -> tuple[str, ...]:
 
 @dataclass
 class _Choice:
-    """Chooses the GEMMs that run in fp8, among the low products of one graph."""
+    """Chooses which GEMMs run in fp8, among the bf16 or fp16 products of one graph."""
 
     problem: Problem
     products: Mapping[str, MatrixProduct]
@@ -178,8 +178,8 @@ class _Choice:
     def _cheapest(self, asked: Mapping[Key, bool]) -> frozenset[object]:
         """Return the GEMMs to run in fp8, and the kernels that make their copies.
 
-        `asked` is {GEMM: True if it must run in fp8, False if it may}. A GEMM that may is chosen if it saves more time than its copies
-        cost. Copies that a GEMM of the first kind needs anyway cost it nothing.
+        `asked` is {GEMM: True if it must run in fp8, False if it may}. A GEMM that may does so if it saves more time than its copies
+        cost. Copies that a GEMM of the first kind reads anyway count as free.
         """
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)

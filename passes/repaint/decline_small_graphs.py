@@ -1,4 +1,4 @@
-"""Leave a graph in fp32 if its casts cost more than its low ops save, and the user named no format.
+"""Leave a graph in fp32 if its casts cost more than its low-precision ops save, and the user named no format.
 
 1. The pass applies only with `dtype=None`, the default lists, no overrides and the eager backend, which runs every cast as a kernel.
 2. It does not apply if another graph of the model runs some of the same ops low, because both graphs must give the same numbers.

@@ -88,7 +88,7 @@ class Roundings:
                 moved_on.add(node.name)
 
     def is_free(self, node: OpNode) -> bool:
-        """True if an op may run low, because rounding its result and its operands does no harm."""
+        """True if an op may run in the low format, because rounding its result and its operands does no harm."""
         anyway, of_weights = node.name in self.rounded_anyway, node.name in self.of_weights and len(node.operands) > 1
         if anyway and self._moves(node) and not of_weights:
             return True

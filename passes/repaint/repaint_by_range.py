@@ -112,7 +112,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
 
 
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
-    """Yield the ops that would read a low copy of the value of `node` if they ran low.
+    """Yield the ops that would read a low-precision copy of the value of `node` if they ran in the low format.
 
     `drowns` maps nodes to ranges. If it is given, readers that add the value as a bias are left out if their result is so large that the
     bias is lost in it anyway.
@@ -169,7 +169,7 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
 
 
 def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format) -> str:
-    """Return the reason why a value must not be low before the op `pole`, which has a pole at zero; "" if the value may be low."""
+    """Return the reason why the op `pole`, which has a pole at zero, must not read a value in the low format `low`; "" if it may."""
     seen = values.get(name)
     if seen is None or not seen.nonzero:
         return ""
@@ -186,7 +186,7 @@ def _keep_exact(
 ) -> None:
     """Add the ops that make the value `name` to `risks.makers` if the low format would flush numbers that the op `pole` needs.
 
-    The search follows operands, at most `depth` ops back.
+    `pole` has a pole at zero, as a logarithm has. The search follows operands, at most `depth` ops back.
     """
     node, text = problem.graph[name], _flushed(name, pole, values, low)
     if node.role != "op" or not text or name in risks.makers:

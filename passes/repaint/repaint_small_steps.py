@@ -8,7 +8,7 @@ Running sums occur in recurrences.
 1. A sum *continues* an earlier sum if only elementwise ops, moves and choices lead from the earlier sum to it.
 2. The values that are added on the way are *branches* of the earlier sum if a product computes them from it. Each has a factor, relative to
    the factor of the earlier sum (`ir/evidence/summands.py`). A chain of at least `MANY` sums with small branches stays fp32. The first one
-   may continue a value that is no sum. One step in the body of a loop counts as many.
+   may continue a value that is no sum. A sum that a loop repeats counts as a whole chain.
 3. A chain of at least `STREAM` sums of any kind stays fp32 if torch.autocast holds them in fp32, because their first value is a looked-up
    row, a learnt state, zeros or an input. Examples are running sums and residual streams. The values that are added on the way come from
    products. If a computed factor, such as a gate, scales the earlier sum on all paths to the later sum, other values count as well. A norm
@@ -162,7 +162,7 @@ class _Sums:
             if len(way.passed) < FEW and (last is node or self._hands_on(last, node)):
                 waiting += self._before(last, way)
         starts = set[str]()
-        for name, way in {**plain, **{name: way for name, way in scaled.items() if name not in plain}}.items():  # from near to far
+        for name, way in {**plain, **{name: way for name, way in scaled.items() if name not in plain}}.items():  # nearest values first
             if way.scaled or not self.rounded.isdisjoint(dict(way.added)):
                 branch = not way.scaled and any(self._is_branch(each, name) for each, _ in way.added)
                 # a path that passes a nearer value with a branch is several steps, not one small step

@@ -144,7 +144,7 @@ def _seconds_of_product(device: str, row: Format) -> float:
 
 
 class _Small(nn.Module):
-    """A small model for the self-check: a residual block with attention, whose ops run partly low and partly in fp32."""
+    """A small model for the self-check: a residual block with attention, whose ops run partly in the low format and partly in fp32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ class OnnxReport:
     """
 
     strict_error: float | None = None
-    """Relative L2 error of the outputs against fp32, with every low result truly rounded; None if not measured."""
+    """Relative L2 error of the outputs against fp32, with every low-precision result truly rounded; None if not measured."""
     runtime_error: float | None = None
     """Relative L2 error of the outputs in ONNX Runtime on this machine; None if not measured. Its CPU kernels may hide rounding errors."""
     samples: int = 0
@@ -483,7 +483,7 @@ def largest(reading: OnnxReading, samples: Samples) -> dict[str, float]:
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """Return the constants that a low copy would damage. In each `Loss`, `kept` is True if an op that reads the constant stays fp32."""
+    """Return the constants that a low-precision copy would damage. `Loss.kept` is True if an op that reads the constant stays fp32."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH

@@ -33,7 +33,7 @@ SOFT = (Reason.CONSTANT, Reason.CANCELS)
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     """Return the region of `plan` (its entry for one graph) that fits the graph of `problem`.
 
-    Raises PlanError if no region fits, or if the region makes an op low that must be high.
+    Raises PlanError if no region fits, or if the region makes an op low that must stay fp32.
     """
     region = match_region(plan, problem)
     for planned in region.nodes:
