@@ -67,7 +67,7 @@ def several_ranks() -> bool:
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:
-    """Return advice to end a message with, if FSDP2 shards a submodule of the module at `path` separately; otherwise ""."""
+    """If FSDP2 shards a submodule of the module at `path` separately, return a clause of advice for a message; otherwise ""."""
     found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]
     return f"; {found[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
 

@@ -116,7 +116,8 @@ class Session(GraphRewriter):
     def step(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the module `entry` as a step of `generate()`.
 
-        If capture finds that the plan reads a low KV cache in fp32, the caches become fp32, and the call begins again: no code of it ran.
+        If the plan would read a bf16 or fp16 KV cache in fp32, capture stops before any code of the call has run. Then the caches become
+        fp32, and the call restarts.
         """
         state = self.state
         if state.low_caches is not None:

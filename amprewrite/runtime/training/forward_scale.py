@@ -61,7 +61,7 @@ class ScaleUse:
 
     @property
     def evaluates(self) -> bool:
-        """True if there were forwards with gradients since the latest step, and all were in eval mode."""
+        """True if, since the latest optimizer step, forward passes with gradients ran, all of them in eval mode."""
         return self._modes == {True}
 
     @property
@@ -216,7 +216,7 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return (kept, taken): what the running backward does with the gradients of `tensors` (or of the results of autograd nodes).
+    """Return (kept, taken), two bools about the gradients of `tensors` in the running backward. An autograd node stands for its result.
 
     `kept`: it stores the gradient of one of `tensors`, or of a tensor from which one was computed, in `.grad`. `taken`: it is a
     torch.autograd.grad that returns the gradient of one of `tensors`. The search ends at the first kept gradient, usually that of the

@@ -53,7 +53,7 @@ DEFAULT_CAP = 2.0**32
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
-"""How a step changes the four counters: each becomes factor * counter + addend. Each pair is (factors, addends)."""
+"""Changes of the four counters by a clean step, and by an overflow, as (factors, addends). A counter becomes factor * counter + addend."""
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
 """Stages of a search for the initial scale: no step was taken yet; every step so far overflowed; the scale grows again. 0: no search."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")

@@ -363,7 +363,7 @@ class Noted:
         self._heard, self._there, self.waits = flag, _memory(gradients), True
 
     def inherit(self, others: Iterable[Noted]) -> None:
-        """Add the overflow flags of `others`, the `Noted`s of the same model, to these: they may be about gradients of this optimizer."""
+        """Add the flags of `others`, the `Noted`s of the same model, to this object: they may be about gradients of its optimizer."""
         for other in others:
             self._flags += other._flags
             if other._recorded and other._place is not None:

@@ -55,7 +55,7 @@ class StepGate(StepRecord):
     """Skips the optimizer steps of one model whose gradients overflowed, and updates the loss scale after each step."""
 
     on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
-    """Called once a model seems to be trained although no optimizer is known. The argument is the weights that get gradients."""
+    """Called when the model seems to be trained although no optimizer is known. The argument is the list of weights that get gradients."""
     first: frozenset[int] = frozenset()
     """Ids of the model's parameters at the rewrite. They identify parameters that FSDP1 takes out of the model during a forward."""
     adopt: bool = field(default=True, init=False)

@@ -114,7 +114,7 @@ def conversion_warning(model: nn.Module) -> str:
 
 
 class TwoDtypes(Exception):
-    """A matmul or convolution of an fp32 model reads a half input. Raised at capture, before code of the call ran: the call can restart."""
+    """An op such as a matmul reads a half input and an fp32 weight. Raised at capture, before any code of the call ran, to restart it."""
 
 
 def is_half(value: Any) -> bool:
@@ -131,7 +131,7 @@ def half_beside_fp32(model: nn.Module, inputs: Any) -> bool:
 
 
 def reads_two_dtypes(module: torch.fx.GraphModule) -> bool:
-    """True if a matmul or convolution in the captured graph `module` or in its subgraphs reads half and fp32 operands.
+    """True if an op such as a matmul reads half and fp32 operands in the captured graph `module` or in its subgraphs.
 
     Capture does not fail at such an op, because Dynamo's fake tensors allow it, but PyTorch's kernels refuse it.
     """

@@ -1,1 +1,1 @@
-"""Optimizers: finds them, hooks their steps in order to skip some, and passes the result to their checkpoints and wrappers."""
+"""Find optimizers, skip their steps on overflow, report skips to their wrappers, and save loss scales in their checkpoints."""

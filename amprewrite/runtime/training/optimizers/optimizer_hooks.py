@@ -82,7 +82,7 @@ class Guard:
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def add(self, gate: StepRecord) -> None:
-        """Guard the optimizer for one more model, whose StepRecord is `gate`. Load a loss scale that a checkpoint has brought for it."""
+        """Guard the optimizer for one more model, whose StepRecord is `gate`. Load its scale from the optimizer's checkpoint, if any."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
         self.resume()
@@ -378,7 +378,7 @@ def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
 
 
 class Arrived:
-    """Loss-scale states that a checkpoint brought to one optimizer. Each waits until `resume` is given the `LossScale` to load it into.
+    """Loss-scale states from the checkpoint of one optimizer. A state waits here until `resume` gets a `LossScale` to load it into.
 
     torch copies all entries of the saved groups into the groups of the optimizer. `resume` removes the states from there when the optimizer
     is loaded, when it is guarded, and before each forward of a model that it trains. If an optimizer has several loss scales, the states

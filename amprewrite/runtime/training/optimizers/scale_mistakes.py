@@ -170,7 +170,7 @@ class GradScalers:
         """For each scaler, its dict of handled optimizers at the end of the latest backward. Keys are ids of optimizers."""
 
     def backward_ended(self) -> None:
-        """Keep the dict of optimizers of each scaler. Call this at the end of a backward."""
+        """Remember the dict of handled optimizers of each scaler. Call this at the end of a backward."""
         if self._scalers is None:
             self._scalers = [weakref.ref(each) for each in instances_of(GradScaler) if each.is_enabled()]
         if self._scalers:
