@@ -154,7 +154,7 @@ class Options:
     given: ModelPlan | None = None
     """A plan that the rewrite follows, for instance a saved one; None: the rewrite makes a plan."""
     granularity: Granularity = MODEL
-    """How the model is split into parts that are captured separately: "model" (no parts), "blocks", or patterns of module paths."""
+    """The parts of the model that are captured separately: "model" (no parts), "blocks", or patterns of module paths."""
     calibration: Calibration | None = None
     keep_high: KeepHigh | None = None
     loss_scale: Any = "auto"

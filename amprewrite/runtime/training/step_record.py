@@ -212,7 +212,7 @@ class StepRecord:
 
 
 _ROUNDS = 3
-"""How often our callback queues itself again if torch.distributed is initialised.
+"""Number of times that our callback queues itself again if torch.distributed is initialised.
 
 DDP with a static graph queues a callback that queues another, and ours must run after it.
 """

@@ -165,7 +165,7 @@ class GradScalers:
 
     def __init__(self) -> None:
         self._scalers: list[weakref.ref[GradScaler]] | None = None
-        """The scalers that exist at the end of the first backward; None before. A loop must make its scaler earlier, to scale the loss."""
+        """The scalers that exist at the end of the first backward; None before. By then the loop's scaler has scaled the loss."""
         self._handled: list[dict[int, Any]] = []
         """For each scaler, its dict of handled optimizers at the end of the latest backward. Keys are ids of optimizers."""
 
