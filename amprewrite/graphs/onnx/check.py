@@ -1,11 +1,12 @@
 """Check an ONNX model before any of it is run: it must be whole, valid and of bounded size, and read only its own files.
 
-1. External data lies in the model's folder: its path is relative, without "..", and leads through no link out of the folder. The file has
+1. External data lies in the model's folder: its path is relative, has no "..", and no link on it leads out of the folder. The file has
    no second hard link.
 2. Every constant holds as many bytes as its shape says.
 3. Functions do not call each other in a circle, and inlining them does not give more nodes than can be processed.
 4. No node leaves out an operand of a variadic list. onnx.checker does not test that, and ONNX Runtime crashes on it.
-5. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that fails it: such a model is tried in another process.
+5. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that fails it, so `run/trial.py` tries such a model in a
+   separate process.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
 
 MOST_NODES = 20_000
-"""Number of nodes that a model of any size may have after its functions are inlined."""
+"""A model may always have this many nodes after its functions are inlined, however few it has before."""
 GROWTH = 20
-"""Factor by which inlining functions may multiply the nodes of a larger model."""
+"""Inlining may multiply the number of nodes by this factor, even if the result exceeds MOST_NODES."""
 
 
 # -- validity --------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
 
 
 def same_complaint(one: str, other: str) -> bool:
-    """True if two errors of onnx.checker differ at most in numbers. A rewrite changes the numbers, since each type has its own number."""
+    """True if two error texts of onnx.checker are equal except for numbers. A rewrite changes numbers, since types are shown as numbers."""
     return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 
@@ -68,7 +69,7 @@ def check_constants(model: ir.Model, name: str) -> None:
 
 
 def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProtocol]]:
-    """Yield all tensors of a model, each with a text that says where it is. Raises CaptureError if an initialiser holds no tensor."""
+    """Yield (text that names the tensor, tensor) for all tensors of a model. Raises CaptureError if an initialiser has no data."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is None:
@@ -129,7 +130,7 @@ def check_functions(model: ir.Model, name: str) -> None:
 def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int], trail: tuple[object, ...]) -> int:
     """Return the number of nodes that inlining a call of the function `key` gives. Raises CaptureError if the function calls itself.
 
-    `sizes` keeps the results for later calls. `trail` are the functions through which the call is reached.
+    `sizes` caches the results by function. `trail` holds the functions that are being inlined around this call.
     """
     if key in trail or len(trail) > len(model.functions):
         raise CaptureError(f"function {printable(key[1])} calls itself; export the model again")
@@ -163,7 +164,7 @@ def memory() -> int:
 
 
 def _least_bytes(dtype: ir.DataType | None) -> float:
-    """Return the least number of bytes of an element; 1 for strings and unknown types."""
+    """Return the number of bytes of an element of type `dtype`; 1, a lower limit, for strings and unknown types."""
     return 1 if dtype is None or dtype == ir.DataType.STRING else dtype.itemsize
 
 

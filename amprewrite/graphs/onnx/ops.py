@@ -3,9 +3,9 @@
 The names are in `tables/ops/onnx_names.py`. All other facts are read from onnx.defs, at the opset of the model. This file has special code
 for `Pow`, whose exponent may make it another op, and for `Cast` and `Constant`, whose attributes give the type of their result.
 
-`infer_types` infers types and shapes that a model does not declare, by onnx's inference and by the schemas. They serve planning and are
-never written to a file: onnx's inference is wrong about some ops, and runtimes believe the declarations of a file. ONNX Runtime refuses a
-model with values of another shape. So inferred types and shapes are marked on the value as guesses, and left out of every protobuf.
+`infer_types` infers types and shapes that a model does not declare, by onnx's inference and by the schemas. This file calls them guesses,
+and marks them on the value. They serve planning and are never written to a file: onnx's inference is wrong about some ops, and ONNX
+Runtime refuses a model whose values do not have their declared shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEY = "amprewrite.guessed"
 
 
 def guess(value: ir.Value, kind: ir.TypeProtocol | None, shape: ir.Shape | None = None) -> None:
-    """Give a value a type, and perhaps a shape, that the model does not declare."""
+    """Set the type of a value to `kind`, and its shape to `shape` if given. Mark both as guesses: the model does not declare them."""
     value.type = kind
     if shape is not None:
         value.shape = shape
@@ -37,12 +37,12 @@ def guess(value: ir.Value, kind: ir.TypeProtocol | None, shape: ir.Shape | None 
 
 
 def is_guessed(value: ir.Value) -> bool:
-    """True if the model does not declare the type and shape of a value."""
+    """True if the type and shape of a value were inferred by us, not declared by the model."""
     return KEY in value.meta
 
 
 def guessed(model: ir.Model) -> list[ir.Value]:
-    """Return the values whose type or shape the model does not declare."""
+    """Return the values whose type and shape were inferred by us, not declared by the model."""
     return [value for value in _values(model) if is_guessed(value)]
 
 
@@ -59,14 +59,14 @@ def declared(model: ir.Model) -> set[str]:
 
 
 def mark_guesses(model: ir.Model, told: set[str]) -> None:
-    """Mark the types and shapes of all values as guesses, except for the values in `told`, whose types and shapes the model declares."""
+    """Mark the known types and shapes of all values as inferred, except for values with a name in `told`, which the model declares."""
     for value in _values(model):
         if _is_known(value) and value.name not in told:
             value.meta[KEY] = True
 
 
 def forget_guesses(model: ir.Model, but: Collection[ir.Value] = ()) -> None:
-    """Remove every type and shape that the model does not declare, except those of the values in `but`."""
+    """Remove every inferred type and shape from the model, but leave the values in `but` unchanged."""
     for value in guessed(model):
         if value in but:
             continue
@@ -76,7 +76,7 @@ def forget_guesses(model: ir.Model, but: Collection[ir.Value] = ()) -> None:
 
 @contextlib.contextmanager
 def without_guesses(model: ir.Model) -> Iterator[None]:
-    """Context manager that removes guessed types and shapes from the model, and restores them at its end."""
+    """Context manager that removes inferred types and shapes from the model, and restores them at its end."""
     hidden = [(value, value.type, value.shape) for value in guessed(model)]
     try:
         for value, _, _ in hidden:
@@ -88,7 +88,7 @@ def without_guesses(model: ir.Model) -> Iterator[None]:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """Return the model as a protobuf without guesses."""
+    """Return the model as a protobuf, without types and shapes that were inferred by us."""
     with without_guesses(model):
         return ir.to_proto(model)
 
@@ -108,15 +108,15 @@ DTYPES = {row.name: ir.DataType[row.onnx] for row in FORMATS.values()}
 FLOATS = {dtype: name for name, dtype in DTYPES.items()}
 _TYPE_STRINGS = {row.name: row.onnx_type for row in FORMATS.values()}
 _SPELLED = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}
-"""Types of elements by the spelling of a tensor's type in schemas and in ONNX Runtime."""
+"""Element types of tensors, by the name of the tensor type in schemas and in ONNX Runtime, such as "tensor(float)"."""
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 OLDEST = 7
 """Models of an older opset are raised to this opset, because ops of older opsets broadcast by attribute."""
 NEWEST = 24
-"""Highest opset to raise a model to: runtimes in use load no newer ones. An op that takes a type only at a newer opset stays fp32."""
+"""Highest opset to which a model is raised, because current runtimes load no newer opset. Ops that need a newer one to be low stay fp32."""
 
 def op_of(node: ir.Node) -> str:
-    """Return the vocabulary name of a node; its op type if the vocabulary has none, as `domain::type` for an op of another domain."""
+    """Return amprewrite's name of an op, such as "matmul" for MatMul. Without one: the op type, or `domain::type` of other domains."""
     if node.domain == DOMAIN and node.op_type in CONTRIB:
         return CONTRIB[node.op_type].name
     if node.domain not in ("", "ai.onnx"):
@@ -169,7 +169,7 @@ def drop_unread_constants(graph: ir.Graph) -> None:
 def insert_behind(graph: ir.Graph, maker: ir.Node | None, nodes: Sequence[ir.Node]) -> None:
     """Insert `nodes` right after `maker`, the node that makes their input.
 
-    With None, because their input is a constant or an input of `graph`, insert them at the beginning of `graph`.
+    If `maker` is None (the input of `nodes` is a constant or an input of `graph`), insert them at the beginning of `graph`.
     """
     if maker is not None:
         assert isinstance(maker.graph, ir.Graph)
@@ -188,16 +188,16 @@ def describe(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """The floating-point types that the schema of an ONNX op allows for its inputs and outputs."""
+    """The types that the schema of an ONNX op allows for its inputs and outputs. A type variable such as "T" stands for several types."""
 
     inputs: tuple[str, ...]
-    """Type variable or type of each formal input. The last one repeats if the op is variadic."""
+    """Type variable or type of each input in the schema. If the op is variadic, the last entry holds for all further operands."""
     outputs: tuple[str, ...]
-    """Type variable or type of each formal output."""
+    """Type variable or type of each output in the schema."""
     takes: tuple[tuple[str, frozenset[str]], ...]
     """Pairs of a type variable and the types that it may stand for."""
     variadic: bool
-    """True if the op takes any number of operands in the place of its last formal input."""
+    """True if the op takes any number of operands in the place of its last input."""
 
     def input(self, index: int) -> str:
         """Return the type variable or type of operand `index`; "" if the op has no operands."""
@@ -212,11 +212,14 @@ class Signature:
         return any(name == variable and _TYPE_STRINGS[fmt.name] in types for name, types in self.takes)
 
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if operand `index` takes the format `fmt` when type variable `group` does: it has this variable, or changes with it."""
+        """True if operand `index` has the format `fmt` whenever type variable `group` has it.
+
+        This holds if the type of the operand is `group`, and for all operands of ops in SIDE_FOLLOWS that allow `fmt`.
+        """
         return self._goes_along(self.input(index), op_type, group, fmt)
 
     def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if result `index` takes the format `fmt` when type variable `group` does: it has this variable, or changes with it."""
+        """True if result `index` has the format `fmt` whenever type variable `group` has it; decided as in `follows`."""
         return self._goes_along(self.output(index), op_type, group, fmt)
 
     def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:
@@ -225,7 +228,7 @@ class Signature:
 
 @cache
 def signature(domain: str, op_type: str, opset: int) -> Signature | None:
-    """Return the signature of an op at an opset; None for an op that neither onnx nor our table of ONNX Runtime's ops has."""
+    """Return the `Signature` of an op at an opset; None if it is neither in onnx nor in CONTRIB, our table of ONNX Runtime's ops."""
     if domain == DOMAIN:
         return _contrib_signature(op_type)
     try:
@@ -239,7 +242,7 @@ def signature(domain: str, op_type: str, opset: int) -> Signature | None:
 
 
 def _contrib_signature(op_type: str) -> Signature | None:
-    """Return the signature of an op of ONNX Runtime's own domain; None for an op that is not in our table."""
+    """Return the `Signature` of an op of ONNX Runtime's own domain; None for an op that is not in our table CONTRIB."""
     row = CONTRIB.get(op_type)
     if row is None:
         return None
@@ -250,10 +253,10 @@ def _contrib_signature(op_type: str) -> Signature | None:
 
 
 def fill_types(node: ir.Node, opset: int) -> None:
-    """Guess the types of the results of `node` that have none. A result stays without a type if nothing tells the type.
+    """Infer the missing types of the results of `node`. A result stays without a type if its type does not follow from the node.
 
-    For a Cast or a Constant, an attribute tells it. For any op, the schema may: it names a fixed type, or a type variable that the result
-    shares with an operand whose type is known.
+    An attribute gives the type of a Cast or a Constant. For other ops the schema may give it: a fixed type, or a type variable that an
+    operand of known type shares.
     """
     if all(value.type is not None for value in node.outputs):
         return
@@ -268,9 +271,9 @@ def fill_types(node: ir.Node, opset: int) -> None:
 
 
 def fill_operand_types(node: ir.Node, opset: int) -> None:
-    """Guess the types of the operands of `node` that have none, by its schema.
+    """Infer the missing types of the operands of `node` from its schema.
 
-    Nodes with subgraphs are left out, and so are results of nodes in FLOW, which have the types of the values in their bodies.
+    Nothing is inferred for nodes with subgraphs, nor for operands that an If, Loop or Scan makes, since its subgraphs give their types.
     """
     sig = signature(node.domain, node.op_type, opset)
     if sig is None or any(each.type in _GRAPHS for each in node.attributes.values()):
@@ -280,7 +283,7 @@ def fill_operand_types(node: ir.Node, opset: int) -> None:
 
 
 def _share_types(sig: Signature, node: ir.Node, wanted: Iterable[tuple[ir.Value, str]]) -> None:
-    """Guess the missing types of `wanted`, pairs of a value and its type or type variable in `sig`, the signature of `node`."""
+    """Infer missing types from values of `node` with the same type variable. `wanted` has pairs (value, its type or variable in `sig`)."""
     read = [(value, sig.input(index)) for index, value in enumerate(node.inputs) if value is not None]
     made = [(value, sig.output(index)) for index, value in enumerate(node.outputs)]
     known = {spelled: value.type for value, spelled in (*made, *read) if value.type is not None}
@@ -291,7 +294,7 @@ def _share_types(sig: Signature, node: ir.Node, wanted: Iterable[tuple[ir.Value,
 
 
 def spelled_type(text: str) -> ir.TensorType | None:
-    """Return the type that schemas and ONNX Runtime spell `text`, such as "tensor(float)"; None for anything but a tensor."""
+    """Return the tensor type that schemas and ONNX Runtime write as `text`, such as "tensor(float)"; None if `text` is no tensor type."""
     return ir.TensorType(_SPELLED[text]) if text in _SPELLED else None
 
 
@@ -301,7 +304,7 @@ _CONSTANTS = {
 
 
 def _fill_constant(node: ir.Node) -> None:
-    """Give the result of a Constant the type of the tensor or numbers that it holds."""
+    """Set the type of a Constant's result from the tensor or numbers in its attribute."""
     held = node.attributes.get("value")
     kinds = [_CONSTANTS[name] for name in node.attributes if name in _CONSTANTS]
     if held is not None and held.type == ir.AttributeType.TENSOR:
@@ -311,7 +314,7 @@ def _fill_constant(node: ir.Node) -> None:
 
 
 def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
-    """Return the lowest opset from `opset` to NEWEST at which the op's first result may be in `fmt`; `opset` if there is none."""
+    """Return the lowest opset from `opset` to NEWEST at which the op's first result may have the type `fmt`; `opset` if there is none."""
     for version in range(opset, NEWEST + 1):
         found = signature("", op_type, version)
         if found is not None and found.allows(found.output(0), fmt):
@@ -320,7 +323,7 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
 
 
 def changed_ops(model: ir.Model, opset: int) -> list[str]:
-    """Return the op types in a model that may have another meaning at the opset `opset`, by their schemas."""
+    """Return the op types in a model whose schemas differ so much at the opset `opset` that the ops may compute something else."""
     own = model.opset_imports.get("", 1)
     used = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain in ("", "ai.onnx")})
     return [op_type for op_type in used if not _means_the_same(op_type, own, opset)]
@@ -328,7 +331,10 @@ def changed_ops(model: ir.Model, opset: int) -> list[str]:
 
 @cache
 def _means_the_same(op_type: str, opset: int, raised: int) -> bool:
-    """True if an op only gained types, optional operands, and attributes with neutral defaults from `opset` to `raised`."""
+    """True if the schemas show that an op computes the same at the opsets `opset` and `raised`.
+
+    In between it may gain types, optional operands and attributes with neutral defaults, and lose the attributes for broadcasting.
+    """
     try:
         old, new = (onnx.defs.get_schema(op_type, version, "") for version in (opset, raised))
     except onnx.defs.SchemaError:
@@ -351,21 +357,21 @@ def _is_kept(old: onnx.defs.OpSchema.Attribute, new: onnx.defs.OpSchema.Attribut
 
 
 def _is_neutral(op_type: str, added: onnx.defs.OpSchema.Attribute) -> bool:
-    """True if an attribute that was added is optional and changes nothing by default."""
+    """True if `added`, an attribute that only the new schema has, is optional and its default leaves the op unchanged."""
     default = added.default_value
     nothing = not (default.i or default.f or default.s.strip(b"none") or default.ints or default.floats or default.strings)
     return not added.required and (nothing or (op_type, added.name) in NEUTRAL)
 
 
 def _goes_on(old: Sequence[onnx.defs.OpSchema.FormalParameter], new: Sequence[onnx.defs.OpSchema.FormalParameter]) -> bool:
-    """True if each old operand (or result) is unchanged or became optional in the new schema, and all added ones are optional."""
+    """True if each old operand (or result) is unchanged or became optional in the new schema, and all additional ones are optional."""
     optional = onnx.defs.OpSchema.FormalParameterOption.Optional
     same = all(a.option == b.option or b.option == optional for a, b in zip(old, new, strict=False))
     return len(old) <= len(new) and same and all(each.option == optional for each in new[len(old) :])
 
 
 def bodies(node: ir.Node) -> list[ir.Graph]:
-    """Return the graphs inside a node: the branches of an If, the body of a Loop or Scan."""
+    """Return the subgraphs of a node (also called bodies): the branches of an If, the body of a Loop or Scan."""
     found: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -399,14 +405,14 @@ def format_of(value: ir.Value | None) -> str:
 
 
 HOLLOW = 1024
-"""Initialisers with this many elements or more are no shapes or axes, so type inference does not need their values."""
+"""An initialiser with at least this many elements is a weight, not a shape or axes, so type inference does not need its values."""
 
 
 def infer_types(model: ir.Model) -> list[str]:
-    """Infer missing types and shapes of the top graph, as guesses. Returns a list with a note if that fails, otherwise [].
+    """Infer missing types and shapes of the top graph, and mark them as inferred. Returns a list with a note if that fails, otherwise [].
 
-    Schemas give types where onnx's inference stops, at ops that it does not know: from operands to results, and from results to operands.
-    `read/reader.py` infers the types in bodies (subgraphs).
+    onnx's inference stops at ops that it does not know. There the schemas give types: of results by operands, and of operands by results.
+    `read/reader.py` infers the types in subgraphs.
     """
     nodes = [node for node in model.graph if node.op_type not in FLOW]
     if all(value.type is not None for node in nodes for value in node.outputs if value.name):
@@ -424,10 +430,10 @@ def infer_types(model: ir.Model) -> list[str]:
 
 @contextlib.contextmanager
 def all_types(model: ir.Model) -> Iterator[None]:
-    """Context manager that infers the types of all values where possible, also in subgraphs. It removes these guesses at its end."""
+    """Context manager that infers the types of all values where possible, also in subgraphs. It removes the inferred types at its end."""
     known = set(guessed(model))
     try:
-        with contextlib.suppress(Exception):  # ignored, because the schemas below may give the types all the same
+        with contextlib.suppress(Exception):  # ignored: if onnx's inference fails, the schemas below may still give the types
             _take_all(model.graph, _inferred(model))
         for graph in model.graphs():
             for node in graph:
@@ -438,7 +444,7 @@ def all_types(model: ir.Model) -> Iterator[None]:
 
 
 def _take_all(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
-    """Guess the missing types of a graph and its bodies from `inferred`, a protobuf with the same nodes in the same order."""
+    """Copy missing types of a graph and its subgraphs from `inferred`, a protobuf with the same nodes in the same order."""
     _take(graph, inferred)
     for node, written in zip(graph, inferred.node, strict=True):
         for attribute in written.attribute:
@@ -447,7 +453,7 @@ def _take_all(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
 
 
 def _take(nodes: Iterable[ir.Node], inferred: onnx.GraphProto) -> None:
-    """Give the results of `nodes` without a type the types and shapes that `inferred` has for their names, as guesses."""
+    """Copy types and shapes from `inferred`, by name, to the results of `nodes` that have no type. Mark them as inferred."""
     missing = {value.name: value for node in nodes for value in node.outputs if value.name and value.type is None}
     for info in inferred.value_info:
         if info.name in missing and info.type.tensor_type.elem_type:
@@ -456,7 +462,7 @@ def _take(nodes: Iterable[ir.Node], inferred: onnx.GraphProto) -> None:
 
 
 def _inferred(model: ir.Model) -> onnx.GraphProto:
-    """Return the graph with the types that onnx infers. Large weights are inputs of this graph, because onnx would copy them."""
+    """Return the graph as a protobuf with the types that onnx infers. Large weights become inputs in it, since onnx would copy them."""
     proto = ir.to_proto(model)
     held = proto.graph.initializer
     for place in reversed(range(len(held))):

@@ -7,10 +7,10 @@ results after the first are running averages.
 has special code for powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` after a mask, `scaled_dot_product_attention`, and the ops
 that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
 
-Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite masks become the
-format's lowest number. Before a softmax they become less than half of that number: adding a score or a second mask must not give an
-infinity, because the softmax of a fully blocked row would then be NaN. Any other constant that would overflow, or lose its value to
-underflow, keeps its op in fp32.
+Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite mask numbers beyond
+the range become ±max. If they mask scores before a softmax, they become less than half of ±max: adding a score or a second mask must not
+give an infinity, because the softmax of a fully blocked row would then be NaN. An op stays fp32 if another constant of it would overflow
+(bounds excepted), or would lose too many bits to underflow.
 
 `Kinds` chooses the kind of an op by its name, its attributes, and the values in sample runs. It has special code for `exp`, for an
 `einsum` that is a `mul`, and for `Cast`.
@@ -50,7 +50,7 @@ from amprewrite.tables.ops.products import sums_products
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 BOUNDS = ops_with(Trait.BOUNDS)
-"""Ops whose constants are bounds. A bound beyond the low format's range becomes ±max; any other constant does so only if it is a mask."""
+"""Ops whose constants are bounds, such as clamp. A bound beyond the low format's range may become ±max; of other constants, only masks."""
 
 
 class ConstantFacts:
@@ -62,7 +62,7 @@ class ConstantFacts:
         self._looked_at: dict[ir.Value, Facts] = {}
 
     def facts(self, value: ir.Value) -> Facts:
-        """Return the `Facts` about a constant in the low format, such as the number of its values that overflow. They are computed once."""
+        """Return the `Facts` about a constant in the low format, such as the number of its elements that overflow. The result is cached."""
         if value not in self._looked_at:
             tensor = constant_tensor(value)
             assert tensor is not None
@@ -70,15 +70,15 @@ class ConstantFacts:
         return self._looked_at[value]
 
     def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
-        """Return the `Loss` of a constant, the error of the low copy that `node` reads; None if it is no larger than one rounding."""
+        """Return the error of the low copy of a constant that `node` reads, as a `Loss`; None if it is no larger than one rounding."""
         found = self.facts(value)
         masks_scores = bool(found.overflow) and self.readers.masks_scores(value)
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return a `ConstantRead`: the facts about a constant that `node` reads as operand `index`, in the format in which `node` runs.
+        """Return facts (a `ConstantRead`) about a constant that `node` reads as operand `index`, in the format in which `node` runs.
 
-        `constant` and `reader` are the op-graph names of the constant and of `node`. `result` is the value that `node` makes of it.
+        `constant` and `reader` are the op-graph names of the constant and of `node`. `result` is the value that `node` computes from it.
         """
         row = find_op(op)
         summand = row is not None and bool(row.summands) and index == 2 and "beta" not in node.attributes
@@ -90,18 +90,18 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """Return the `Loss` of each constant that a node without a float result, such as a comparison, must not read in a low copy."""
+        """Return the `Loss` of each constant of `node` that must stay fp32, for a node without a float result, such as a comparison."""
         lost = [loss for _, value in constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """Return the type variables of an op that stay fp32 even if its result is low, each with the `Loss` of the constant that forces it.
+        """Return {type variable of an op that stays fp32 even if its result is low: `Loss` of the constant that forces it}.
 
-        Statistics of a batch norm in training stay fp32, too; their `Loss` is None. The result is {} if all variables follow the result.
+        The statistics of a batch norm in training always stay fp32; their `Loss` is None. `group` is the type variable of the result.
         """
         if node.op_type not in SIDE_FOLLOWS:
             return {}
-        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # fp32: roundings of running averages would add up
+        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # the roundings of low running averages would add up over steps
             return dict.fromkeys({sig.output(index) for index in range(1, len(node.outputs))} - {group})
         return {
             sig.input(index): loss
@@ -112,23 +112,23 @@ class ConstantFacts:
 
     # -- masks and bounds -----------------------------------------------------------------------
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
-        """True if the result of `node` may hold numbers of a mask that are clamped to ±max, alone or added to scores.
+        """True if the result of `node` may hold mask numbers, alone or added to scores, that a low format clamps to ±max.
 
-        `beside` is True if an operand may hold such numbers.
+        `beside` is True if an operand of `node` may hold such numbers.
         """
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
 
     def takes_mask(self, node: ir.Node, op: str) -> bool:
-        """True if `node` reads a mask, not a bound, whose numbers beyond the range are clamped to ±max."""
+        """True if `node` reads a constant mask (not a bound such as that of clamp) whose numbers beyond the range are clamped to ±max."""
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if `node`, a call of `op`, reads the constant `value` with numbers beyond the low format's range, clamped to its ±max."""
+        """True if the constant `value` exceeds the low format's range, and its low copy for `node` may be clamped to ±max."""
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if a constant of `node` has numbers beyond the range, and clamping them to ±max does not change its meaning."""
+        """True if a constant of `node` exceeds the range, and may be clamped to ±max because it is a bound, or a mask that only blocks."""
         found = self.facts(value)
         if not found.overflow:
             return False
@@ -138,7 +138,7 @@ class ConstantFacts:
         return blocks and self._only_blocks(found, node, op)
 
     def _only_blocks(self, found: Facts, node: ir.Node, op: str) -> bool:
-        """True if the readers of the results of `node` use the numbers beyond the range in its constant only to block positions.
+        """True if numbers beyond the range in a constant of `node` only block positions, in all ops that read the results of `node`.
 
         `found` holds the facts about the constant.
         """
@@ -147,9 +147,9 @@ class ConstantFacts:
         return self.readers.results_only_block(node, sides if moved else {BELOW, ABOVE})
 
     def _is_bound(self, value: ir.Value, op: str, node: ir.Node) -> bool:
-        """True if a constant is a lower bound that is not above the low format's range, or an upper bound that is not below it.
+        """True if `value` is a bound of `node` that may be clamped to the low format's range without changing the result.
 
-        False if the op has no bounds.
+        For a lower bound this holds unless it is above the range, for an upper bound unless it is below.
         """
         lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
         return op in BOUNDS and bound_fits(self.facts(value).most if lower else self.facts(value).least, lower, self.low)
@@ -166,24 +166,24 @@ def constants_of(node: ir.Node) -> list[tuple[int, ir.Value]]:
 
 DIVIDES, SCALES = ops_with(Trait.DIVIDES), ops_with(Trait.SCALES)
 LOOKED_INTO = BOUNDS | ops_with(Trait.MAKES_SCORES, Trait.COMPARES)
-"""Ops whose constant operands decide whether a number beyond the low format's range may become ±max."""
+"""Bounds, comparisons and ops that compute scores. Their constants help to decide whether a number beyond the range may become ±max."""
 MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
-"""Position of the mask among the operands of attention: in onnx's own op `Attention`, and in the ops of ONNX Runtime's own domain."""
+"""Index of the mask among the operands of attention: in onnx's own op `Attention`, and in the ops of ONNX Runtime's own domain."""
 
 
 def has_pole(op: str, index: int) -> bool:
-    """True if an op has a pole (returns an infinity) where its operand at position `index` is zero."""
+    """True if an op returns an infinity (has a pole) where its operand `index` is zero, such as log, or the divisor of a division."""
     return op in POLES or (op in DIVIDES and index == 1)
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """True if a value reaches a pole at zero, as a divisor or an operand of log does, perhaps through ops that keep small values small."""
+    """True if a value, or a result that is small when the value is small, is read by an op that gives inf at zero, such as log."""
     small = reached([value], lambda each: (use.node.outputs[0] for use in each.uses() if hands_on_small(op_of(use.node))))
     return any(_is_pole(use.node, use.idx) for each in small for use in each.uses())
 
 
 def _is_pole(node: ir.Node, index: int) -> bool:
-    """True if a node has a pole where its operand at position `index` is zero. A power has one unless its exponents are positive."""
+    """True if a node returns an infinity where its operand `index` is zero. A power does unless its exponents are positive constants."""
     return has_pole(op_of(node), index) or (op_of(node) == "pow" and index == 0 and not _is_positive(node.inputs[1]))
 
 
@@ -199,7 +199,7 @@ class Readers(MaskRules[ir.Value]):
     def __init__(self, graph: ir.Graph, low: Format) -> None:
         super().__init__(low)
         self._leaving: dict[ir.Value, list[ir.Value]] = {}
-        """Maps each result of a body (subgraph) to the values that it may become outside of the body or in the next iteration."""
+        """Maps each result of a subgraph to the values outside that it may become, and to the subgraph's inputs in the next iteration."""
         for node in graph.all_nodes():
             for body in bodies(node):
                 for value in body.outputs:
@@ -215,28 +215,28 @@ class Readers(MaskRules[ir.Value]):
                 yield _read(use.node, use.idx, made, crosses=bool(inner))
 
     def made_of(self, value: ir.Value) -> tuple[str, list[ir.Value]] | None:
-        """Return the op that makes a value, and the floating operands of this op that are no constants; None if no op makes the value."""
+        """Return (op that makes `value`, its floating operands except constants); None if no op makes the value."""
         maker = value.producer()
         if maker is None:
             return None
         return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
     def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
-        """True if numbers beyond the low format's range in the results of `node` are used only to block positions, as a mask does.
+        """True if numbers beyond the low format's range in the results of `node` only block positions, as the numbers of a mask do.
 
-        `sides` selects such numbers above zero, below zero, or both.
+        `sides` selects the numbers: above zero, below zero, or both.
         """
         made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
     def masks_scores(self, value: ir.Value) -> bool:
-        """True if each reader of `value` computes scores for a softmax from it, and none uses it as a bound. False without a reader."""
+        """True if all readers of `value` compute scores for a softmax from it, and none uses it as a bound. False if nothing reads it."""
         uses = value.uses()
         return bool(uses) and all(op_of(use.node) not in BOUNDS and self.reaches_softmax(use.node.outputs[0]) for use in uses)
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Describe how a node uses its operand at position `place` to make `made`. `crosses`: the node passes the operand to a subgraph."""
+    """Return facts on how a node uses its operand `place` to compute `made`. `crosses`: it only passes the operand to a subgraph."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
@@ -250,7 +250,7 @@ def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.V
 
 
 def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float, ...]:
-    """Return the least and the largest finite number of each constant among `values`; () if there is none.
+    """Return the least and the greatest finite number of each constant among `values`, as one tuple; () if there is none.
 
     With `of_one_sign`, the result is also () if the numbers have both signs or include zero.
     """
@@ -273,7 +273,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation that contains a sum, perhaps transposed. A constant counts too: it may be such a value, folded."""
+    """True if a value is a concatenation that contains a sum, perhaps transposed; also for a constant, which may be one that was folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:
@@ -288,12 +288,12 @@ def _holds_sum(value: ir.Value | None) -> bool:
 
 NUMPY = {row.name: np.dtype(getattr(ml_dtypes, row.library_name, row.library_name)) for row in LOW_FORMATS}
 LOSS = 4
-"""A constant loses too many bits to underflow if the relative error of one of its slices exceeds this many times the format's eps."""
+"""A constant loses too many bits to underflow if the relative L2 error of one of its slices exceeds LOSS times the format's eps."""
 
 BLOCKED = 15 / 32
-"""The number that blocks a score is this share of the format's lowest number.
+"""A mask number that blocks a score becomes BLOCKED times the format's lowest number.
 
-In fp16 it is -30704. Two such numbers and a score of -4000 have a finite sum. Adding one such number to a score below 8 rounds away the
+In fp16 that is -30704. Two such numbers and a score of -4000 have a finite sum. Adding one such number to a score below 8 rounds away the
 bits of the score. So the softmax of a fully blocked row is as uniform as in fp32.
 """
 
@@ -305,7 +305,7 @@ class Facts:
     elements: int
     overflow: int
     mask: bool
-    """True if values overflow, and each of these is so large that it can only be a mask."""
+    """True if elements overflow, and each of these has such a large magnitude that it can only be a mask."""
     flushed: int
     worst: float
     """Largest relative L2 error of the whole constant or of a slice along its first or last axis."""
@@ -322,7 +322,7 @@ class Facts:
 def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.ndarray:
     """Round a constant to nearest even in `fmt`. Finite numbers beyond the range become ±max.
 
-    If the constant only masks attention scores (`masks_scores`), they become ±max * BLOCKED, so that sums with scores stay finite.
+    With `masks_scores` (the constant only masks attention scores) they become ±max * BLOCKED, so that sums with scores stay finite.
     """
     with np.errstate(over="ignore", under="ignore"):
         low = values.astype(NUMPY[fmt.name])
@@ -355,7 +355,7 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """True if a low copy may lose more than a rounding: some of the magnitudes `size` are below the normal numbers of `fmt`, but not 0."""
+    """True if some nonzero magnitudes in `size` are below the normal numbers of `fmt`: then a low copy may lose more than a rounding."""
     return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
 
 
@@ -371,7 +371,7 @@ def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
 
 
 def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores: bool = False) -> Loss | None:
-    """Return the error of the constant `name` if it is stored in the low format `fmt`, as a `Loss`; None if it is only rounded.
+    """Return the error of storing the constant `name` in the low format `fmt`, as a `Loss`; None if its elements are only rounded.
 
     `found` holds the facts about the constant in `fmt`. `saturates` is True if the reader uses the constant as a mask or a bound, so that
     numbers beyond the range may be clamped. `masks_scores` is True if all readers mask attention scores with the constant.
@@ -393,12 +393,12 @@ def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores:
 
 
 EXP_MOST = 8.0
-"""Largest result of an exp that may run low. An exp multiplies the relative error of its input by the input, here by about two at most."""
+"""An exp with no larger result may run low. The relative error of exp(x) is |x| times that of x: about two times for the largest."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Chooses the kinds of ops by the op lists and the ranges in samples. `asked_ops` are the ops that an override puts on a list."""
+    """Chooses the kind of an op (allow, deny, …) by op lists and ranges in samples. `asked_ops`: ops that an override puts on a list."""
 
     low: Format
     lists: OpLists
@@ -427,7 +427,7 @@ class Kinds:
         return OpKind.INFER if small_exp else kind
 
     def _in_range(self, op: str, node: ir.Node) -> bool:
-        """True if samples show that the fp32 operands and results of the op stay well within the range, and away from poles.
+        """True if in samples the op's fp32 operands and results are well within the low format's range, and away from zeros that give inf.
 
         Constant operands do not count. False if no other operand is fp32, or if samples lack the range of a value.
         """
@@ -442,16 +442,16 @@ class Kinds:
         return bool(read)
 
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
-        """Return (high, reason, detail) for a Cast to fp32; None if the node may cast to the low format instead.
+        """Return (high, reason, detail) for a Cast that must cast to fp32; None if it may cast to the low format instead.
 
-        The low format holds booleans, and integers that are small in samples, exactly. Values in half precision may be rounded once more,
-        from fp16 to bf16, like any fp32 value that runs low.
+        It may if its input has booleans or integers that are small in samples, since the low format holds them exactly. It also may if the
+        input is in half precision: rounding fp16 to bf16 is allowed, as for any fp32 value that runs low.
         """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in ("fp32", self.low.name, "bool"):
             return None
         if source in LOW_NAMES and (FORMATS[source].narrow or seen is not None):
-            return None  # half precision already. For bf16 to fp16 samples must give the range: `repaint-by-range` tests if fp16 holds it
+            return None  # from bf16 to fp16 only if samples show the range: the pass `repaint-by-range` tests if fp16 holds it
         if source.startswith(("int", "uint")) and seen is not None and seen.amax * HEADROOM <= 2 / self.low.eps:
             return None  # the low format holds such integers exactly
         return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"

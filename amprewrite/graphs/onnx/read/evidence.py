@@ -1,13 +1,13 @@
 """Read evidence for passes from an ONNX graph.
 
-1. Constants with an offset: the common part of their values is larger than the differences.
+1. Constants with an offset: their values differ by less than the part that they have in common.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised.
-3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). Constants are judged by their
-   values, weights as well, because a file does not say which were learnt. `OneHot`, a scatter in the vocabulary, has special code.
+3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). All constants are judged by
+   their values, even weights, because a file does not say which are learnt. `OneHot` has special code: the vocabulary calls it a scatter.
 4. The summands of linear ops, each with its factor: a constant or a schedule. A constant varies along one dim at most, such as a
-   LayerScale, and counts by its root mean square. A schedule is a value of one element that no product made. `loop` and `scan`, which
-   begin a body, have special code.
-5. The ops that draw random numbers in each run. `Dropout` has special code, since it draws in training mode alone.
+   LayerScale, and its factor is its root mean square. A schedule is a value of one element that is computed without products, such as a
+   step size. `loop` and `scan`, which pass values into a subgraph, have special code.
+5. The ops that draw random numbers in each run. `Dropout` has special code, since it draws only in training mode.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
-    """Return the names of the fp32 constants that have an offset and are added to a value, and of the tables whose rows share an offset."""
+    """Return the names of added fp32 constants that have an offset, and of tables (for lookups) whose rows have a common offset."""
     added, looked_up = added_values(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)
@@ -51,9 +51,9 @@ def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.nd
 
 
 def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
-    """Return {name: product} for the MatMul and Gemm nodes with a constant matrix.
+    """Return {node name: product} for the MatMul and Gemm nodes with a constant matrix as second operand.
 
-    Operands are marked as trained, so that passes decide as in training.
+    Both operands are marked as trained, so that passes make the same decisions as in training.
     """
     found: dict[str, MatrixProduct] = {}
     for name, node in reading.nodes.items():
@@ -75,8 +75,8 @@ def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
 def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
     """Return the op graph of `reading` with a mark (`OpNode.counted`) on each matrix product in which `low` would round whole numbers.
 
-    Such numbers are positions, lengths, indices and time steps: rounded to a low format, neighbouring numbers become equal. A marked
-    product runs in fp32.
+    Examples are positions, lengths, indices and time steps: neighbouring numbers become equal if they are rounded. Marked products run in
+    fp32.
     """
     if not any(node.flops for node in reading.graph):
         return reading.graph
@@ -99,7 +99,7 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
 
 
 def _entering(value: ir.Value, low: Format) -> Count:
-    """Return the `Count` of an input of a graph or body: NOT if its dtype has fractions or is unknown, otherwise WHOLE or LARGE.
+    """Return the `Count` (whole number or not, and how large) of an input of a graph or subgraph: NOT if its dtype is floating or unknown.
 
     Booleans and integers of at most 8 bits are WHOLE. Wider integers are LARGE, because they may be positions of any magnitude.
     """
@@ -108,9 +108,9 @@ def _entering(value: ir.Value, low: Format) -> Count:
 
 
 def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
-    """Return the `Count` of a value that a node reads: from `found`, or for a constant from its values, and store it in `found`.
+    """Return the `Count` (whole number or not, and how large) of a value that a node reads, and store it in `found`.
 
-    Any other value is NOT a count.
+    For a constant without an entry in `found`, its elements decide. Any other value without an entry is NOT a count.
     """
     if value not in found:
         held = constant_tensor(value)
@@ -125,7 +125,7 @@ RANDOM = ops_with(Trait.RANDOM)
 
 
 def drawing_ops(model: ir.Model) -> list[str]:
-    """Return the op types of `model` that draw random numbers in each run. A Dropout does so in training mode, its third input."""
+    """Return the op types of `model` that draw random numbers in each run. A Dropout does if its third input may switch on training."""
     nodes = (node for graph in model.graphs() for node in graph if op_of(node) in RANDOM or node.op_type.startswith("Random"))
     return sorted({node.op_type for node in nodes if node.op_type != "Dropout" or (len(node.inputs) > 2 and _is_set(node.inputs[2]))})
 
@@ -143,7 +143,7 @@ def read_repeated(reading: OnnxReading) -> frozenset[str]:
 
 
 def read_summands(reading: OnnxReading) -> dict[str, Summands]:
-    """Return {name of a linear op: the values that it adds up, each with its factor}."""
+    """Return {name of a linear op, such as `x + 0.1 * y`: the values that it adds up, each with its factor}."""
     names = {value: name for name, value in reading.values.items()}
     exact, found = set[str](), dict[str, Summands]()
 
@@ -151,7 +151,7 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
         return names.get(value, "") if constant_tensor(value) is None else ""
 
     def factor(given: Any, how: str) -> Factor | None:
-        """Return the factor of a number, constant or schedule; None for any other value. `how` is "divided by" for a divisor, or ""."""
+        """Return a number, constant or schedule as a factor; None for any other value. `how` is "divided by" for a divisor, or ""."""
         tensor = constant_tensor(given) if isinstance(given, ir.Value) else None
         if tensor is not None:
             given = _size(tensor.numpy()) if sum(size > 1 for size in tensor.shape.numpy()) <= 1 and tensor.size else None
@@ -171,14 +171,14 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
 
 
 def _is_exact(node: OpNode, exact: set[str]) -> bool:
-    """True if a value is computed without products, random ops and loops. `exact` names the values upstream for which this is true."""
+    """True if a value is computed without products, random ops and loops. `exact` holds the earlier values for which this is true."""
     if node.role != "op":
         return node.role != "output"
-    if node.flops or node.kind is OpKind.ALLOW or node.op in RANDOM or node.op in BODIES:  # FLOPs of unknown shapes are 0: ask the kind
+    if node.flops or node.kind is OpKind.ALLOW or node.op in RANDOM or node.op in BODIES:  # ALLOW: products of unknown shape have no FLOPs
         return False
     return all(operand.value in exact for operand in node.operands)
 
 
 def _size(values: np.ndarray[Any, Any]) -> float:
-    """Return the root mean square of numbers, with the sign of their mean."""
+    """Return the root mean square of `values`, with the sign of their mean."""
     return math.copysign(float(np.sqrt(np.square(values.astype(np.float64)).mean())), float(values.mean()))

@@ -2,13 +2,13 @@
 
 1. Read a path, a protobuf or an onnx_ir model; refuse a broken or incomplete one. Make sparse constants dense (`densify`):
    onnx_ir cannot read sparse constants, and low kernels take only dense operands.
-2. Inline local functions; give each value a name of its own; turn initialisers that are also inputs into constants.
+2. Inline local functions; rename values until no two have the same name; turn initialisers that are also inputs into constants.
 3. Fill in missing types; raise the opset (`opsets`).
 
 This file has special code for `Constant`, which may hold a sparse constant in an attribute.
 
-ONNX identifies values by name. A body (subgraph) may use a name that a value of another graph has, too. Then type inference, ranges and
-new reads across the border of a body could mean the wrong value, so a model that is read gets a name of its own for each value.
+ONNX identifies values by name. A subgraph may use a name that a value of another graph also has. Type inference, ranges and new reads of
+outer values could then mean the wrong value. So each value of a loaded model gets a unique name.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Source = str | Path | onnx.ModelProto | ir.Model
 TRIES = 20
 """Largest number of tries to read a model that another process keeps replacing."""
 NOTES = "amprewrite.read"
-"""Key in `meta` of a model that was read: notes on the changes made to it."""
+"""Key in `meta` of a loaded model. Its value is a list of notes on changes made to the model."""
 
 
 def load(source: Source) -> ir.Model:
-    """Return a copy of the model to work on. Raises CaptureError if it is no ONNX model, or lacks its external data.
+    """Return a copy of the model to work on. Raises CaptureError if `source` is no ONNX model, or if its external data is missing.
 
-    If another process replaces the file while it is read, its old data may be missing: then the new file is read.
+    If another process replaces the file during reading, the old external data may be gone: then the new file is read, up to TRIES times.
     """
     for _ in range(TRIES - 1):
         before = _version(source)
@@ -68,7 +68,7 @@ def _version(source: Source) -> tuple[int, ...]:
 
 
 def _load(source: Source) -> ir.Model:
-    """Read a model once and check it. Raises CaptureError if it is no whole ONNX model, PolicyError if `source` is of another type."""
+    """Read and check a model. Raises CaptureError if it is no complete ONNX model, PolicyError if `source` is of a wrong type."""
     if not isinstance(source, ir.Model | onnx.ModelProto | str | Path):
         raise PolicyError(f"rewrite_onnx takes a path, a ModelProto or an onnx_ir.Model, not {type(source).__name__}")
     name = name_of(source)
@@ -113,7 +113,7 @@ def _load_initialisers(model: ir.Model) -> None:
 
 
 def _load_attributes(model: ir.Model) -> None:
-    """Load external tensors of attributes, for example of a Constant, into memory, because we write only initialisers to external files."""
+    """Load external tensors of attributes (such as those of a Constant) into memory: we write only initialisers to external files."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         for node in graph:
             for attribute in list(node.attributes.values()):
@@ -130,10 +130,10 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
-    """Return the model of a protobuf or a file, without its external data.
+    """Return the model in a protobuf or a file, without loading external data.
 
-    A value that is both an input and an output gets the input's type, because the type that the file gives the output may be wrong. Parts
-    that onnx_ir would refuse or drop silently are made dense, refused here, or noted in `model.meta`.
+    A value that is both an input and an output gets the input's type, because the output's type in the file may be wrong. onnx_ir would
+    refuse or silently drop some parts: here they are converted (sparse to dense), refused with a message, or noted in `model.meta`.
     """
     proto = copy.deepcopy(source) if isinstance(source, onnx.ModelProto) else onnx.load(source, load_external_data=False)
     name = name_of(source)
@@ -158,10 +158,10 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
 
 
 def _folder_of_data(proto: onnx.ModelProto, path: Path) -> Path:
-    """Return the folder in which the external data of the file `path` lies, by default that of the file.
+    """Return the folder with the external data of the model file `path`: usually the folder of the file.
 
-    The file and its data may be links into one folder, as in the cache of the Hugging Face hub. Then that is the folder, and `proto` gets
-    the names of the files there.
+    The file and its data may be links into another folder, as in the cache of the Hugging Face hub. Then that folder is returned, and the
+    external data in `proto` is renamed in place to the names of the files there.
     """
     home = Path(os.path.realpath(path)).parent
     tensors = (tensor for graph in (proto.graph, *proto.functions) for tensor in tensors_of(graph))
@@ -175,7 +175,7 @@ def _folder_of_data(proto: onnx.ModelProto, path: Path) -> Path:
 
 
 def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
-    """Raise CaptureError if an input or output is a map, or holds maps. Declared types of maps inside the graph are removed."""
+    """Raise CaptureError if an input or output is a map, or contains maps. Remove declared map types of inner values from `graph`."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             if _holds_map(value.type):
@@ -193,7 +193,7 @@ def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
 
 
 def _refuse_twice(proto: onnx.ModelProto, name: str) -> None:
-    """Raise CaptureError if a graph has two initialisers of one name. onnx.checker accepts them, and onnx_ir would drop one silently."""
+    """Raise CaptureError if two initialisers of a graph have the same name: onnx.checker accepts them, and onnx_ir silently drops one."""
     for graph in (proto.graph, *_bodies(proto.graph.node)):
         held = Counter(tensor.name for tensor in graph.initializer)
         twice = next((each for each, count in held.items() if count > 1), None)
@@ -209,21 +209,22 @@ def _holds_map(kind: onnx.TypeProto) -> bool:
 
 
 def _not_implemented(error: BaseException | None) -> NotImplementedError | None:
-    """Return the NotImplementedError of onnx_ir among the causes of an error; None if there is none."""
+    """Return `error` or the first of its causes that is a NotImplementedError; None if none is."""
     while error is not None and not isinstance(error, NotImplementedError):
         error = error.__cause__
     return error
 
 
 def name_of(source: Source) -> str:
-    """Return the name of a model in messages: its path, or "the model"."""
+    """Return the name by which messages call a model: its path, or "the model" if it is in memory."""
     return printable(source) if isinstance(source, str | Path) else "the model"
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str], list[ir.Model]]:
-    """Prepare a model for the passes, if possible at opset `least` or later. Raises CaptureError if an old opset cannot be raised.
+    """Prepare a model for the passes, at opset `least` or later if possible. Raises CaptureError if it stays below OLDEST.
 
-    Return (model, texts for the user on the changes made, the model before each change of its opset, oldest first, to compare results).
+    Return (model, notes for the user on the changes, earlier versions). Earlier versions are copies of the model at each earlier opset,
+    oldest first, whose results can be compared with those of the returned model.
     """
     notes: list[str] = model.meta.pop(NOTES, [])
     opset = name_opset(model)
@@ -252,7 +253,7 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> 
 
 
 def sort_nodes(model: ir.Model) -> None:
-    """Sort nodes so that each follows the makers of its operands. Raises CaptureError if that is impossible."""
+    """Sort nodes so that each follows the nodes whose results it reads. Raises CaptureError if that is impossible."""
     if _is_sorted(model.graph, set()):
         return
     try:
@@ -264,7 +265,7 @@ def sort_nodes(model: ir.Model) -> None:
 
 
 def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
-    """True if every node follows the makers of its operands. `made` holds the nodes before the graph; the graph's nodes are added to it."""
+    """True if every node follows the nodes whose results it reads. `made` holds all earlier nodes; the nodes of `graph` are added to it."""
     for node in graph:
         makers = (value.producer() for value in node.inputs if value is not None)
         if any(maker is not None and maker not in made for maker in makers):
@@ -279,10 +280,10 @@ SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
 
 
 def densify(model: onnx.ModelProto, name: str) -> int:
-    """Make sparse initialisers and Constant nodes dense in place; returns their number.
+    """Make sparse initialisers and Constant nodes dense, in place. Return the number of converted tensors.
 
-    `name` is the model's name in messages. Raises CaptureError if a sparse tensor is broken, too large for memory, or an attribute of an op
-    other than Constant.
+    `name` is the model's name in messages. Raises CaptureError if a sparse tensor is broken, is too large for memory, or is an attribute of
+    an op other than Constant.
     """
     count, left = 0, memory() // 2
     for graph in (model.graph, *_bodies(model.graph.node), *(body for function in model.functions for body in _bodies(function.node))):
@@ -350,7 +351,7 @@ def _dense(sparse: onnx.SparseTensorProto, where: str, most: int) -> onnx.Tensor
 
 
 class FreshNames:
-    """Gives names that no value and no node of the model has."""
+    """Makes new names that no value and no node of the model has."""
 
     def __init__(self, model: ir.Model) -> None:
         self.taken: set[str | None] = set()
@@ -367,7 +368,7 @@ class FreshNames:
 
 
 def name_apart(model: ir.Model) -> None:
-    """Rename each value of a body whose name an earlier value of the model has, and each node whose name another node of its graph has.
+    """Rename values until no two values of the model share a name, and nodes until no two nodes of a graph do. The first keeps its name.
 
     ONNX Runtime loads no model in which two nodes of a graph have one name.
     """
@@ -383,6 +384,6 @@ def name_apart(model: ir.Model) -> None:
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
-    """Return the values that a graph itself holds, without those of its bodies, each once."""
+    """Return the values of a graph, each once, without the values of its subgraphs."""
     held = (*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs))
     return list(dict.fromkeys(held))

@@ -1,11 +1,11 @@
 """Set the opset of a model: add one if none is named, raise it if it is too old, and raise it if more ops then take the low format.
 
-1. A model with ops of other domains alone gets an opset of onnx's own ops, because the inserted casts are such ops.
+1. A model that has only ops of other domains may name no opset for onnx's own ops. It gets one, because inserted casts are onnx's ops.
 2. Opsets before OLDEST broadcast by attribute. onnx's version converter raises such a model to OLDEST.
 3. A newer opset is chosen if it lets more ops of the model take the low format, and ONNX Runtime still loads the model.
 
-A raised model is not trusted: its results on sample runs are compared with those of the original model. If they cannot be compared, the
-schemas of its ops must be the same at both opsets except for types.
+A raised model is not trusted: its results on sample runs are compared with those of the original model. If that is not possible, the
+schemas must show that no op of the model computes something else at the new opset.
 
 This file has special code for ops that the converter raises wrongly: `PRelu`, `Scan`, and the `Unsqueeze` that it inserts after constants.
 """
@@ -40,15 +40,18 @@ from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.vocabulary import OpKind
 
 CASTS = 13
-"""The opset given to a model that names none: the first whose Cast takes every format."""
+"""The opset given to a model that has no ops of onnx and names no opset: the first whose Cast takes every format."""
 CONVERTERS = [logging.getLogger("onnxscript.version_converter")]
-"""Loggers that are silenced while an opset is raised: they report only which converter is used."""
+"""Loggers that are silenced while an opset is raised, because they only report which converter is used."""
 REMEDY = "raise it with onnx.version_converter.convert_version"
-"""Advice at the end of an error message."""
+"""Advice at the end of the message about a PRelu that cannot be converted."""
 
 
 def name_opset(model: ir.Model) -> int:
-    """Return the opset of onnx's own ops, and store it under the domain "". A model that has no such ops and names no opset gets CASTS."""
+    """Return the opset of onnx's own ops, and store it under the domain "".
+
+    A model that names none gets opset 1, as old files mean it; from IR version 3 on, a model without such ops gets CASTS.
+    """
     domains = model.opset_imports
     if "" not in domains and "ai.onnx" not in domains:
         if model.ir_version >= 3 and not any(node.domain in ("", "ai.onnx") for graph in model.graphs() for node in graph):
@@ -83,7 +86,7 @@ def raise_old(model: ir.Model) -> ir.Model:
 
 
 def _fold_unsqueezes(model: ir.Model) -> None:
-    """Replace each Unsqueeze of a constant, which the converter inserts, by a reshaped constant, so that ops read the constant directly."""
+    """Replace each Unsqueeze of a constant (the converter inserts some) by a reshaped constant, so that ops read a constant directly."""
     for graph in model.graphs():
         for node in list(graph):
             value, result = node.inputs[0] if node.inputs else None, node.outputs[0]
@@ -103,8 +106,8 @@ def _fold_unsqueezes(model: ir.Model) -> None:
 def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
     """Give slopes of PRelu the shape that OLDEST needs, because the converter leaves their shape unchanged.
 
-    Older opsets give each channel a slope. OLDEST broadcasts the slopes from the right, so they need dims of size one after the channels.
-    Raises CaptureError if the rank of a PRelu's input is unknown. Its message begins with `said`.
+    Before OLDEST, slopes of shape [channels] belong to dim 1 of the input. OLDEST broadcasts shapes from the right, so the slopes need dims
+    of size one behind the channels. Raises CaptureError, with a message that begins with `said`, if the rank of an input is unknown.
     """
     for graph in model.graphs():
         for node in list(graph):
@@ -119,7 +122,7 @@ def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
 
 
 def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int]) -> None:
-    """Let the PRelu `node` read its slope with dims of size one inserted at `axes`, after the dim of the channels."""
+    """Insert dims of size one at `axes`, after the dim of the channels, into the slope that the PRelu `node` reads."""
     tensor, name = constant_tensor(slope), f"{slope.name}_of_{node.outputs[0].name}"
     if tensor is not None:
         shaped = add_constant(graph, name, tensor.numpy().reshape(-1, *(1 for _ in axes)))
@@ -133,9 +136,9 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str]]:
-    """Return (model, notes). The model has the lowest opset, not below `least`, at which all ops that may run low take `low`.
+    """Return (model, notes). The model has the lowest opset, not below `least`, at which its ops that may run low take `low`.
 
-    If that fails, the model has its old opset.
+    If the opset cannot be raised, the model is returned unchanged, with a note. Ops that take `low` at no opset do not count.
     """
     opset = model.opset_imports[""]
     nodes = [node for graph in model.graphs() for node in graph if not node.domain]
@@ -173,7 +176,7 @@ def _raise_ir_version(model: ir.Model, opset: int) -> None:
 
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
     """True if a node has fp32 values and the lists let it run low."""
-    if node.op_type in FLOW:  # If, Loop and Scan have no kind: fp32 values of their bodies may become low
+    if node.op_type in FLOW:  # If, Loop and Scan are on no list: fp32 values that enter or leave their subgraphs may become low
         crossing = (value for body in bodies(node) for value in (*body.inputs, *body.outputs))
         return any(format_of(value) == "fp32" for value in (*node.outputs, *crossing))
     kind = lists.kind(op_of(node))

@@ -1,11 +1,12 @@
-"""Read an ONNX graph into an op graph: one op-graph node for each node, with the bodies (subgraphs) of If, Loop and Scan inlined.
+"""Read an ONNX graph into an op graph: one op-graph node for each ONNX node. Bodies (the subgraphs of If, Loop and Scan) are inlined.
 
-1. Walk the nodes in order. A body is walked at the position of its node, so that values may cross its border in either format.
-2. Values that enter or leave a body have op-graph nodes of their own. Those of a loop's state share a precision_group, hence one colour.
-3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
+1. Walk the nodes in order. A body is walked at the position of its node, so that a value may enter or leave it in either format.
+2. Values that enter or leave a body have separate op-graph nodes. The nodes of one loop state share a precision group, so that the state
+   has one colour (low or high) in all iterations.
+3. Operands with the result's type variable have the format of the op; other fp32 operands stay fp32. ONNX promotes no operands.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
-5. Facts of the file force colours: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample
-   runs are evidence, which passes judge.
+5. Some facts force an op to fp32: it is on no op list, the opset does not allow the low type, a neighbour is quantised. Facts about
+   constants and sample runs are evidence, which passes judge.
 
 This file has special code for bodies (`If`, `Scan`, `Loop`), for ops that set the type of their result (`Cast`, in the vocabulary `to`,
 `Constant`, `ConstantOfShape`, `DequantizeLinear`), and for the FLOPs of products: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
@@ -38,12 +39,12 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 Pin = tuple[Colour, Reason, str]
 TURNS = 64
-"""Assumed number of iterations of a loop."""
+"""Number of iterations of a loop that prices assume."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A read of a value: an input of a node or an output of a graph."""
+    """A place where a value is read: input `index` of a node, or output `index` of a graph."""
 
     owner: ir.Node | ir.Graph
     index: int
@@ -57,33 +58,33 @@ class Slot:
 
 @dataclass
 class OnnxReading:
-    """The op graph of a model, and for each of its nodes the ONNX value, the ONNX node and the places where it is read."""
+    """The op graph of a model and, for each op-graph node, the ONNX value, the ONNX node, and the places where the value is read."""
 
     graph: OpGraph = field(default_factory=OpGraph)
     values: dict[str, ir.Value] = field(default_factory=dict)
-    """The ONNX value of each op-graph node."""
+    """The ONNX value of each op-graph node, by the node's name."""
     nodes: dict[str, ir.Node] = field(default_factory=dict)
-    """By op-graph node: its ONNX node. A value at the border of a body (subgraph) has the ONNX node that runs the body."""
+    """The ONNX node of each op-graph node, by name. A value that enters or leaves a subgraph has the ONNX node that runs the subgraph."""
     slots: dict[tuple[str, str], list[Slot]] = field(default_factory=dict)
-    """The reads in the model, keyed by (reader, op-graph node that is read)."""
+    """Places where values are read, by (op-graph node that reads, op-graph node that is read)."""
     constants: list[ConstantRead] = field(default_factory=list)
     kept: dict[str, Loss] = field(default_factory=dict)
-    """Constants that stay fp32 whatever passes decide, by name, each with the error that a low copy would have."""
+    """Constants that stay fp32 whatever the passes decide: {name: error that a low copy would have}."""
     masks: set[str] = field(default_factory=set)
     """Constants, and ConstantOfShape nodes, that only mask attention scores. Their low copies block a position by less than half of the
     format's lowest number (`BLOCKED` in constants.py)."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
-    """Ranges of op-graph nodes in sample runs, and of constants that a low copy rounds."""
+    """Value ranges by op-graph node: of results in sample runs, and of constants that the low format does not hold exactly."""
     walls: Counter[str] = field(default_factory=Counter)
-    """Ops on no op list, with their numbers of occurrences."""
+    """Ops that are on no op list: {"domain::op type": number of occurrences}."""
     untyped: Counter[str] = field(default_factory=Counter)
-    """Values of unknown type that keep the ops that read them fp32, with their numbers of readers."""
+    """Values of unknown type, with the number of ops that stay fp32 because they read the value."""
 
 
 def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> OnnxReading:
-    """Read `model` into an `OnnxReading`: its op graph, the ONNX value, node and readers of each op-graph node, and facts about constants.
+    """Read `model` into an `OnnxReading`: the op graph, facts about constants, and how op-graph nodes map to ONNX values and nodes.
 
     `samples` are the results of sample runs. `asked_ops` are the ops that the user's overrides put on an op list. `keep_io` keeps the
     model's inputs and outputs fp32."""
@@ -100,11 +101,11 @@ class _Reader:
         self.opset = model.opset_imports.get("", 1)
         self.reading = OnnxReading()
         self.masked: set[str] = set()
-        """Op-graph nodes that read a constant mask. If they run low, the mask's numbers beyond the range become ±max."""
+        """Op-graph nodes that read a constant mask. In the low format, the mask's numbers beyond the range become ±max."""
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
         self.turns = 1
-        """Number of times that the nodes now being read run in one call of the model, for prices."""
+        """Assumed number of runs of the current graph in one call of the model, for prices: TURNS in a loop, TURNS ** 2 in a nested one."""
 
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
@@ -158,7 +159,7 @@ class _Reader:
         return constant_tensor(value) is not None
 
     def maker(self, value: ir.Value) -> str:
-        """Return the op-graph node that makes `value`. A constant gets its op-graph node when it is first read."""
+        """Return the name of the op-graph node that makes `value`. A constant gets its op-graph node here, at its first read."""
         if value not in self.of:
             if not self.constant(value):
                 raise CaptureError(f"{value.name} is read, but no node before it makes it; export the model again")
@@ -179,9 +180,10 @@ class _Reader:
         precision_group: str = "",
         may_saturate: bool = False,
     ) -> str:
-        """Add an op-graph node for an input, a constant, a value at a body's border, or one of several results, and return its name.
+        """Add an op-graph node for an input, a constant, a value that enters or leaves a subgraph, or one of several results of an op.
 
-        Without a `name`, it gets a free one, made from the name of `value`. A value that is not fp32 is plain, whatever `pinned` says.
+        Return its name: `name`, or a free name made from that of `value`. `pinned` is the forced colour and its reason; a value that is not
+        fp32 has the colour plain.
         """
         name = name or self.unique(str(value.name))
         dtype = format_of(value)
@@ -200,7 +202,7 @@ class _Reader:
         return name
 
     def read(self, reader: str, value: ir.Value, slot: Slot) -> str:
-        """Record a read of `value` by the op-graph node `reader`, and return the op-graph node that makes the value."""
+        """Record that the op-graph node `reader` reads `value` at `slot`. Return the name of the op-graph node that makes the value."""
         made = self.maker(value)
         self.reading.slots.setdefault((reader, made), []).append(slot)
         return made
@@ -256,7 +258,7 @@ class _Reader:
                 self.add_result(name, value, True, pinned, may_saturate)
 
     def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, may_saturate: bool) -> None:
-        """Add an op-graph node for `value`, one of several results of `node`. It has the node's colour if `grouped`, and is fp32 if not."""
+        """Add an op-graph node for `value`, one of several results of `node`. It has the format of `node` if `grouped`, otherwise fp32."""
         operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
         own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
         self.add_value(
@@ -265,9 +267,9 @@ class _Reader:
         )  # fmt: skip
 
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
-        """Return the operands of a listed op, each with the format in which the op takes it.
+        """Return the fp32 operands of an op on an op list, each with the format that the op needs (`Demand`).
 
-        `group` is the type variable of the op's result. `gives_float` tells whether it has an fp32 result.
+        `group` is the type variable of the op's result. `gives_float` is True if the op has an fp32 result.
         """
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
@@ -301,14 +303,15 @@ class _Reader:
         return tuple(Operand(made, demand, self.is_number(made), twice=times[made] > 1) for made, demand in demands.items())
 
     def is_number(self, name: str) -> bool:
-        """True if an op-graph node is a constant of one element. In PyTorch it would be a plain number."""
+        """True if the op-graph node `name` is a constant of one element. In PyTorch, it would be a Python number."""
         held = constant_tensor(self.reading.values[name]) if name in self.reading.values else None
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Keep the op-graph nodes `names` in fp32, because an op computes with the numbers of a mask, which a low format would clamp.
+        """Keep the op-graph nodes `names` in fp32, because they hold mask numbers with which an op computes, and a low format clamps these.
 
-        Nodes through which the mask reaches them stay fp32, too. `text` is the reason. Nothing changes if none reads a constant mask.
+        The nodes through which the mask reaches `names` also stay fp32. `text` is the reason in the plan. Nothing changes if no constant
+        mask reaches them.
         """
         graph = self.reading.graph
 
@@ -320,11 +323,11 @@ class _Reader:
             graph.nodes[name] = replace(graph[name], pinned=graph[name].pinned or (Colour.HIGH, Reason.CONSTANT, text))
 
     def saturates(self, operands: Iterable[Operand]) -> bool:
-        """True if an operand may hold clamped numbers of a mask."""
+        """True if one of `operands` may hold mask numbers that the low format clamps."""
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
-        """Return the operands of an op that is on no op list. All operands of the op and of its bodies (subgraphs, `inner`) stay fp32."""
+        """Return the operands of an op on no op list: fp32 values of the graph that it or its subgraphs `inner` read. They stay fp32."""
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
             slots += [Slot(each, index) for each in body.all_nodes() for index in range(len(each.inputs))]
@@ -337,9 +340,10 @@ class _Reader:
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
-        """Return (high, reason, detail) if facts about the op force it to run in fp32; None if lists and passes decide.
+        """Return (high, reason, detail) if facts about the op force it to run in fp32; None if op lists and passes decide.
 
-        `listed` is False if the op is on no op list or has subgraphs. `group` is the type variable of its result.
+        `listed` is False if the op is on no op list, has subgraphs, or reads values of unknown type. `group` is the type variable of its
+        result.
         """
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op
@@ -369,9 +373,9 @@ class _Reader:
             self.leave(name, node, value, [(Slot(branch, index), branch.outputs[index]) for branch in branches])
 
     def read_turns(self, node: ir.Node) -> None:
-        """Read a Loop or Scan, whose body (subgraph) runs many times. Prices of casts in the body count TURNS times."""
+        """Add the op-graph nodes of a Loop or Scan and of its body (subgraph). Prices assume that the body runs TURNS times."""
         body, name = node.attributes["body"].as_graph(), self.unique(node.name or node.op_type.lower())
-        # the first two inputs of a Loop are a limit and a condition, and the first output of its body is a condition
+        # The first two inputs of a Loop are the trip count and a condition. The first output of its body is a condition.
         taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)
         states = len(node.inputs) - (taken or node.attributes["num_scan_inputs"].as_int())
         for index in range(taken, len(node.inputs)):
@@ -384,9 +388,9 @@ class _Reader:
             self.leave(name, node, value, [(Slot(body, index + given), body.outputs[index + given])], precision_group)
 
     def enter(self, name: str, node: ir.Node, index: int, inner: ir.Value, tied: bool) -> None:
-        """Add an op-graph node for `inner`, a value that a loop or scan passes into its body: its state (`tied`) or a slice of a sequence.
+        """Add an op-graph node for `inner`, a value that a loop or scan passes into its body: a state, or a slice of a sequence.
 
-        A state has one colour in all iterations."""
+        `tied` is True for a state: it has one colour (low or high) in all iterations."""
         outer = node.inputs[index]
         if outer is None:
             return
@@ -401,9 +405,9 @@ class _Reader:
         self.turns //= TURNS
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
-        """Add an op-graph node for `outer`, a value that a body returns to the graph around it. `inner` are its values in the bodies.
+        """Add an op-graph node for `outer`, a result of an If, Loop or Scan. `inner` holds the body outputs that become this result.
 
-        `precision_group` is the group of a loop's state, and "" for any other value.
+        `precision_group` is the name of the precision group if `outer` is a loop's state, otherwise "".
         """
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             guess(outer, inner[0][1].type)
@@ -411,7 +415,7 @@ class _Reader:
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
-        """Add an op-graph node for `value` at the border of a body. `reads` are the values on the other side that become `value`."""
+        """Add an op-graph node for `value`, which enters or leaves a body. `reads` holds the values that become `value` there."""
         name = self.unique(name)
         demands: dict[str, Demand] = {}
         for slot, read in reads:
@@ -431,7 +435,7 @@ class _Reader:
         self.reading.nodes[name] = node
 
     def pin_border(self, node: ir.Node) -> Pin | None:
-        """Return (high, reason, detail) if the If, Loop or Scan `node` takes no low format at this opset; None if it does."""
+        """Return (high, reason, detail) if the If, Loop or Scan `node` does not allow the low type at this opset; None if it does."""
         sig = signature(node.domain, node.op_type, self.opset)
         if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
             return None

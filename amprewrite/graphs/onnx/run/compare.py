@@ -2,12 +2,12 @@
 
 `strict_outputs` runs a rewritten file strictly: every op computes in fp32, and each low result is really rounded. ONNX Runtime's CPU
 provider runs chains of fp16 ops in fp32 and drops the casts between them, so its outputs hide rounding and overflow; for bf16 it has hardly
-any kernels at all. So a copy of the file is made in which each rounding is explicit:
+any kernels at all. So `strict_model` makes a copy of the file in which each rounding is explicit:
 
 1. A low value keeps its name and becomes fp32, so that its readers compute in fp32.
-2. Its maker writes an unrounded value of another name. A cast to the low format and a cast back make the low value from it. A result that
-   is low already (a constant, a cast, a fill) needs only the cast back.
-3. ONNX Runtime runs that file unoptimised, so that nothing is fused away.
+2. The node that makes it gets a result of another name, which is not rounded. A cast to the low format and a cast back to fp32 make the
+   value from this result. A constant, a cast or a fill makes a low result by itself, and needs only the cast back.
+3. ONNX Runtime runs the copy without optimisations, so that no cast is fused away.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from amprewrite.tables.ops.onnx_names import FLOW, ROUNDS_NOTHING, TYPED_BY_ATTR
 
 
 def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
-    """Return the relative L2 error of all floating outputs of `got` together; infinity if `got` is not finite where `wanted` is.
+    """Return the relative L2 error of all floating outputs `got` together against `wanted`.
 
-    `wanted` and `got` hold one list of outputs for each run. If all wanted numbers are zero, the error is absolute. Infinity is also the
-    result if the outputs differ in number or shape.
+    `wanted` and `got` hold one list of outputs for each run. The error is infinite if `got` is not finite where `wanted` is, or if outputs
+    differ in number or shape. It is absolute if all numbers in `wanted` are zero.
     """
     if _shapes(wanted) != _shapes(got):
         return float("inf")
@@ -53,10 +53,10 @@ def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]
 
 
 def resized(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> set[int]:
-    """Return the positions of the outputs that differ in shape in any run.
+    """Return the indices of the outputs whose shape differs between `wanted` and `got` in any run.
 
-    Rounding may change the shape of an output if a condition on values selects its elements, as in a detector.
-    `wanted` and `got` hold one list of outputs for each run, of the same number.
+    Rounding may change the shape of an output if a condition on values selects its elements, as in a detector. `wanted` and `got` hold one
+    list of outputs for each run, and all lists have the same length.
     """
     pairs = zip(wanted, got, strict=True)
     return {place for wants, gots in pairs for place, (a, b) in enumerate(zip(wants, gots, strict=True)) if _shapes(a) != _shapes(b)}
@@ -67,12 +67,12 @@ def _shapes(results: Any) -> list[tuple[int, ...]]:
 
 
 def is_measurable(outputs: Sequence[Sequence[Any]]) -> bool:
-    """True if any of the results holds a finite floating number. Without such a number an error has no meaning."""
+    """True if an output holds a finite floating number. Otherwise no error can be measured."""
     return any(array.dtype.kind == "f" and has_numbers(array) for array in _arrays(outputs))
 
 
 def _arrays(results: Any) -> Iterator[np.ndarray]:
-    """Yield the arrays of all results: several for a sequence, one for each key of a map, none for an empty optional."""
+    """Yield the arrays in `results`, which may be nested: those of each list element, one for each key of a map, none for None."""
     if isinstance(results, np.ndarray | np.generic):
         yield np.asarray(results)
     elif isinstance(results, Mapping):
@@ -86,7 +86,7 @@ def _arrays(results: Any) -> Iterator[np.ndarray]:
 
 
 def tell_of_overflow(name: str, low: Format) -> str:
-    """Warn that results of a rewritten model are not finite where those of the original are. Returns the text of the warning."""
+    """Warn that results of the rewritten model `name` are not finite where the original gives finite ones. Return the warning's text."""
     said = (
         f"{name} gives finite numbers on the samples, and the rewritten one does not in {low.name}; keep ops fp32 by overrides=, or take "
         "dtype='bf16': a sample run shows no ranges in bodies of If, Loop and Scan, and what is asked for goes before ranges"
@@ -96,18 +96,17 @@ def tell_of_overflow(name: str, low: Format) -> str:
 
 
 SAME = 1e-3
-"""Relative error up to which two opsets of one model count as equal: their kernels may sum in another order."""
+"""The results of a model at two opsets count as equal up to this relative error, because kernels may sum in a different order."""
 
 
 def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit: TimeLimit = "auto") -> None:
     """Raise CaptureError unless the raised model is shown to compute the same as the original.
 
-    The original runs on the samples, and its results are compared with those of the raised model. ONNX Runtime lacks kernels for many old
-    ops. If the original does not run, the schemas must show that no op changed, or onnx's own evaluator must give the same results. The
-    evaluator runs some old ops by their new rules, so a difference does not prove a mistake. A model may be raised in two steps. If the
-    original does not run, the model after the first step is compared, too.
-
-    `stages` are the original model, the model after each change of its opset but the last, and the raised model, which made `samples`.
+    `stages` holds the model at each opset, from the original to the raised one. `samples` holds inputs, and outputs of the raised model.
+    The original runs on the inputs in ONNX Runtime, and the outputs are compared. ONNX Runtime lacks kernels for many old ops. If the
+    original does not run, the schemas must show that its ops compute the same at the next opset, or onnx's own evaluator must give the same
+    outputs; then the next stage is checked in the same way. The evaluator runs some old ops by their new rules, so different outputs do not
+    prove a mistake.
     """
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]
@@ -128,7 +127,8 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
 
 
 def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]] | None:
-    """Return the results of ONNX Runtime on the samples; None if there are none, if it does not run the model, or if two runs differ."""
+    """Return the model's outputs on the samples in ONNX Runtime. None without samples, if it does not run the model, or if two runs differ.
+    """
     if not samples.feeds:
         return None
     with Runnable(model, limit) as runnable:
@@ -143,10 +143,10 @@ def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]
 
 
 def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
-    """Return the results of onnx's own evaluator on the samples; None if it does not run the model, or if two runs differ.
+    """Return the model's outputs on the samples in onnx's own evaluator; None if it does not run the model, or if two runs differ.
 
-    The evaluator is not tried without samples, on a model too large for one protobuf, and, as it has no time limit, on a model with an If,
-    a Loop or a Scan.
+    None also without samples, for a model too large for one protobuf, and for a model with If, Loop or Scan, since the evaluator has no
+    time limit.
     """
     if not samples.feeds or is_large(model) or any(node.op_type in FLOW for graph in model.graphs() for node in graph):
         return None
@@ -156,23 +156,23 @@ def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
             runner: Any = ReferenceEvaluator(to_proto(model))
             once, again = ([runner.run(None, feed) for feed in samples.feeds] for _ in range(2))
         return once if relative_error(once, again) == 0 else None
-    except Exception:  # the evaluator does not know the old forms of some ops
+    except Exception:  # the evaluator does not support some ops of old opsets
         return None
 
 
 LOW = {row.name: onnx.TensorProto.DataType.Value(row.onnx) for row in LOW_FORMATS}
 FP32 = onnx.TensorProto.FLOAT
 ROUNDING = 4.0
-"""Factor on the time limit, because a strict run rounds every result and is not optimised."""
+"""Factor on the time limit of strict runs, which take longer because every result is rounded and nothing is optimised."""
 
 
 def strict_outputs(
     model: ir.Model, feeds: Sequence[Feed], proto: onnx.ModelProto | None = None, folder: Path | None = None, limit: TimeLimit = "auto"
 ) -> list[list[np.ndarray]]:
-    """Return the outputs of the rewritten model under true rounding, one list for each feed.
+    """Return the outputs of the rewritten model with every low result really rounded: one list of outputs for each feed.
 
-    `proto` is the written model, with its external data in `folder`; None if all of it is in memory. Raises TooSlow if a run takes longer
-    than ROUNDING times the limit of an ordinary run.
+    `proto` is the model as written to a file, with its external data in `folder`; None if the whole model is in memory. Raises TooSlow if a
+    run takes longer than ROUNDING times the limit of an ordinary run.
     """
     with all_types(model):
         strict, renamed = strict_model(model, to_proto(model) if proto is None else proto)
@@ -186,7 +186,7 @@ def strict_outputs(
 
 
 def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return (an all-fp32 model that rounds like the low model, {old name: new name} of its low inputs). `proto` is not changed."""
+    """Return (an fp32 copy of the low model that rounds explicitly, {old name: new name} of its low inputs). `proto` is not changed."""
     strict = onnx.ModelProto()
     strict.CopyFrom(proto)
     rounding: list[onnx.NodeProto] = []
@@ -203,7 +203,7 @@ def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelPro
 
 
 class _UnroundedNames:
-    """Names for values before they are rounded. They end in a mark that no name of the model holds."""
+    """Makes names for unrounded values: the name of the rounded value and a suffix that occurs in no name of the model."""
 
     def __init__(self, model: ir.Model) -> None:
         taken = {str(v.name) for g in model.graphs() for v in (*g.inputs, *g.initializers.values(), *(v for n in g for v in n.outputs))}
@@ -212,17 +212,17 @@ class _UnroundedNames:
             self.mark += "_"
 
     def raw(self, name: str) -> str:
-        """Return the name of a value before it is rounded."""
+        """Return the name for the unrounded form of the value `name`."""
         return name + self.mark
 
     def round(self, name: str, low: int) -> list[onnx.NodeProto]:
-        """Return two casts that round the raw value to the type `low` and back to fp32. The result has the value's own name."""
+        """Return two Cast nodes, to the type `low` and back to fp32, that make the value `name` from its unrounded form `raw(name)`."""
         down = f"{self.raw(name)}_down"
         return [_cast(self.raw(name), down, low), _cast(down, name, FP32)]
 
 
 def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, names: _UnroundedNames, first: Sequence[onnx.NodeProto] = ()) -> None:
-    """Make each rounding explicit in the protobuf of a graph and of its subgraphs. `first` are nodes to put at its beginning.
+    """Make each rounding in a graph and its subgraphs explicit, in place in `proto`. Put the nodes `first` at its beginning.
 
     The protobuf holds the same nodes in the same order as `graph`.
     """

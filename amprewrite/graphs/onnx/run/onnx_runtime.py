@@ -1,4 +1,4 @@
-"""Run models of any size in ONNX Runtime: from memory if a model fits one protobuf, otherwise from a temporary folder.
+"""Run models of any size in ONNX Runtime: from memory if the model fits one protobuf, otherwise from files in a temporary folder.
 
 This file has special code for `Transpose`, on which ONNX Runtime may crash.
 """
@@ -23,9 +23,9 @@ from amprewrite.tables.errors import EmitError, one_line
 from amprewrite.tables.formats import LOW_NAMES
 
 MOST_BYTES = 1_500_000_000
-"""Bytes of weights beyond which a model is kept in a file with external data, because one protobuf holds at most 2 GB."""
+"""A model with more bytes of weights is run from a file with external data, because one protobuf holds at most 2 GB."""
 SECONDS = 5.0
-"""Time limit of a run in seconds, to which the time for the model's weights is added."""
+"""Time limit of a run in seconds, if the model has no weights."""
 BYTES_A_SECOND = 2e7
 """The time limit of a run grows by one second for this many bytes of weights."""
 TimeLimit = float | None | Literal["auto"]
@@ -57,7 +57,7 @@ def has_runtime() -> bool:
 
 
 def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> Any:
-    """Return a session on CUDA if available, otherwise on the CPU. `level` is the optimisation level, 0 to 3; None leaves the default, 3.
+    """Return a session on CUDA if available, otherwise on the CPU. `level` is the optimisation level, 0 to 3; None means the default, 3.
 
     `model` is a protobuf, its bytes, or a path.
     """
@@ -72,7 +72,7 @@ def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> A
 
 
 def providers() -> list[str]:
-    """Return the execution providers for sessions."""
+    """Return the execution providers of sessions, in order of preference: CUDA if available, then CPU."""
     known = runtime().get_available_providers()
     return [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in known]
 
@@ -84,15 +84,15 @@ class TooSlow(EmitError):
 def seconds_for(weights: int, limit: TimeLimit = "auto") -> float | None:
     """Return the seconds that one run may take; None if there is no limit.
 
-    `weights` is the number of bytes of the weights. The limit "auto" grows with it, so that a small file cannot run for ever.
+    `weights` is the number of bytes of the weights. The limit "auto" grows with it, so that a small model cannot block for long.
     """
     return SECONDS + weights / BYTES_A_SECOND if limit == "auto" else limit
 
 
 def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float | None) -> list[Any]:
-    """Run the session `runner` on `feed` and return the results `names`, or all results if that is None.
+    """Run the session `runner` on the inputs `feed`. Return the outputs called `names`, or all outputs if `names` is None.
 
-    Raises TooSlow after `seconds` (None: no limit), or an error of ONNX Runtime.
+    Raises TooSlow if the run takes longer than `seconds` (None: no limit). Errors of ONNX Runtime pass through.
     """
     options = runtime().RunOptions()
     options.log_severity_level = 4
@@ -130,16 +130,20 @@ def is_large(model: ir.Model) -> bool:
 
 
 def may_crash(model: ir.Model) -> bool:
-    """True if the optimiser of ONNX Runtime may end the process (segmentation fault, seen in 1.31) when it loads the model.
+    """True if ONNX Runtime's optimiser may crash the process (segmentation fault, seen in 1.31) when it loads the model.
 
-    That happens if a Transpose has a low result and a matrix product reads it in fp32, after a cast, as all products do on a CPU.
+    The crash needs a Transpose with a low result that a matrix product reads through a cast to fp32. On a CPU all products read fp32, so
+    the test only looks for the Transpose.
     """
     transposes = (node for node in model.graph.all_nodes() if node.op_type == "Transpose" and not node.domain)
     return any(format_of(node.outputs[0]) in LOW_NAMES for node in transposes)
 
 
 class Runnable:
-    """A model that can be run with any of its values as outputs. Use it as a context manager: a large model takes a folder on disk."""
+    """A model that ONNX Runtime can run with any of its values as outputs.
+
+    Use it as a context manager, since it keeps a large model in a temporary folder.
+    """
 
     def __init__(self, model: ir.Model, limit: TimeLimit = "auto") -> None:
         self.seconds = seconds_for(weight_bytes(model), limit)
@@ -176,7 +180,7 @@ class Runnable:
         return invalid(self.proto if self.folder is None else self.folder / "model.onnx")
 
     def failure(self, feeds: Iterable[dict[str, Any]]) -> str:
-        """Return why ONNX Runtime, in a separate process, cannot load the model or run it on any of `feeds`; "" if it can."""
+        """Try the model in a separate process. Return "" if ONNX Runtime loads it and runs it on one of `feeds`, otherwise the error."""
         if not has_runtime():
             return NO_RUNTIME
         model = self.proto.SerializeToString() if self.folder is None else str(self.folder / "model.onnx")
@@ -184,12 +188,12 @@ class Runnable:
         return one_line(said) if said else ""
 
     def session(self, extra: Iterable[str] = ()) -> Any:
-        """Return an unoptimised session whose outputs are the model's own and the `extra` values."""
+        """Return a session without optimisations, whose outputs are the model's outputs and then the values called `extra`."""
         return session_of(self.proto, self.folder, extra)
 
 
 def refusal(model: ir.Model) -> str:
-    """Return the error of ONNX Runtime when it loads a model, for example on an op without a kernel.
+    """Return the error of ONNX Runtime on loading a model, for example about an op without a kernel.
 
     The result is "" if ONNX Runtime loads the model, or is not installed.
     """
@@ -204,7 +208,10 @@ def refusal(model: ir.Model) -> str:
 
 
 def session_of(proto: onnx.ModelProto, folder: Path | None = None, extra: Iterable[str] = ()) -> Any:
-    """Return an unoptimised session of `proto`, with the `extra` values as further outputs. `folder` holds its external data, if any."""
+    """Return a session of `proto` without optimisations, with the values called `extra` as further outputs.
+
+    `folder` holds the external data of `proto`; None if there is none.
+    """
     own = len(proto.graph.output)
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in extra)
     try:

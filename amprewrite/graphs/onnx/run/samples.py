@@ -1,11 +1,11 @@
 """Run an ONNX model on samples, and record the magnitudes of its values.
 
 1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for inputs that index a table.
-2. The fp32 model runs with its inner values as extra outputs, a GB of them at a time.
-3. The range of every floating value is kept, over all samples. For the first few samples, inputs and outputs are kept as well, to measure
-   errors on. Samples are taken one at a time: any number of them needs the memory of one.
+2. The fp32 model runs with its inner values as extra outputs, at most about 1 GB of them in one run.
+3. The range of every fp32 value is recorded over all samples. Inputs and outputs of the first few samples are kept for measuring errors.
+   Samples are read one at a time, so memory use does not grow with their number.
 
-This file has special code for `Gather`, whose table limits an index.
+This file has special code for `Gather`: the size of its table limits valid indices.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from amprewrite.tables.errors import PolicyError, one_line
 from amprewrite.tables.ops.onnx_names import FLOW
 
 Feed = dict[str, Any]
-"""Values of the inputs by name: an array, a list of arrays for a sequence, None for an optional input that is left out."""
+"""{name of an input: its value}. A value is an array, a list of arrays for a sequence, or None for an optional input that is omitted."""
 CHUNK = 2**28
-"""Largest number of elements of inner values that one run may return."""
+"""Largest total number of elements of the inner values that one run returns."""
 SIZES = ((2, 8), (1, 16), (1, 32), (1, 64), (1, 1))
-"""Sizes to try for (first dim, other dims) if a model leaves them open."""
+"""Sizes to try for open dims (dims without a fixed size): (size of a first dim, size of other dims)."""
 KEPT = 8
-"""Largest number of samples whose inputs and outputs are kept, to measure errors on."""
+"""Largest number of samples whose inputs and outputs are kept for measuring errors."""
 KEPT_BYTES = 2**28
 """Largest number of bytes that the kept inputs and outputs may take together. The first sample is kept in any case."""
 TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of such"
@@ -44,7 +44,7 @@ TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of suc
 
 
 class CallersError(Exception):
-    """Raised for an error in the caller's code that makes samples, to tell it from our own errors. The caller gets the `original`."""
+    """Wraps an error in the caller's code that makes samples, to distinguish it from our errors. The caller gets `original`."""
 
     def __init__(self, original: Exception) -> None:
         super().__init__(str(original))
@@ -56,9 +56,9 @@ class Samples:
     """Results of sample runs."""
 
     feeds: list[Feed] = field(default_factory=list)
-    """Inputs of the first samples."""
+    """Inputs of the samples that are kept: the first ones, at most KEPT."""
     outputs: list[list[np.ndarray]] = field(default_factory=list)
-    """Results of the fp32 model on `feeds`, one list for each feed."""
+    """Outputs of the fp32 model on `feeds`, one list for each feed."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges of the observed values over all samples, by name."""
     seen: int = 0
@@ -66,21 +66,21 @@ class Samples:
     made_up: bool = True
     """True if the inputs were made up, not given by the caller."""
     empty: set[str] = field(default_factory=set)
-    """Inputs that have no finite element in some sample. Such a sample shows no range of the input."""
+    """Names of inputs that have no finite element in some sample. Such a sample shows no range."""
     problem: str = ""
-    """The reason why there are no samples; "" if there are samples."""
+    """The reason why no sample run succeeded; "" if one did."""
     invalid: str = ""
-    """Error of onnx.checker on the model; "" if it passes. With an error, `problem` is set too, unless ONNX Runtime runs the model."""
+    """Error of onnx.checker on the model; "" if it passes. `problem` is then set as well, unless ONNX Runtime runs the model anyway."""
     refusal: str = ""
     """Error of ONNX Runtime on an invalid model; "" if the model runs or was not tried."""
 
 
 # -- the caller's samples --------------------------------------------------------------
 def read_feeds(model: ir.Model, calibration: Any) -> Iterator[Feed]:
-    """Yield the caller's samples, each checked against the model's inputs when it is taken.
+    """Yield the caller's samples, each checked against the model's inputs when it is read.
 
-    `calibration` is a mapping of input names to arrays for one sample, an .npz file with one, or an iterable of these. Raises PolicyError
-    for anything else, for a file that cannot be read, and for a sample whose names, dtypes or shapes are not the model's.
+    `calibration` is a sample or an iterable of samples. A sample is a mapping of input names to arrays, or the path of an .npz file. Raises
+    PolicyError for anything else, for a file that cannot be read, and for a sample whose names, dtypes or shapes are not the model's.
     """
     if isinstance(calibration, Mapping | str | Path):
         calibration = (calibration,)
@@ -98,7 +98,7 @@ def _each_checked(model: ir.Model, samples: Iterable[Any]) -> Iterator[Feed]:
 
 
 def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
-    """Yield the caller's samples. An error in the caller's own code becomes a CallersError."""
+    """Yield the caller's samples. An error that the caller's iterator raises is wrapped in a CallersError."""
     try:
         yield from samples
     except Exception as error:
@@ -108,7 +108,7 @@ def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
 def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
     """Return the arrays of an .npz file by name, or {name: None} if its array names differ from `names`, the model's inputs.
 
-    In the second case the arrays are not read, because a small compressed file may unpack to gigabytes. Raises PolicyError if the file
+    With different names the arrays are not read, because a small compressed file may unpack to gigabytes. Raises PolicyError if the file
     cannot be read as .npz, or if its arrays take more than half of the free memory.
     """
     try:
@@ -130,7 +130,10 @@ def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
 
 
 def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
-    """Return a sample in the form that ONNX Runtime takes. Raises PolicyError if its names, dtypes or shapes are not the model's."""
+    """Return a sample as inputs for ONNX Runtime. Raises PolicyError if its names, dtypes or shapes are not the model's.
+
+    `where` names the sample in messages.
+    """
     inputs = {str(value.name): value for value in model.graph.inputs}
     if not isinstance(sample, Mapping):
         raise PolicyError(f"{where} is a {type(sample).__name__}; give a mapping with {', '.join(inputs)}")
@@ -144,7 +147,10 @@ def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
 
 
 def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, where: str) -> Any:
-    """Return `given` in the form of an input of type `kind`: an array, a list of arrays for a sequence, or None for an optional."""
+    """Return `given` as an input of type `kind`: an array, a list of arrays for a sequence, or None for an optional.
+
+    Raises PolicyError, with a message that begins with `where`, if it does not fit the type or the shape of `value`.
+    """
     if isinstance(kind, ir.OptionalType):
         return None if given is None else _checked_value(value, kind.elem_type, given, where)
     if isinstance(kind, ir.SequenceType):
@@ -168,7 +174,7 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
 
 # -- made-up inputs -----------------------------------------------------------------
 def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
-    """Yield made-up inputs to try, from likely to unlikely sizes of open dims; only one sample if no dim is open."""
+    """Yield made-up inputs with different sizes of open dims (dims of no fixed size), likely sizes first; one sample if none is open."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for first, rest in SIZES:
         feed = _made_up(model, first, rest)
@@ -179,7 +185,7 @@ def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
 
 
 def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
-    """Return made-up inputs in which an open dim has the size `first` if it is the first dim of an input, otherwise `rest`."""
+    """Return made-up inputs. An open dim gets the size `first` if it is the first dim of an input, otherwise `rest`."""
     generator = np.random.default_rng(0)
     open_dims: dict[str, int] = {}
     feed: Feed = {}
@@ -207,7 +213,7 @@ def _noise(value: ir.Value, shape: tuple[int, ...], generator: np.random.Generat
 
 
 def _rows_indexed(value: ir.Value) -> int:
-    """Return the number of rows of the table that an integer input indexes; 0 if it indexes none."""
+    """Return the number of rows of the table that the integer input `value` indexes; 0 if it indexes no table of known size."""
     for node, place in value.uses():
         table = node.inputs[0]
         if node.op_type == "Gather" and place == 1 and table is not None and table.shape is not None:
@@ -220,12 +226,12 @@ def _rows_indexed(value: ir.Value) -> int:
 
 # -- runs ------------------------------------------------------------------------------
 def observe(model: ir.Model, feeds: Iterable[Feed] | None, limit: TimeLimit = "auto", lenient: bool = False) -> Samples:
-    """Run the fp32 model on samples and return the ranges of the fp32 values of its top graph. If `feeds` is None, inputs are made up.
+    """Run the fp32 model on the inputs `feeds` and record the ranges of the fp32 values of its top graph. None makes up inputs.
 
-    ONNX Runtime first infers the types and shapes that are still unknown, because it knows more ops than onnx.
+    ONNX Runtime first infers the types and shapes that are still unknown, because it knows more ops than onnx. `limit` limits each run.
 
-    A model that onnx.checker refuses is not run. With `lenient` it is run, unless a trial in a separate process fails. Raises PolicyError
-    if the model does not run on the caller's samples. If it does not run on made-up inputs, `problem` of the result is the reason.
+    A model that onnx.checker refuses is run only with `lenient`, and only if a trial in a separate process succeeds. Raises PolicyError if
+    the model does not run on the caller's samples. If it does not run on made-up inputs, `problem` of the result is the reason.
     """
     problem = too_large(model)
     if problem:
@@ -260,28 +266,28 @@ def observe(model: ir.Model, feeds: Iterable[Feed] | None, limit: TimeLimit = "a
 
 
 def _peek(feeds: Iterable[Feed]) -> tuple[Iterable[Feed], list[Feed]]:
-    """Return (all of the caller's samples, a list with the first sample only; empty if there is none)."""
+    """Return (an iterator over all of `feeds`, a list of the first feed). The list is empty if there is no feed."""
     rest = iter(feeds)
     first = list(itertools.islice(rest, 1))
     return itertools.chain(first, rest), first
 
 
 def _fp32_values(model: ir.Model) -> list[ir.Value]:
-    """Return the fp32 values that the top graph computes."""
+    """Return the fp32 results of the nodes of the top graph, except constants."""
     made = (value for node in model.graph for value in node.outputs if value.name and constant_tensor(value) is None)
     return [value for value in made if format_of(value) == "fp32"]
 
 
 def _fill_types(model: ir.Model, runnable: Runnable) -> None:
-    """Guess the types and shapes of values of unknown type as ONNX Runtime infers them, if it loads the model.
+    """Let ONNX Runtime infer the types and shapes of values of unknown type. Nothing changes if it does not load the model.
 
-    `read/reader.py` infers the types of results of nodes in FLOW.
+    Results of If, Loop and Scan are left out: `read/reader.py` infers their types.
     """
     nodes = (node for node in model.graph if node.op_type not in FLOW)
     untyped = {str(value.name): value for node in nodes for value in node.outputs if value.name and value.type is None}
     if not untyped:
         return
-    with contextlib.suppress(Exception):  # the sample run that follows says why ONNX Runtime does not load the model
+    with contextlib.suppress(Exception):  # ignored: the next sample run reports why ONNX Runtime does not load the model
         for found in runnable.session(untyped).get_outputs():
             kind = spelled_type(found.type)
             if found.name in untyped and kind is not None:
@@ -289,7 +295,7 @@ def _fill_types(model: ir.Model, runnable: Runnable) -> None:
 
 
 class _Observer:
-    """Sessions of one model that return its own outputs and the inner values to observe, one session for each chunk of values."""
+    """Runs one model and records the ranges of its outputs and of the values `wanted`. Each chunk of values has its own session."""
 
     def __init__(self, runnable: Runnable, wanted: Iterable[ir.Value]) -> None:
         self.runnable, self.own = runnable, runnable.outputs
@@ -299,7 +305,7 @@ class _Observer:
         """True if a run took longer than its time limit."""
 
     def run(self, feed: Feed, samples: Samples) -> str:
-        """Run one sample and record its values in `samples`. Returns the error; "" if there was none."""
+        """Run the model on one feed and record ranges, inputs and outputs in `samples`. Return the error; "" if there was none."""
         ranges: dict[str, ValueRange] = {}
         outputs: list[np.ndarray] = []
         try:
@@ -327,7 +333,7 @@ class _Observer:
 
 
 def has_numbers(array: np.ndarray) -> bool:
-    """True if an array shows a range: if it has an element, and for floats a finite one."""
+    """True if an array has an element, and, for a floating dtype, a finite element."""
     return bool(np.isfinite(array).any() if array.dtype.kind == "f" else array.size)
 
 
@@ -336,7 +342,7 @@ def _bytes(arrays: Iterable[Any]) -> int:
 
 
 def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
-    """Yield the values in lists. The values of a list have at most CHUNK elements together, unless one value alone has more."""
+    """Divide values into lists whose values have at most CHUNK elements together. A value with more elements has a list of its own."""
     chunk: list[ir.Value] = []
     held = 0
     for value in wanted:
@@ -350,6 +356,6 @@ def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
 
 
 def elements(value: ir.Value) -> int:
-    """Return the number of elements of a value. Open dims count 64."""
+    """Return the number of elements of a value. Open dims (dims without a fixed size) count as 64."""
     dims = (dim if isinstance(dim, int) else 64 for dim in (value.shape or ()))
     return int(np.prod([*dims, 1], dtype=np.int64))

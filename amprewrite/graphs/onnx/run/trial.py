@@ -1,8 +1,8 @@
 """Try an ONNX model in a separate process, because ONNX Runtime may abort the process.
 
-It may do so on a model that onnx.checker refuses, and ONNX Runtime 1.31 also does on some valid ones (see `may_crash` in onnx_runtime.py).
+It may do so on a model that onnx.checker refuses. ONNX Runtime 1.31 also does so on some valid models (see `may_crash` in onnx_runtime.py).
 
-The other process runs this very file, which imports nothing else of amprewrite, so that it starts quickly.
+The separate process runs this file as a script. The file imports nothing else of amprewrite, so that the process starts quickly.
 
 1. The process loads the model without optimisations, and runs it on the samples until a run succeeds.
 2. It loads and runs the model with ONNX Runtime's defaults. This run may fail, but must not abort the process.
@@ -19,13 +19,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 ENDS = "it ends the process"
-"""Beginning of what `failure` returns if the other process died."""
+"""Beginning of the text that `failure` returns if the separate process died."""
 START = 60.0
-"""Seconds that the process may take to start, on a busy machine."""
+"""Seconds allowed for the start of the separate process, enough for a busy machine."""
 
 
 def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
-    """Return why ONNX Runtime cannot load a model, or run it on any of `feeds`; "" if it can. `seconds` limits one run; None: no limit."""
+    """Return the error if ONNX Runtime cannot load a model or runs it on none of `feeds`, otherwise "".
+
+    `model` is the bytes of a protobuf, or a path. `seconds` limits the time of one run; None: no limit.
+    """
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python beside this program to try it in"
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -43,7 +46,7 @@ def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iter
 
 
 def _load(model: bytes | str, providers: list[str], plainly: bool) -> Any:
-    """Return a session of the model, without optimisations if `plainly`."""
+    """Return a session of the model. `plainly` switches off all optimisations."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -55,7 +58,7 @@ def _load(model: bytes | str, providers: list[str], plainly: bool) -> Any:
 
 
 def _run_any(runner: Any, feeds: list[dict[str, Any]]) -> str:
-    """Return the error of ONNX Runtime on the last feed; "" if the model runs on one of them."""
+    """Run the session on `feeds` until a run succeeds. Return "" if one does, otherwise the error of the last run."""
     said = ""
     for feed in feeds:
         try:
@@ -75,7 +78,7 @@ def main() -> None:
     except Exception as error:
         said = str(error)
     if not said:
-        with contextlib.suppress(Exception):  # ignored here: the caller runs the model again and reports the error
+        with contextlib.suppress(Exception):  # ignored: only a crash of this process counts here
             _run_any(_load(model, providers, plainly=False), feeds)
     sys.stdout.buffer.write(said.encode(errors="replace"))
 

@@ -1,7 +1,7 @@
 """Edit an ONNX model by its plan.
 
-1. Values that the plan makes low get the low type. The model's own casts and fills are set to this type.
-2. Planned casts of constants become stored low copies. Every other planned cast becomes one Cast node after the maker of the value.
+1. Values that the plan makes low get the low type. Casts and fills (ConstantOfShape) that make such values are set to it.
+2. Planned casts of constants become stored low copies. Every other planned cast becomes one Cast node after the node that makes the value.
 3. Casts of the model that no longer change anything are erased. A second cast of the same value to the same type is replaced by the first.
 4. The colour and the reason of every node are written to its metadata_props.
 
@@ -14,7 +14,8 @@ The fp8 products of a plan are written in ONNX's form: both operands pass throug
     after    q = QuantizeLinear(x, scale); d = DequantizeLinear(q, scale); y = MatMul(d, DequantizeLinear(w8, scale of w))
 
 A scale is a constant in the low format: the largest magnitude of x in sample runs, or of w, divided by the largest number of e4m3. Larger
-values saturate. A weight is stored in e4m3. TensorRT and the like turn the pattern into an fp8 product; others compute the same numbers.
+values saturate. A weight is stored in e4m3. Compilers such as TensorRT turn the pattern into an fp8 product. Other runtimes run the nodes
+one by one, and compute the same numbers.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from amprewrite.tables.formats import E4M3, FORMATS, SMALLEST, Format, W
 from amprewrite.tables.vocabulary import Colour
 
 CAST = "amprewrite.cast"
-"""Key in metadata_props that marks the casts we inserted."""
+"""Key in metadata_props of the Cast nodes that a rewrite inserted."""
 COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
 """Keys in metadata_props that hold the colour of a node and its reason."""
 
 
 def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: Format) -> None:
-    """Insert the casts and type changes of `plan` into `model`, in place. Raises PassError if the resulting casts are not the plan's."""
+    """Insert the casts and type changes of `plan` into `model`, in place. Raises PassError if the inserted casts differ from the plan's."""
     colours = {node.name: node.colour for node in plan.nodes}
     for node in model.graph.all_nodes():  # remove marks of an earlier rewrite
         for key in (CAST, COLOUR, REASON):
@@ -72,7 +73,7 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
 
 # -- 1. types -------------------------------------------------------------------------
 def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
-    """Give the values of ops that run low the low type. Casts and ConstantOfShape nodes get attributes that make this type."""
+    """Set the type of all values with a low colour to `low`. Casts and ConstantOfShape nodes get attributes that make this type."""
     for name, value in reading.values.items():
         if colours[name] is Colour.LOW:
             value.type = ir.TensorType(DTYPES[low.name])
@@ -89,14 +90,14 @@ def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> No
 
 # -- 2. casts -------------------------------------------------------------------------
 def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
-    """Let the ops that the plan names as users of a cast read `copy` instead of the value."""
+    """Make all users of `cast` (the ops that need the value in its format) read `copy` instead of the value."""
     for user in cast.users:
         for slot in reading.slots[user, cast.value]:
             slot.put(copy)
 
 
 def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
-    """Store a constant low: under its own name if nothing reads it in fp32, otherwise as a second constant."""
+    """Store the low copy of a constant. It replaces the constant if all readers use the copy, otherwise it is a second constant."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)
@@ -104,7 +105,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
     low = ir.tensor(rounded(tensor.numpy(), to, cast.value in reading.masks), name=value.name)
     describe(low, tensor)
     node, graph = value.producer(), value.graph
-    if graph is None:  # tested by `is None`, because a graph without nodes, such as a branch of an If, counts as false
+    if graph is None:  # not `if not graph`: a graph without nodes, such as a branch of an If, is falsy
         graph = (node or next(iter(value.uses())).node).graph
     assert isinstance(graph, ir.Graph)
     if {(use.node, use.idx) for use in value.uses()} <= users and not value.is_graph_output():
@@ -123,9 +124,9 @@ def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: FreshNames) -> ir.Node:
-    """Insert one Cast right after the maker of a value, and let the users of `cast` read its result. Names of outputs do not change.
+    """Insert one Cast right after the node that makes a value, and make the users of `cast` read its result. Return the Cast.
 
-    If `cast` saturates, a Clip to the range of the low format precedes the Cast.
+    If `cast` saturates, a Clip to the range of the low format precedes the Cast. The names of the model's outputs do not change.
     """
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
@@ -157,7 +158,7 @@ def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: Fresh
 
 
 def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
-    """Return the graph in which a value is made; the top graph if that is unknown."""
+    """Return the graph or subgraph in which a value is made; the top graph if it is unknown."""
     maker = value.producer()
     graph = maker.graph if maker is not None else value.graph
     return graph if isinstance(graph, ir.Graph) else model.graph
@@ -165,7 +166,7 @@ def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
 
 # -- 3. tidy --------------------------------------------------------------------------
 def _tidy(model: ir.Model) -> None:
-    """Erase the model's casts that change nothing or repeat another cast, then constants that nothing reads."""
+    """Erase casts of the original model that no longer change the type, or repeat another cast. Then erase constants that nothing reads."""
     for graph in model.graphs():
         first: dict[tuple[ir.Value | None, int, int], ir.Node] = {
             (node.inputs[0], *_target(node)): node for node in graph if CAST in node.metadata_props
@@ -190,13 +191,13 @@ def _tidy(model: ir.Model) -> None:
 
 
 def _target(node: ir.Node) -> tuple[int, int]:
-    """Return (target type of a Cast, its attribute `saturate`). Two casts of one value do the same if these are equal."""
+    """Return (target type of a Cast, its attribute `saturate`). Two casts of a value are equivalent if these are equal."""
     return node.attributes["to"].as_int(), node.attributes.get_int("saturate", 1)
 
 
 # -- 4. provenance ----------------------------------------------------------------------
 def _annotate(reading: OnnxReading, plan: RegionPlan) -> None:
-    """Write colour and reason into the metadata of each ONNX node. If it has several op-graph nodes, the first counts."""
+    """Write the planned colour (low, high or plain) and reason into the metadata of each ONNX node; its first op-graph node decides."""
     for planned in plan.nodes:
         node = reading.nodes.get(planned.name)
         if node is not None and COLOUR not in node.metadata_props:
@@ -211,9 +212,10 @@ STORED = ir.DataType[E4M3.onnx]
 
 
 def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, largest: Mapping[str, float], low: Format) -> None:
-    """Edit `model` in place so that the products of the plan read quantised operands. Products compute in `low`.
+    """Edit `model` in place so that the fp8 products of `plan` read operands that were quantised to e4m3 and back to `low`.
 
-    `largest` has the largest magnitude of each value in samples. Raises PolicyError if a magnitude is missing or the opset is too old.
+    `largest` has the largest magnitude of each value in samples. Raises PolicyError if a needed magnitude is missing, or if the opset is
+    lower than OPSET.
     """
     opset, names = model.opset_imports.get("", 0), FreshNames(model)
     if opset < OPSET and plan.quantised.copies:
@@ -235,9 +237,9 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
 
 
 def scale_for(amax: float, low: Format) -> np.ndarray:
-    """Return the scale of values up to `amax`: the number to divide by, in `low`, rounded up so that `amax` does not saturate.
+    """Return the scale for values of magnitude up to `amax`: a number in `low`, by which values are divided before they become e4m3.
 
-    The scale is limited, so that the largest number of e4m3 times the scale stays within the range of `low`.
+    It is rounded up, so that `amax` does not saturate, and limited, so that the largest e4m3 number times the scale fits in `low`.
     """
     number = NUMPY[low.name]
 
@@ -250,7 +252,7 @@ def scale_for(amax: float, low: Format) -> np.ndarray:
 
 
 def _stored(model: ir.Model, names: FreshNames, weight: ir.Value, low: Format) -> ir.Value:
-    """Store a weight in e4m3, and return its dequantised value."""
+    """Store a weight in e4m3, and insert its DequantizeLinear. Return the result of that node."""
     tensor = constant_tensor(weight)
     assert tensor is not None
     numbers = np.asarray(tensor.numpy(), np.float32)
@@ -261,7 +263,7 @@ def _stored(model: ir.Model, names: FreshNames, weight: ir.Value, low: Format) -
 
 
 def _quantised(model: ir.Model, names: FreshNames, value: ir.Value, amax: float, low: Format) -> ir.Value:
-    """Quantise a value of magnitudes up to `amax` to e4m3, right after its maker. Return its dequantised value in `low`."""
+    """Insert QuantizeLinear and DequantizeLinear behind the maker of `value`, of magnitude up to `amax`. Return the result, in `low`."""
     scale = add_constant(model.graph, names.new(f"{value.name}_scale"), scale_for(amax, low))
     node = ir.node("QuantizeLinear", [value, scale, _zero(model, names)], name=names.new(f"quantise_{value.name}"))
     made = node.outputs[0]
@@ -272,7 +274,7 @@ def _quantised(model: ir.Model, names: FreshNames, value: ir.Value, amax: float,
 
 
 def _read_back(model: ir.Model, names: FreshNames, made: ir.Value, like: ir.Value, scale: ir.Value, low: Format) -> ir.Value:
-    """Insert the DequantizeLinear of the e4m3 value `made`, and return its result, which has the format `low`."""
+    """Insert the DequantizeLinear of the e4m3 value `made`. Return its result, in `low` and with the shape of `like`."""
     node = ir.node("DequantizeLinear", [made, scale, _zero(model, names)], name=names.new(f"dequantise_{like.name}"))
     node.outputs[0].name = names.new(f"{made.name}_read")
     describe_copy(node.outputs[0], like, ir.TensorType(ir.DataType[low.onnx]))
@@ -281,6 +283,6 @@ def _read_back(model: ir.Model, names: FreshNames, made: ir.Value, like: ir.Valu
 
 
 def _zero(model: ir.Model, names: FreshNames) -> ir.Value:
-    """Return the zero point of all quantised values, an e4m3 constant 0. It is added to the model at first use."""
+    """Return the zero point of all quantised values: a constant 0 in e4m3, which the first call adds to the model."""
     name = f"amprewrite_{E4M3.name}_zero"
     return model.graph.initializers.get(name) or add_constant(model.graph, names.new(name), np.zeros((), NUMBER))

@@ -2,9 +2,9 @@
 
 1. Weights outside the model are written to a data file named by its content, `NAME.onnx.HASH.data`. This file never changes.
 2. Model, data and plan are written and synced in a scratch folder next to the target, and checked there.
-3. The data file moves into place, then the model, then the plan. From the move of the model on, readers find the new data, because the
-   model names its data file. A plan is never newer than its model.
-4. A move that fails or is interrupted is undone with all moves before it. Data files that only the old model read are removed afterwards.
+3. The data file moves into place, then the model, then the plan. A reader of the new model finds the new data, because the model names its
+   data file. A plan in place is never newer than the model.
+4. If a move fails or is interrupted, all moves so far are undone. After the last move, data files that only the old model read are removed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from amprewrite.tables.boundary.files import write_scratch as write
 from amprewrite.tables.errors import EmitError, one_line
 
 SMALL = 256
-"""Largest number of bytes of a weight that stays inside the model."""
+"""Weights of at most this many bytes stay inside the model when other weights are in a data file."""
 HASH = 16
-"""Number of letters of the hash in the name of a data file."""
+"""Number of hex digits of the hash in the name of a data file."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Written:
 
     path: Path
     target: Path | None
-    """The path to which `keep` moves the model; None for a model that is only checked."""
+    """Path to which `keep` moves the model; None for a model that is only checked."""
     proto: onnx.ModelProto
     """The model, without its weights if they are outside."""
     data: Path | None
@@ -65,7 +65,7 @@ class Written:
         return self.data is not None
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Move the files and `texts` ({path: content}) into place. If that fails, restore the old files and raise EmitError."""
+        """Move model and data into place, and write `texts` ({path: content}). If that fails, restore the old files and raise EmitError."""
         assert self.target is not None
         real, scratch = resolved(self.target), []
         plans = {resolved(path): text for path, text in texts.items()}
@@ -99,7 +99,7 @@ class Written:
 
 
 def _is_there(data: Path, target: Path) -> bool:
-    """True if `target` has the content of `data` already. Such a file is not replaced, because a reader may have it open."""
+    """True if the file `target` has the same content as `data`. It is then not replaced, because a reader may have it open."""
     return target.is_file() and not target.is_symlink() and filecmp.cmp(data, target, shallow=False)
 
 
@@ -114,7 +114,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
             before = scratch / f"{number}.before" if target.exists() else None
             if before is not None:
                 _link(target, before)
-            undo.append((target, before))  # noted first, so that the move is undone even if an interrupt follows at once
+            undo.append((target, before))  # before the move, so that it is undone even if an interrupt comes right after it
             source.replace(target)
     except BaseException:
         for target, before in reversed(undo):
@@ -126,7 +126,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
 
 
 def _put_back(before: Path, target: Path) -> None:
-    """Move the file `before` over `target`, which may be in another folder or on another disk."""
+    """Replace `target` by the file `before`, also if they are on different disks."""
     try:
         before.replace(target)
     except OSError as error:
@@ -138,16 +138,16 @@ def _put_back(before: Path, target: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make `target` a second name of the file `source`, or a copy where there are no links."""
+    """Make `target` a hard link to the file `source`, or a copy if the file system has no links."""
     try:
         os.link(source, target)
-    except OSError:  # another disk, or a file system without links
+    except OSError:  # different disks, or a file system without links
         shutil.copy2(source, target)
 
 
 # -- data files that are no longer read --------------------------------------------------
 def _old_data(model: Path) -> list[Path]:
-    """Return the data files that we wrote next to the file `model`.
+    """Return the data files next to the file `model` that earlier rewrites wrote.
 
     For a model `m.onnx` these are the files `m.onnx.<hash>.data`, and `m.onnx.data` if the model reads it.
     """
@@ -160,7 +160,7 @@ def _old_data(model: Path) -> list[Path]:
 
 
 def _remove(old: list[Path], model: Path, kept: str) -> None:
-    """Remove the data files `old` to which no file in the folder of `model` refers any more, except the one with the name `kept`."""
+    """Remove each data file in `old` that no file in the folder of `model` mentions any more, except the file called `kept`."""
     gone = [path for path in old if path.name != kept]
     if not gone:
         return
@@ -172,7 +172,7 @@ def _remove(old: list[Path], model: Path, kept: str) -> None:
 
 
 def _mentions(path: Path, name: str) -> bool:
-    """True if a file holds `name`. A file that cannot be read counts as holding it, so that nothing is removed."""
+    """True if a file contains the text `name`; also if it cannot be read, so that no needed data file is removed."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(name.encode()) >= 0
@@ -185,7 +185,7 @@ def _mentions(path: Path, name: str) -> bool:
 # -- scratch files ---------------------------------------------------------------------------
 @contextlib.contextmanager
 def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
-    """Context manager that writes the model to files in a scratch folder, and removes it at its end. `Written.keep` saves the files.
+    """Context manager that writes the model to files in a scratch folder, and removes the folder at its end. `Written.keep` saves them.
 
     `target` is the path to save to later; None for a model that is only checked. `external_data` True puts the weights outside the model,
     "auto" only if they do not fit one protobuf. Raises EmitError if the files cannot be written.
@@ -214,7 +214,7 @@ def written(model: ir.Model, target: Path | None, external_data: bool | str) -> 
 
 
 def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | None]:
-    """Write the weights into a file named by its content, next to `made`. Returns the model, and the file or None if no weight is large."""
+    """Write large weights to a file next to `made`, named by its content. Return (model, file); the file is None if no weight is large."""
     first = made.with_name("weights.data")
     held = [(value, value.const_value) for graph in model.graphs() for value in graph.initializers.values()]
     try:
