@@ -1,1 +1,1 @@
-"""Measure value ranges and rounding errors (calibrate, verify, debug, sensitivity), and search for a plan within an error."""
+"""Measure value ranges and rounding errors (calibrate, verify, debug, sensitivity), and find the fastest plan within an error limit."""

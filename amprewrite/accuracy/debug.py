@@ -1,16 +1,17 @@
 """The numerics debugger: compare the low run with fp32 op by op, find numeric faults, and suggest the fewest nodes to keep in fp32.
 
-Every op's error is split into a part inherited from its operands and a part introduced by its own rounding. One rounding introduces
-at most half an eps, so only three kinds of errors are reported:
+Every op's error is split into a part inherited from its operands and a part introduced by its own rounding. An ordinary rounding
+introduces at most half an eps. Only larger errors are reported, of three kinds:
 
 1. *overflow*: finite values that exceed the format's range;
-2. *underflow*: values that the rounding flushes to zero, or to subnormals with few bits;
-3. *cancellation*: an op with a far larger relative error than its operands, since it subtracts large values from each other. The
-   bits were lost earlier, where the largest operand was rounded, so the finding names that node as well as the op.
+2. *underflow*: values that are rounded to zero, or to subnormals with few bits;
+3. *cancellation*: an op with a far larger relative error than its operands, because it subtracts nearly equal values. The bits were lost
+   earlier, where the largest operand was rounded. So the finding names that node and the op.
 
 `suggest_overrides` starts with every low node in fp32. It makes chunks of them low again (half of the nodes, a quarter, and so on) as
 long as the output error stays within the target (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002).
-The nodes left in fp32 are 1-minimal: without any one of them the error misses the target. A real rewrite then checks the result.
+In the end, no single further node can be made low without missing the target, unless the limit of runs ends the search earlier. A real
+rewrite then checks the result.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ For comparison, a sum of k rounded terms has about √k times the error of a ter
 is more than GROWTH eps is reported as underflow, because normal numbers lose at most half an eps.
 """
 NOISE = 16.0
-"""An error of at most this many eps is not reported as cancellation, nor as underflow of values that round to zero (`FLUSHED`)."""
+"""Errors of at most this many eps are not reported, neither as cancellation nor as underflow to zero (`FLUSHED`)."""
 FLUSHED = 0.1
 """An op is reported as underflow if at least this share of its values rounds to zero and its rounding error is above NOISE eps.
 
 For a gradient the limit of the rounding error is 0.01.
 """
 TOLERANCE = 8.0
-"""Default target of `suggest_overrides` for the output error, in eps of the low format."""
+"""Default limit of `suggest_overrides` for the relative output error, in eps of the low format."""
 MOST_CHECKED = 10
-"""If `suggest_overrides` finds at most this many nodes, it also tests by a rewrite whether each can be left out.
+"""If `suggest_overrides` finds at most this many nodes, it also tries a rewrite without each of them, and drops nodes that are not needed.
 
-The number is small because each test captures the model again.
+The number is small because each rewrite captures the model again.
 """
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One numeric fault: the row where it shows, and the row where the bits were lost."""
+    """One numeric fault: the row (result of a node) where it shows, and the row where the bits were lost."""
 
     kind: str
     """overflow, underflow or cancellation."""
@@ -77,7 +78,7 @@ class Finding:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the node of `lost_at` and the node of `row`, in this order; one name if both are the same node."""
+        """The names of two nodes: where the bits were lost, and where the fault shows. One name if both are the same node."""
         return tuple(dict.fromkeys(_node(row) for row in (self.lost_at, self.row)))
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ class DebugReport:
     gradients: Mapping[str, float]
     """Relative L2 error of each parameter's gradient, by the parameter's name."""
     output_error: float
-    """Relative L2 error of the rounded run against the fp32 run, over all floating outputs together."""
+    """Relative L2 error of the rounded run against the fp32 run, over all floating outputs of the model together."""
     findings: tuple[Finding, ...]
     """Faults in the order in which they occur, forward before backward."""
     notes: tuple[str, ...] = ()
@@ -119,7 +120,7 @@ class DebugReport:
         """Return a text table of the `n` rows with the largest total errors, rows with overflow first.
 
         Its columns are the inherited, own and total error, the smallest and largest magnitude, and the shares of overflow and underflow.
-        Low rows without an error of their own are left out. `backward=True` shows the rows of gradients instead of values.
+        Low rows whose own rounding introduces no error are left out. `backward=True` shows gradients instead of results.
         """
         rows = self.gradient_rows if backward else self.rows
         shown = [row for row in rows if row.introduced or row.overflow or row.colour is Colour.HIGH]
@@ -133,10 +134,10 @@ class DebugReport:
         return table_of("gradient" if backward else "node", columns, shown, n, figures)
 
     def suggest_overrides(self, max_rel_err: float | None = None, most_runs: int = 300) -> dict[str, str]:
-        """Find overrides that keep as few nodes as possible in fp32 and bring the output error down to `max_rel_err`.
+        """Find overrides that keep few nodes in fp32 and bring the relative L2 error of the outputs down to `max_rel_err`.
 
         `max_rel_err=None` means 8 eps of the low format (0.06 in bf16, 0.008 in fp16). Pass the result to `rewrite` as `overrides=`; it
-        includes the overrides that the model has already. `most_runs` limits the trial runs of the model.
+        includes the overrides that the model already has. `most_runs` limits the number of trial runs of the model.
 
         Warns with AmpRewriteWarning if the target is not reached. Raises PolicyError if `max_rel_err` is no positive number.
         """
@@ -219,7 +220,7 @@ def _errors(row: Row, by_name: Mapping[str, Row]) -> list[float]:
 
 
 def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
-    """True if an op's inherited error is above rounding noise (NOISE * eps) and more than GROWTH times the errors of its operands.
+    """True if an op's error before its own rounding exceeds NOISE * eps, and GROWTH times the largest error of its operands.
 
     False for casts, for ops without measured operands, and if one of the errors is not finite."""
     errors = _errors(row, by_name)
@@ -232,8 +233,8 @@ def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
     """Return the row whose rounding caused the error of `row`.
 
     The search goes upstream, from each row to the operand with the largest absolute error. It stops at the first row whose own rounding
-    introduces more than a tenth of its error. For a cast copy, it returns the row of the value that was cast. If no row is found, it
-    returns the last one reached, or `row` if the last one is a copy without rounding error.
+    introduces more than a tenth of its error; if that row is a cast copy, the result is the row of the value that was cast. If there is no
+    such row, the result is the last row reached, or `row` if the last row is a cast copy without rounding error.
     """
     here, seen = row, {row.name}
     while True:
@@ -247,7 +248,7 @@ def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
 
 
 def _gradient_findings(found: Outcome) -> Iterator[Finding]:
-    """Yield the first overflow of the backward pass, and each gradient with a large share of values that round to zero."""
+    """Yield a `Finding` for the first overflow of the backward pass, and for each gradient of which a large share rounds to zero."""
     overflowed = False
     for row in found.gradient_rows:
         if row.overflow and not overflowed:
@@ -284,7 +285,7 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         error = _real_error(amp, run, asked)
         if error <= target or set(kept) >= set(low):
             break
-        # the rewrite misses the target, since its casts around the kept nodes round values: keep the neighbours in fp32, too
+        # The rewrite misses the target, because casts around the kept nodes round values. So also keep the neighbours in fp32.
         kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
         for name in kept:  # drop the override of this node if the error meets the target without it
@@ -300,16 +301,16 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
 
 
 class _Trials:
-    """Trial runs with some nodes kept in fp32. The result for each set of nodes is remembered, so that each set runs only once."""
+    """Runs the model with some nodes kept in fp32. The result for each set of nodes is cached."""
 
     def __init__(self, run: StrictRun, target: float, most: int) -> None:
         self.run, self.target, self.left = run, target, most
         self.known: dict[frozenset[str], bool] = {}
 
     def holds(self, kept: Iterable[str]) -> bool:
-        """True if the output error is within the target while the nodes `kept` run in fp32.
+        """True if the output error is within the target when the nodes `kept` run in fp32.
 
-        For a set of nodes that was not tried before, False if no trial runs are left.
+        False for a new set of nodes if no trial runs are left.
         """
         asked = frozenset(kept)
         if asked not in self.known:

@@ -1,4 +1,4 @@
-"""The functions of this package that other packages call. `search_options` serves the options of `rewrite` that run the model on data.
+"""The functions of this package that other packages call. `search_options` evaluates the options of `rewrite` that need runs on data.
 
 `calibrate` records the ranges of a model's values on sample batches, to show where fp16 would overflow or underflow:
 
@@ -41,11 +41,11 @@ def search_options(
     accuracy: str | None,
     metric: Any,
 ) -> Options:
-    """Return `options`, completed by runs of the model on batches. `rewrite` documents the arguments and the errors.
+    """Return `options`, completed by runs of the model on data. `rewrite` documents the arguments and the errors.
 
     If `calibration`, an iterable of batches, is given, the result has the value ranges measured on them. If `tolerance` or `accuracy` is
-    given, the result has the ops that must stay fp32 to meet it. They are found on the first of these batches or, without `calibration`, on
-    `example`, the (args, kwargs) of one call.
+    given, the result has the nodes that must stay fp32 to meet this limit. They are found on the first 8 batches or, without
+    `calibration`, on `example`, the (args, kwargs) of one call.
     """
     batches = [] if example is None else [CallArguments(*example)]
     if calibration is not None:
@@ -111,7 +111,7 @@ def calibrate(
 
 
 def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
-    """Run backward from `loss(result)`, so that the observer's hooks see each gradient. No `.grad` changes.
+    """Run backward from `loss(result)`, so that hooks of the observer (which records ranges) see each gradient. No `.grad` changes.
 
     Raises CalibrationError if the loss cannot be computed, is not a tensor with one element, or depends on no parameter that takes
     gradients.

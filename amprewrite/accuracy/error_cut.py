@@ -1,21 +1,22 @@
 """Find a chain of nested plans, from the planner's own plan to all fp32, by minimum cuts of time plus priced error.
 
-Put the low ops on the source side of a flow network. Then a plan's time and its squared error are both values of cuts (Kolmogorov and
-Zabih 2004). So a minimum cut finds, for every price λ, the plan with the least time + λ·error², where errors add up as in `sensitivity`:
+Let each cut of a flow network be a plan: ops on the source side are low. Then a plan's time and its squared error are both costs of cuts
+(Kolmogorov and Zabih 2004). So for every price λ a minimum cut finds the plan with the least time + λ·error². The squared errors of single
+roundings, estimated by `sensitivity`, are added up.
 
-1. Times of ops and copies are arcs as in `amprewrite.planner.assignment`.
+1. Arcs give the times of ops and casts, as in `amprewrite.planner.assignment`.
 2. An edge (value, reader) with error w is rounded if the value (v = 1) or the reader (r = 1) is low: w·max(v, r) = w·v + w·r·(1 − v),
-   which is an arc from the value to the sink and an arc from the reader to the value. A clear op only passes values on: if it is low,
-   the rounding is counted at the readers of its result instead.
-3. The error grows with the set of low ops. So the smallest optimal low sets only shrink as λ grows: for λ < μ and their smallest
-   minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for
+   which is an arc from the value to the sink and an arc from the reader to the value. An op of kind CLEAR, such as a reshape, only passes
+   values on: if it is low, the readers of its result count the rounding.
+3. More low ops never reduce the error. So the smallest optimal set of low ops only shrinks as λ grows: let A and B be the smallest
+   minimisers at λ < μ. By submodularity A ∩ B is a minimiser at μ, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for
    linear errors; the argument holds for monotone submodular errors.)
 4. In a first series of cuts, ops that Tensor Cores speed up (matmuls, convolutions) stay low while λ grows. In a second series, they
-   become fp32 as well: these cuts minimise their FLOPs in fp32 + λ·error², which does not depend on the device. Matmuls that reduce
-   the error only together become fp32 together.
+   become fp32 as well: these cuts minimise FLOPs of matmuls in fp32 + λ·error², which does not depend on the device. Matmuls that
+   reduce the error only together become fp32 at the same λ.
 5. Equal layers change colour at the same λ, so two consecutive cuts may differ by many nodes. Plans between the two are added to the
-   chain: they keep only the first nodes of the difference high, in graph order. No λ gives these plans, since they are off the
-   convex hull.
+   chain: of the nodes in which the cuts differ, they keep only the first ones high (fp32), in graph order. No λ gives these plans,
+   since they are off the convex hull.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 STEP = 2**0.5
 """Factor between consecutive values of λ, the price of a unit of squared error."""
 SLICES, LEAST_SLICE = 16, 4
-"""Between two consecutive cuts, the chain of plans has at most SLICES steps, each of at least LEAST_SLICE nodes (1 for cuts of matmuls)."""
+"""The chain goes from one cut to the next in at most SLICES steps, each of at least LEAST_SLICE nodes (1 node in cuts of matmuls)."""
 HALVINGS = 3
-"""Depth of the bisection between two values of λ whose cuts differ by several matmuls."""
+"""Number of times that an interval of λ is halved if the cuts at its ends differ by several matmuls."""
 Kept = frozenset[tuple[str, str]]
 """Nodes to keep in fp32, each as (fingerprint of its graph, name)."""
 
 
 def movable(node: OpNode) -> bool:
-    """True if a plan may choose the format of this node: it is an op with fp32 values."""
+    """True if a plan may choose the format of this node, because it is an op with fp32 values."""
     return node.role == "op" and node.carries_fp32
 
 
 class GraphErrors:
-    """One graph, and the squared output error of rounding each value for each reader.
+    """One graph, with the squared output error of rounding each value for each of its readers.
 
-    `kept` returns the ops that the cheapest plan keeps in fp32 if errors have a given price.
+    `kept` returns the ops that stay fp32 in the plan with the least cost, for a given price of errors.
     """
 
     def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
@@ -75,9 +76,9 @@ class GraphErrors:
         self.networks = {heavies: self._network(heavies) for heavies in (False, True)}
 
     def _network(self, heavies: bool) -> ColourNetwork:
-        """Return a flow network in which each cut is a plan and costs the modelled time of this plan.
+        """Return a flow network in which each cut is a plan. The cost of a cut is the modelled time of the plan.
 
-        With `heavies`, a cut costs the FLOPs of the matmuls and convolutions that the plan runs in fp32 although they could run low.
+        With `heavies`, it is the number of FLOPs of the matmuls and convolutions that could run low but run in fp32.
         """
         low = self.low if heavies else self.low | self.heavy
         colours = {node.name: Colour.LOW if node.name in low else Colour.HIGH for node in self.graph}
@@ -90,24 +91,24 @@ class GraphErrors:
         return found
 
     def kept(self, price: float, heavies: bool) -> set[str]:
-        """Return the ops that run in fp32 in the cheapest plan, if a unit of squared error costs `price`.
+        """Return the ops that stay fp32 in the plan with the least cost, if a unit of squared error costs `price`.
 
-        Only ops whose format the plan may choose (open ops) are returned. With `heavies`, the plan chooses for the open ops on the
-        allowlist, and all other open ops run in fp32. Without `heavies`, open ops on the allowlist run low, and the plan chooses the rest.
+        Only open ops are returned: ops whose format no rule fixes. With `heavies`, the plan chooses for open ops on the allowlist, and all
+        other open ops run in fp32. Without `heavies`, open ops on the allowlist run low, and the plan chooses for the other open ops.
         """
         made = self.networks[heavies]
         low, _ = min_cut(made.network, self._errors(made, price))
         return {name for name in self.open if not low[made.end(name)]}
 
     def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
-        """Yield arcs (tail, head, cost) for the errors of all edges, if a unit of squared error costs `price`."""
-        # more than any finite cut costs before the arcs for errors are added
+        """Yield arcs (tail, head, cost) for the errors of all (value, reader) pairs, if a unit of squared error costs `price`."""
+        # upper limit of a cost: one arc of this cost outweighs all finite arcs of the network together
         most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            # limited to 1e6, because the error is infinite if rounding overflows, and capacities must be finite
+            # The error is infinite if rounding overflows. It is limited to 1e6, because capacities must be finite.
             cost = min(round(price * min(squared, 1e6)), most)
             if reader.role == "op" and reader.kind is OpKind.CLEAR:
                 yield made.end(value), made.end(name), cost
@@ -117,7 +118,10 @@ class GraphErrors:
                 yield made.end(name), made.end(value), cost
 
     def why(self, name: str) -> str:
-        """Return a sentence on the largest error that a rounding at node `name` causes; "its neighbours are kept" if none was measured."""
+        """Return a clause on the largest output error from rounding the result or an operand of node `name`.
+
+        The result is "its neighbours are kept" if no error was measured there.
+        """
         touching = {edge: squared for edge, squared in self.edges.items() if name in edge}
         if not touching:
             return "its neighbours are kept"
@@ -126,21 +130,21 @@ class GraphErrors:
 
 
 def _rounds(operand: Operand) -> bool:
-    """True if a reader that runs low rounds this operand."""
+    """True if an op that runs low rounds this operand."""
     return operand.demand is Demand.COLOUR or (operand.demand is Demand.PROMOTE and not operand.scalar)
 
 
 class Chain:
-    """A series of plans of one model. Each plan keeps in fp32 all nodes that the plan before keeps there, and more.
+    """A series of plans of one model. Each plan keeps the nodes of the previous plan in fp32, and more nodes.
 
     The first is the planner's own plan. The last keeps in fp32 every node that the planner runs low.
     """
 
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
-        """Find the sets by minimum cuts of all graphs in `edges`. `own` returns the names of a graph's nodes that the planner runs low.
+        """Find the plans by minimum cuts. `own` returns the names of the nodes of a graph that the planner runs low.
 
-        `edges` has, for each graph, the squared error of each (value, reader) pair. `metric` turns squared errors into the errors that
-        `keep_high` gives as reasons.
+        `edges` has, for each graph, the squared output error of each (value, reader) pair. `metric` converts squared errors for
+        the texts of `keep_high`.
         """
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
         self.graphs = [GraphErrors(captured.problem, found, metric) for captured, found in edges]
@@ -155,17 +159,17 @@ class Chain:
         self._add(frozenset((g.fingerprint, node.name) for g in self.graphs for node in g.graph if movable(node)), heavies=True)
         self.raised = [len(kept & flops.keys()) for kept, _ in self._sets]
         self.flops = [sum(flops.get(each, 0) for each in kept) for kept, _ in self._sets]
-        """For each set of the chain, the FLOPs of the matmuls and convolutions that it keeps in fp32."""
+        """For each plan of the chain, the FLOPs of the matmuls and convolutions that the chain keeps in fp32."""
         self.heavy = len(flops)
 
     def _kept(self, price: float, heavies: bool) -> Kept:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Yield the nodes that the minimum cut keeps in fp32, for each of the ascending `prices` of a unit of squared error.
+        """Yield the nodes that the minimum cut keeps in fp32, for each of `prices` (ascending prices of a unit of squared error).
 
-        `heavy` holds the matmuls and convolutions, as pairs of graph fingerprint and node name. If several of them change between two
-        prices, cuts at prices in between are yielded too.
+        `heavy` holds the matmuls and convolutions, as pairs (graph fingerprint, node name). If several of them become fp32 between two
+        prices, cuts at prices in between are also yielded.
         """
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
@@ -185,7 +189,7 @@ class Chain:
             before = price, kept
 
     def _prices(self, typical: int) -> list[float]:
-        """Return the prices of a unit of squared error to try, ascending; empty if there is no error or `typical` is 0.
+        """Return the prices of a unit of squared error to try, ascending; [] if all errors are 0 or `typical` is 0.
 
         A cut weighs errors against a modelled time or FLOPs; `typical` is a typical value of that cost. At the first price, the sum of all
         errors costs about 1e-4 of `typical`. At the last price, a billionth of this sum costs about 10 times `typical`.
@@ -197,10 +201,10 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Append the union of the chain's last set and `kept` to the chain. If many nodes are new, first append sets in between.
+        """Append to the chain the union of its last set of fp32 nodes and `kept`. If many nodes are new, append sets in between first.
 
-        Nodes that the planner keeps in fp32 anyway are left out. Nothing is appended if no node is new. `heavies`: the set is from a cut of
-        matmuls, so that the sets in between may differ by a single node.
+        Nodes that the planner keeps in fp32 anyway are left out. Nothing is appended if no node is new. `heavies` is True for a cut of
+        matmuls: sets in between may then differ by a single node.
         """
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])
@@ -215,7 +219,7 @@ class Chain:
         return len(self._sets)
 
     def words(self, index: int) -> str:
-        """Describe the plan at `index` of the chain: "the planner's own choice" for 0, otherwise how many nodes it keeps in fp32."""
+        """Describe the plan at `index` of the chain: "the planner's own choice" for 0, otherwise the number of nodes it keeps in fp32."""
         kept, raised = len(self._sets[index][0]), self.raised[index]
         if index == 0:
             return "the planner's own choice"
@@ -223,7 +227,7 @@ class Chain:
         return f"{kept} nodes kept high{matmuls}"
 
     def keep_high(self, index: int) -> KeepHigh:
-        """Return the nodes that the plan at `index` of the chain keeps in fp32, by graph, each with a sentence that says why."""
+        """Return the nodes that the plan at `index` of the chain keeps in fp32, by graph, each with the reason in words."""
         kept = self._sets[index][0]
         graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
         return KeepHigh(graphs)

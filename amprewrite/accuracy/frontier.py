@@ -1,12 +1,12 @@
-"""Find the cheapest plan within an error target, by bisection over nested plans whose errors the strict interpreter measures.
+"""Find the fastest plan within an error limit, by bisection of a chain of plans. The strict interpreter measures the error of each plan.
 
 1. Measure the error of every edge (`sensitivity`): (value, reader) → squared output error of rounding the value for this reader.
 2. Minimise time + λ·error² for growing λ (`error_cut`). This gives a chain of nested sets of nodes to keep in fp32, from none to all.
 3. For each set, the planner decides the formats of all other nodes, as usual.
-4. If the planner's own choice is within the target, take it. Otherwise bisect the chain. The error may rise in places along the
-   chain, so cheaper neighbours of the plan found are tried too. In total, at most ceil(log2(plans)) + 3 plans are run.
-5. With `accuracy="autocast"`, the plan found may keep matmuls in fp32. Then also try to keep the same nodes high as torch.autocast.
-   If that plan is within the target, take it: its matmuls run in the same formats as under torch.autocast, with fewer casts.
+4. If the planner's own choice is within the target, take it. Otherwise bisect the chain. The error does not always fall along the chain,
+   so also try some faster plans just before the plan found. In total, at most ceil(log2(plans)) + 3 plans are run.
+5. With `accuracy="autocast"`, the plan found may keep matmuls in fp32. Then also try a plan that keeps the same nodes in fp32 as
+   torch.autocast. If it is within the target, take it: its matmuls run in the same formats as under torch.autocast, with fewer casts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from amprewrite.tables.errors import AccuracyError, PolicyError
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
-"""Number of cheaper neighbours of the plan found that are also tried, since the error may rise in places along the chain."""
+"""Number of faster plans, just before the plan found, that are also tried, because the error does not always fall along the chain."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class TriedPlan:
     name: str
     """The plan in a few words, such as "the planner's own choice"."""
     error: float
-    """Error of the outputs over all batches, in the unit of the metric. It is measured in fp32 with each rounding of the plan emulated."""
+    """Error of the outputs over all batches, in the unit of the metric. Measured in fp32, with every rounding of the plan emulated."""
     seconds: float
-    """Modelled time of one pass in seconds: priced ops and casts. Use it to compare plans; it does not predict a measured run time."""
+    """Modelled time of ops and casts in one pass, in seconds. Use it to compare plans; it does not predict a measured run time."""
     activation_casts: int
-    """Number of casts, without casts of weights."""
+    """Number of casts of activations (all casts except those of weights)."""
     low_ops: int
     """Number of ops that run in the low format."""
     chosen: bool = False
@@ -66,14 +66,14 @@ class TriedPlan:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The plans that a search tried, and its result. `print(frontier)` shows a table, `plot(path)` a picture."""
+    """Result of `search`: the plan chosen, and all plans tried. `print(frontier)` shows a table, `plot(path)` writes a picture."""
 
     keep_high: KeepHigh
     """The nodes that the chosen plan keeps in fp32, with reasons."""
     target: float
-    """Largest error that was allowed."""
+    """Largest error that the search allowed, in `unit`."""
     candidates: tuple[TriedPlan, ...]
-    """All plans that were run, by error, largest first."""
+    """All plans that were run, in order of falling error."""
     plans: int
     """Number of plans in the chain that was searched."""
     evaluations: int
@@ -83,11 +83,11 @@ class Frontier:
 
     @property
     def chosen(self) -> TriedPlan:
-        """The candidate that the search chose."""
+        """The plan that the search chose."""
         return next(candidate for candidate in self.candidates if candidate.chosen)
 
     def table(self) -> Table:
-        """Return a rich table with one candidate per row: error, predicted time, casts of activations, low ops."""
+        """Return a rich table with one plan per row: error, predicted time, casts of activations, low ops."""
         title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g} ({self.unit})"
         table = Table(title=title, caption="* the plan that was taken")
         for column in ("plan", "error", "predicted time", "activation casts", "low ops"):
@@ -127,11 +127,11 @@ def search(
     accuracy: str | None = None,
     metric: Any = None,
 ) -> Frontier:
-    """Find the cheapest plan of `module` whose error on `batches`, with every rounding of the plan emulated in fp32, is within the target.
+    """Find the plan of `module` with the least modelled time whose output error on `batches` is within a target.
 
-    Exactly one of two options sets the target. `tolerance` is the largest error. `accuracy="autocast"` allows the error that
+    Pass exactly one of two options for the target: `tolerance` is the largest error; `accuracy="autocast"` allows the error that
     torch.autocast's rules cause. `metric` defines the error: None or "l2" (relative L2 of all outputs), "logprob", or a function.
-    The options mean the same as for `rewrite`.
+    All options mean the same as for `rewrite`. Errors are measured in fp32, with every rounding of the plan emulated.
 
     Raises PolicyError for an invalid target. Raises AccuracyError if there are no batches, if `tolerance` is below the error of fp32
     itself, or if no plan that was tried meets the target.
@@ -142,7 +142,7 @@ def search(
     if not batches:
         raise AccuracyError(f"{asked} is measured on data: pass calibration=batches, or example_inputs=")
     trial = Trial(module, options)
-    low = options.low or session_of(trial.amp).policy.low  # if the user gave no dtype, the policy has the default of the model's device
+    low = options.low or session_of(trial.amp).policy.low  # without a dtype from the user: the default of the model's device
     trial = Trial(module, replace(options, low=low))
     exact = reference(trial, batches, measure)
     tried: list[TriedPlan] = []
@@ -202,7 +202,7 @@ def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
 
 
 def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) -> None:
-    """Raise PolicyError if `tolerance` and `accuracy` are both given, or if the one given is invalid for `metric`."""
+    """Raise PolicyError if `tolerance` and `accuracy` are both given, or if the given option is invalid for `metric`."""
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
     if accuracy is not None and not is_word(accuracy, "autocast"):
@@ -214,14 +214,14 @@ def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) 
 
 
 def _most(metric: Metric) -> float:
-    """Return the exclusive upper limit of `tolerance`: infinity for a metric that is a user's function, 1 for other metrics."""
+    """Return the number below which `tolerance` must be: infinity if the metric is a user's function, otherwise 1."""
     return math.inf if isinstance(metric, Judged) else 1
 
 
 def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:
     """Raise AccuracyError if `tolerance` is below the error of fp32 itself, so that no plan can meet it.
 
-    The error of fp32 is measured by a run in which the last bit of weights and inputs is changed at random. `exact` are the fp32 outputs.
+    A run with random changes in the last bit of weights and inputs measures the error of fp32. `exact` holds the unchanged fp32 outputs.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -244,15 +244,15 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
 
 
 def autocast_rules(captured: Captured) -> Captured:
-    """Return `captured` with its ops classified by the op lists of torch.autocast instead of its own lists."""
+    """Return the captured graph as read with the op lists of torch.autocast instead of the lists that the user chose."""
     assert captured.by_autocast is not None
     return captured.by_autocast
 
 
 def _own_choice(captured: Captured) -> set[str]:
-    """Return the names of the nodes of a graph that the planner runs in the low format if no accuracy search restricts it.
+    """Return the names of the nodes that the planner runs low, without restrictions by an accuracy search.
 
-    `captured` then has no nodes to keep in fp32 (`keep_high`) any more.
+    The restrictions of an earlier search (`keep_high`) are removed from `captured`, in place.
     """
     captured.know(keep_high=None)
     return {node.name for node in planned(captured).nodes if node.colour is Colour.LOW}
@@ -271,16 +271,16 @@ def _candidate(name: str, error: float, runner: RoundedRunner) -> TriedPlan:
 
 
 def predicted_seconds(problem: Problem, plan: RegionPlan) -> float:
-    """Return the modelled time in seconds of one pass of a graph with this plan: ops and casts."""
+    """Return the modelled time of one pass through the graph of `problem` with this plan, in seconds. It includes ops and casts."""
     return price(problem.graph, {node.name: node.colour for node in plan.nodes}, problem.costs.time).total * TICK
 
 
 def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[int, float]:
-    """Bisect for the first plan with an error of at most `target`. Return the errors of all plans that were tried, by index.
+    """Bisect for the first plan with an error of at most `target`. Return {index: error} of all plans that were tried.
 
     `error_of(index)` runs a plan and returns its error. Indices are 0 … plans - 1, and plan 0 is tried first. Bisection assumes that errors
-    fall with the index. Single errors may rise, so the NEIGHBOURS plans before the index found are tried too. At most ceil(log2(plans)) + 3
-    plans are tried.
+    fall with the index. As single errors may rise, NEIGHBOURS plans before the plan found are also tried. At most
+    ceil(log2(plans)) + 3 plans are tried.
     """
     errors: dict[int, float] = {}
 
@@ -302,7 +302,7 @@ _NOTHING = Row("", "", Colour.HIGH, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Unmeasured(StrictInterpreter):
-    """A strict interpreter that rounds as its base class does, but does not measure the error of each result, to save time."""
+    """Rounds like its base class, but does not measure the error of each result, which saves time."""
 
     def _row(self, *args: Any) -> Row:
         return _NOTHING
@@ -315,9 +315,9 @@ def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
 
 
 class RoundedRunner:
-    """Runs captured graphs in fp32 with the rounding of a plan. Each graph is planned at its first run.
+    """Runs captured graphs in fp32 with the roundings of a plan. Each graph is planned at its first run.
 
-    `prepare` returns the graph to plan for a captured graph: the same graph with nodes to keep in fp32, or the graph read with other lists.
+    `prepare(captured)` returns the graph to plan: the same graph with nodes to keep in fp32, or the graph as read with other op lists.
     """
 
     def __init__(self, prepare: Callable[[Captured], Captured]) -> None:
@@ -338,10 +338,10 @@ class RoundedRunner:
 
 
 def planned(captured: Captured) -> RegionPlan:
-    """Return a plan of a captured graph, in which ops that refuse low inputs stay fp32.
+    """Return a plan of a captured graph. Ops whose kernels refuse low inputs stay fp32.
 
     To find these ops, the first call also edits a copy of the graph by the plan, and runs the copy on fake tensors. Later calls only plan,
-    because `captured` keeps the ops found. A graph with body graphs (activation checkpoints, loops) is edited and run at each call.
+    because `captured` stores the ops found. A graph with body graphs (activation checkpoints, loops) is edited and run in every call.
     """
     if captured.tried:
         return plan_region(captured.problem)
@@ -351,9 +351,9 @@ def planned(captured: Captured) -> RegionPlan:
 
 
 def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]:
-    """Return a copy of the fp32 output for each batch.
+    """Return the model's output for each batch in an unrounded fp32 run, as copies.
 
-    Raises CalibrationError if nothing of the model was captured, or if an output has no floating tensor or holds NaN.
+    Raises CalibrationError if no graph of the model was captured, or if an output has no floating tensor or holds NaN.
     """
     results = [kept(trial.run(batch, run_fp32)) for batch in batches]
     trial.check_captured()

@@ -1,14 +1,14 @@
 """Estimate the output error that each single rounding causes. A few backward passes give the estimates for all roundings at once.
 
-1. Run the model in fp32, op by op. Each op reads every operand through an alias of its own. The alias stands for an *edge* (value, reader).
+1. Run the model in fp32, op by op. Each op reads each operand through a separate alias, which stands for an *edge* (value, reader).
 2. Multiply the outputs by random signs z and run backward. For an edge with gradient g and rounding error d of its value, the mean of
    sum(d**2 * g**2) over draws of z is the squared output error that rounding the value for this reader causes
-   (Hutchinson's estimator; roundings are taken as independent).
+   (Hutchinson's estimator; roundings are assumed to be independent).
 3. Divide by the squared norm of the outputs. The result is the square of a relative L2 error, and the errors of edges add up. For
    `metric="logprob"` the draws have Fisher's information as covariance (`amprewrite.accuracy.strict.metric`), and errors add up in nats.
 
-The estimate is of first order, as in other mixed-precision planners (Gaudi's AMP by IP, arXiv 2505.13060; HAWQ-V3). If a rounding
-sends a value out of range, d is the whole value.
+The estimate is of first order, as in other mixed-precision planners (Gaudi's AMP by IP, arXiv 2505.13060; HAWQ-V3). If rounding an element
+gives infinity, its d is the whole element.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 
 PROBES = 4
-"""Number of random sign vectors z per batch. An edge sums over the elements of its value, so a few draws are enough."""
+"""Number of random sign vectors z per batch. A few are enough, because each edge sums over all elements of its value."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Cause:
     """Name of the node in the plan."""
     op: str
     error: float
-    """Estimated output error, in the unit of the report."""
+    """Estimated output error, in the unit of the `Sensitivity` report."""
     result: float
     """Part of the error from rounding the node's result."""
     operands: float
@@ -115,9 +115,9 @@ def sensitivity(
 
 
 def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Metric) -> list[tuple[Captured, Edges]]:
-    """Return, for each captured graph that runs, the squared output error of every edge, as the mean over `batches`.
+    """Return, for each captured graph that runs, the squared output error of every edge (value, reader), as the mean over `batches`.
 
-    An edge is a value with one of its readers: its error comes from rounding the value to `low` for this reader only. Raises
+    The error of an edge is the output error from rounding the value to `low` for this reader only. Raises
     CalibrationError if a batch cannot be run, nothing can be captured, or no floating output depends on inputs or weights.
     """
     probe = EdgeProbe(low)

@@ -1,6 +1,6 @@
-"""Capture a model as `rewrite` does, and run its graphs with a given runner, which may observe values, round them or take gradients.
+"""Capture a model as `rewrite` does, and run its graphs with a runner: a function that observes values, rounds them or takes gradients.
 
-Calibration, the accuracy search and the sensitivity report use trials, so that graphs and nodes have the names of the plan.
+Calibration, the accuracy search and the sensitivity report use trials, so their graphs and nodes have the same names as in a plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GraphRunner = Callable[[Captured, tuple[Any, ...]], Any]
 Forward = Callable[[nn.Module, Any], Any]
 """A function that calls the model on a batch and returns the model's result."""
 Loss = Callable[[Any], torch.Tensor]
-"""A function that makes a tensor with one element of the model's result."""
+"""A function that computes a loss, a tensor with one element, from the model's result."""
 
 
 def loss_of(loss: Loss, output: Any, kind: type[AmpRewriteError]) -> Any:
@@ -43,7 +43,7 @@ def loss_of(loss: Loss, output: Any, kind: type[AmpRewriteError]) -> Any:
 
 
 class _TrialSession(Session):
-    """A session that captures graphs as for any rewritten model, but runs each with `runner` instead of rewriting it."""
+    """A session that captures graphs like that of a rewritten model. It does not rewrite them, but runs each with `runner`."""
 
     runner: GraphRunner | None = None
 
@@ -64,10 +64,10 @@ class _TrialSession(Session):
         return Region(graphs.entry.place, self.training, self.checks, plan, run)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Do nothing: the real rewrite warns of parts that are not captured."""
+        """Do nothing: `rewrite` itself warns of parts that are not captured."""
 
     def _check_options(self) -> None:
-        """Do nothing: the plans of the graphs in a trial are empty, so no option matches a node of theirs."""
+        """Do nothing: plans in a trial have no nodes, so an option that names nodes would be refused."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class CallArguments:
 
 
 class Trial:
-    """A copy of a model for trial runs, captured in the model's mode (train or eval). No parameter, buffer or random state changes."""
+    """A model for trial runs, captured in its current mode (train or eval). Runs change no parameter, buffer or random state."""
 
     def __init__(self, model: nn.Module, options: Options, forward: Forward | None = None) -> None:
         refuse_ambient_autocast()
@@ -108,7 +108,7 @@ class Trial:
             session.runner = None
 
     def check_captured(self) -> None:
-        """Raise CalibrationError if no graph of the model has run."""
+        """Raise CalibrationError if no captured graph of the model has run."""
         if not self.graphs:
             why = "; ".join(str(part) for part in session_of(self.amp).left_out) or "it has no op that Dynamo captures"
             raise CalibrationError(f"nothing of {self.name} could be captured, so nothing can be measured: {why}")
@@ -135,7 +135,7 @@ def call_on(model: nn.Module, batch: Any) -> Any:
 
 
 class Batches:
-    """Iterates over batches and checks each. Raises a CalibrationError that names the faulty batch and its fault.
+    """Iterates over batches and checks each. Raises CalibrationError, with the number of the faulty batch and the fault.
 
     All batches must have the structure and dtypes of the first, and hold no NaN or infinity. With `own_forward`, the user's function calls
     the model on a batch, so a batch may hold more values than the model takes.
@@ -197,13 +197,13 @@ class Batches:
 
 
 MOST_KEPT = 8
-"""Number of batches, from the first on, that are kept to measure errors."""
+"""The first MOST_KEPT batches are kept for measuring errors."""
 
 
 def tee(batches: Any, into: list[Any]) -> Any:
-    """Return an iterable over `batches` that appends the first MOST_KEPT of them to `into` during iteration."""
+    """Return an iterable over `batches`. During iteration, it appends the first MOST_KEPT batches to `into`."""
     if _is_no_list(batches):
-        return batches  # returned unchanged, because `Batches` raises the error for it
+        return batches  # returned unchanged: `Batches` then raises the error
 
     def each() -> Iterator[Any]:
         for batch in batches:

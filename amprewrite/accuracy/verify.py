@@ -1,4 +1,4 @@
-"""Measure the rounding errors that a plan causes, op by op, independent of this machine's kernels.
+"""Measure the rounding errors of a plan, op by op, independent of this machine's kernels.
 
 CPU kernels may compute fp16 in fp32, which hides rounding errors. So `verify` runs a plan under the strict interpreter: every op runs
 in fp32, and the results of low ops and of casts to the low format are rounded to nearest even. Comparison with the op's result before
@@ -25,7 +25,7 @@ WIDTH = 80
 _COLUMNS = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
 """Titles and widths of the columns of figures in a printed report."""
 LOST = 0.1
-"""A row with a total relative error this large is shown even if its op introduced no rounding error."""
+"""A row whose total relative error is at least LOST is shown even if its op introduced no rounding error."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Report:
     rows: tuple[Row, ...]
     """One row for each result and each cast copy, in running order."""
     output_error: float
-    """Relative L2 error of the rounded run against the fp32 run, over all floating outputs of the captured graphs."""
+    """Relative L2 error of the rounded run against the fp32 run, over all floating outputs of the model together."""
     notes: tuple[str, ...] = ()
     capture_error: float | None = 0.0
     """Relative L2 error of the captured fp32 graphs against the eager model: the effect of capture alone, without rounding.
@@ -45,15 +45,15 @@ class Report:
     The value is 0 if the error is within fp32's rounding, and None if two runs of the model differ.
     """
     parted: str = ""
-    """The first captured op with a value that the eager model does not compute; "" if none was found."""
+    """The first captured op whose result the eager model does not compute; "" if none was found."""
 
     @property
     def overflows(self) -> tuple[Row, ...]:
-        """Rows with values that overflow the low format, in running order. The first row is the origin of later overflows."""
+        """Rows with values that overflow the low format, in running order. Later overflows often follow from the first."""
         return tuple(row for row in self.rows if row.overflow > 0)
 
     def worst(self, n: int = 10, by: Measure = "accumulated") -> tuple[Row, ...]:
-        """Return the `n` worst rows: first overflows in running order, then the other rows in falling order of the field `by`."""
+        """Return the `n` worst rows: first rows with overflow in running order, then the other rows in falling order of the field `by`."""
 
         def badness(row: Row) -> float:
             value: float = getattr(row, by)
@@ -71,7 +71,7 @@ class Report:
         return table_of("node", _COLUMNS, self._telling(by), n, _figures)
 
     def _telling(self, by: Measure = "accumulated") -> list[Row]:
-        """Return the rows that a printed report shows, worst first by the field `by`."""
+        """Return the rows that a printed report shows: rows with overflow, then the others in falling order of the field `by`."""
 
         def tells(row: Row) -> bool:
             return row.colour is Colour.HIGH or row.introduced > 0 or row.overflow > 0 or not row.accumulated < LOST
@@ -125,8 +125,8 @@ def _figures(row: Row) -> Sequence[str]:
 def table_of(first: str, columns: Mapping[str, int], rows: Sequence[Row], most: int, figures: Callable[[Row], Sequence[str]]) -> str:
     """Format the first `most` rows as a text table.
 
-    `first` is the title of the first column, which has node and module. `columns` maps titles to widths of the other columns, and
-    `figures` returns their cells for a row.
+    `first` is the title of the first column, which shows node and module. `columns` has {title: width} of the other columns, and
+    `figures(row)` returns their cells.
     """
     left = WIDTH - sum(columns.values()) - len(columns)
     lines = [f"{first:{left}}" + "".join(f" {title:>{width}}" for title, width in columns.items())]

@@ -1,1 +1,1 @@
-"""The strict interpreter: it runs graphs in fp32 and rounds every result and every cast copy that the plan makes low."""
+"""The strict interpreter: it runs graphs in fp32, and really rounds every result and cast copy that a plan makes low."""

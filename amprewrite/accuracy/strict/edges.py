@@ -1,4 +1,4 @@
-"""Run a captured graph in fp32 with an alias for every edge (value, reader), so that backward gives the error that rounding it causes."""
+"""Run a captured graph in fp32 with a separate alias of a value for each reader. Backward then gives the error of rounding each alias."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Edges = dict[tuple[str, str], float]
 
 
 class EdgeProbe:
-    """Runs graphs in fp32, and in backward adds to `edges` the squared output error of rounding each value for each of its readers.
+    """Runs graphs in fp32. During backward, adds to `edges` the squared output error of rounding each value for each of its readers.
 
-    The caller sets `weight`, a factor on these squares, and runs backward. `leaves` collects the graph inputs that need gradients.
+    The caller sets `weight`, a factor on the squared errors, and runs backward. `leaves` collects the graph inputs that need gradients.
     """
 
     def __init__(self, low: Format) -> None:
@@ -41,9 +41,9 @@ class EdgeProbe:
         return _EdgeInterpreter(captured, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
 
     def _leaf(self, value: Any, touched: bool) -> Any:
-        """Return a leaf tensor that shares the data of `value` and requires a gradient, so that backward computes its readers' errors.
+        """Return a leaf tensor that shares the memory of `value` and requires a gradient, so that backward reaches its readers.
 
-        Return `value` itself if it already has a gradient function, is no floating tensor, or is written in place by the graph (`touched`).
+        Return `value` itself if it has a `grad_fn`, is no floating tensor, or if the graph writes it in place (`touched`).
         """
         plain = isinstance(value, torch.Tensor) and value.is_floating_point() and (value.is_leaf or not value.requires_grad)
         if not plain or touched:
@@ -53,7 +53,7 @@ class EdgeProbe:
         return leaf
 
     def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """Return a view of `tensor` for one reader. In backward, the squared output error of rounding the view is added to `edges[edge]`.
+        """Return a view of `tensor` for one reader. In backward, it adds the squared output error of rounding it to `edges[edge]`.
 
         Return `tensor` itself if it is no dense fp32 tensor that requires a gradient.
         """
@@ -79,11 +79,11 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # skip it: backward must also reach values inside no_grad, because plans round them, too
+            return None  # not run: backward must also reach values computed under no_grad, because plans round them as well
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)
-        in_place = written(n)  # operands that the op writes get no alias: it writes the tensors themselves, which later ops read
+        in_place = written(n)  # operands that the op writes get no alias: later ops read the tensors themselves
 
         def operand(node: torch.fx.Node) -> Any:
             value = self.env[node]
@@ -107,10 +107,10 @@ class _EdgeInterpreter(torch.fx.Interpreter):
             return getattr(self, n.op)(n.target, *self._constants_cut(n, args, kwargs))
 
     def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the operands, with detached copies in place of operands for which the op has no derivative, such as running statistics.
+        """Return (args, kwargs) with detached copies of all operands for which the op has no derivative, such as running statistics.
 
-        To find these operands, the op runs once for each operand that requires a gradient. These runs use copies, since the op may write
-        its operands. The returned operands are copies too, since the model's buffers are restored before backward.
+        To find these operands, the op runs once for each operand that requires a gradient, on copies because the op may write its operands.
+        Operands that require no gradient are copied as well, because the model's buffers are restored before backward.
         """
         leaves, spec = tree_flatten((args, kwargs))
         kept = [_copy(leaf) for leaf in leaves]
@@ -128,9 +128,9 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         return tree_unflatten(kept, spec)
 
     def _unweighed(self, node: torch.fx.Node) -> bool:
-        """True if rounding the value of `node` counts as no error.
+        """True if the error of rounding the value of `node` is not counted.
 
-        This holds for masks, whose casts clamp them, and for values inside a torch.func transform, which are never rounded.
+        This holds for masks, because casts clamp them, and for values inside a torch.func transform, because they are never rounded.
         """
         vertex = self.captured.problem.graph.nodes.get(self.names.get(node, ""))
         return vertex is not None and (vertex.may_saturate or inside_transform(vertex))

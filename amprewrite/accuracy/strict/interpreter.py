@@ -1,8 +1,8 @@
-"""The strict interpreter: it runs a captured graph in fp32 and rounds every low result and copy to nearest even.
+"""The strict interpreter: it runs a captured graph in fp32 and rounds every low result and cast copy to nearest even.
 
 `verify` and `debug` use it. The model first runs unrounded, as the reference. In a rounded run, every result is compared with its value
-before rounding and with the reference. With gradients on, the gradient of a low value is also rounded and measured. It is multiplied by
-the loss scale first, since low kernels see scaled gradients. Products that the plan runs in fp8 read fp8 copies here, too.
+before rounding and with the reference. With gradients on, the gradient of a low value is also rounded and measured. Before rounding it is
+multiplied by the loss scale, because low kernels see scaled gradients. Matrix products that the plan runs in fp8 read fp8 copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from amprewrite.torch_internals.trees import tree_map
 
 @dataclass(frozen=True)
 class Row:
-    """The effect of rounding on one result, on a cast copy of a result, or on the gradient of a result."""
+    """The measured effect of rounding on one tensor: a result, a cast copy of a result, or the gradient of a result."""
 
     name: str
     """Name of the node, or "node -> format" for a cast copy."""
@@ -39,9 +39,9 @@ class Row:
     """Name of the op, or "cast"."""
     colour: Colour
     introduced: float
-    """Relative L2 error of this rounding alone, against the same op in fp32 on the same rounded inputs."""
+    """Relative L2 error of this rounding alone, against the unrounded result of the op on the same (rounded) inputs."""
     accumulated: float
-    """Relative L2 error after rounding, against the unrounded fp32 run; NaN if that run has no such value."""
+    """Relative L2 error after rounding, against the unrounded fp32 run; NaN if the unrounded run has no value of this shape."""
     largest: float
     """Largest finite magnitude before rounding."""
     overflow: float
@@ -53,9 +53,9 @@ class Row:
     source: str = ""
     """Place in the model's code, as file:line; "" if unknown."""
     weight: bool = False
-    """Whether the row is a cast of a parameter, or its gradient."""
+    """Whether the tensor is a cast copy of a parameter, or the gradient of a parameter."""
     inherited: float = math.nan
-    """Relative L2 error before rounding, against the unrounded fp32 run: the part that comes from the operands."""
+    """Relative L2 error before rounding, against the unrounded fp32 run: the part that stems from errors of the operands."""
     smallest: float = 0.0
     """Smallest nonzero magnitude before rounding; 0 if all values are zero."""
     inputs: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ def round_to(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _round_memory(tensor: torch.Tensor, fmt: Format) -> None:
-    """Round `tensor` to `fmt` in place, also if several elements share memory, as in an expanded tensor."""
+    """Round `tensor` to `fmt` in place. Elements may share memory, as in an expanded tensor."""
     if torch._debug_has_internal_overlap(tensor) == 0:
         tensor.copy_(round_to(tensor, fmt))
         return
@@ -88,10 +88,10 @@ def measure(
     exact: list[torch.Tensor] | None,
     limit: float = math.inf,
 ) -> Row:
-    """Return the row of a result: compare it after rounding (`got`) with its value `before` rounding and with the fp32 run (`exact`).
+    """Return the `Row` of a result: compare its tensors after rounding (`got`) with those `before` rounding and in the fp32 run (`exact`).
 
-    `limit` clamps `before` and `exact`; pass it if the plan clamps the value to the format's range. Without an `exact` of the same
-    shapes, the accumulated and inherited errors are NaN.
+    `limit` clamps `before` and `exact`; pass it if the plan clamps the value to the format's range. The accumulated and inherited errors
+    are NaN if `exact` is None or has other shapes.
     """
     if math.isfinite(limit):
         before = [saturate(t, limit) for t in before]
@@ -118,7 +118,7 @@ def is_fp32(value: Any) -> bool:
 # -- one graph and one run of it -----------------------------------------------------------------
 @dataclass
 class StrictRegion:
-    """A captured fp32 graph, and the plan that says which of its values to round."""
+    """A captured fp32 graph, with the plan that decides which values are rounded."""
 
     captured: Captured
     plan: RegionPlan
@@ -127,7 +127,7 @@ class StrictRegion:
 
     @classmethod
     def of(cls, captured: Captured, plan: RegionPlan) -> StrictRegion:
-        """Return the region of a graph and its plan. Their nodes are matched by position, since both are in the same canonical order."""
+        """Return the StrictRegion of a graph and its plan. Nodes are matched by position, since both are in the same order."""
         pairs = list(zip(captured.problem.graph, plan.nodes, strict=True))
         nodes = {captured.nodes[vertex.name]: planned for vertex, planned in pairs}
         may_saturate = frozenset(planned.name for vertex, planned in pairs if vertex.may_saturate)
@@ -139,21 +139,21 @@ class Recording:
     """Options of one run of a graph, and the values and rows that it records."""
 
     reference: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Results of the unrounded run, by name of the row."""
+    """Results in the unrounded run, by node name (with the path of its checkpoint body, if any)."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Gradients of results in the unrounded run, by name of the row."""
+    """Gradients of results in the unrounded run, by the same names."""
     rounding: bool = False
-    """Whether to round by the plan. False records the reference."""
+    """Whether the run rounds by the plan. If not, it records the reference."""
     kept: frozenset[str] = frozenset()
-    """Names of nodes that run in fp32 in spite of the plan. Their low readers read a rounded copy."""
+    """Names of nodes that run in fp32 although the plan makes them low. Low ops that read them read a rounded copy."""
     backward: bool = False
     """Whether backward follows the run, so that gradients are recorded."""
     scale: float = 1.0
     """Loss scale by which gradients are multiplied before rounding."""
     values: Values | None = None
-    """All values that the eager model computes, to find out which captured ops differ; None if they are not compared."""
+    """All values that the eager model computes, to find captured ops with different results; None if they are not compared."""
     parted: list[NodePlan] = field(default_factory=list)
-    """Ops whose results are not in `values`, in running order."""
+    """Captured ops with results that are not among `values`, in running order."""
     rows: list[Row] = field(default_factory=list)
     """Rows of results and cast copies, in running order."""
     gradient_rows: list[Row] = field(default_factory=list)
@@ -161,12 +161,12 @@ class Recording:
 
 
 class _Rounded(torch.autograd.Function):
-    """Autograd node that returns `rounded` for `value`. Its backward rounds the gradient, and calls `seen` with (rounded, unrounded)."""
+    """Replaces `value` by `rounded` in the forward. Its backward rounds the gradient, and calls `seen(rounded gradient, gradient)`."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
         ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
-        return rounded.detach()  # a new tensor: autograd turns a returned input into a view, which the model could not write in place
+        return rounded.detach()  # a new tensor: autograd would make a view of a returned input, and the model could not write it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -179,7 +179,7 @@ class StrictInterpreter(torch.fx.Interpreter):
     """Runs one captured graph in fp32 and fills `recording`.
 
     With `recording.rounding`, it rounds by the plan and measures each result against the reference. Otherwise it records the reference.
-    `path` is the prefix of row names inside the body graph of a checkpoint.
+    `path` is the prefix of names for the body graph of a checkpoint, "" for an outer graph.
     """
 
     def __init__(self, region: StrictRegion, recording: Recording, path: str = "") -> None:
@@ -190,7 +190,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.fp8 = {each.node: each for each in region.plan.quantised.chosen}
         self.largest = {each.value: each.largest for each in region.plan.quantised.copies if each.role == X}
         self.quantised: dict[str, list[str]] = {}
-        """For each product with fp8 copies: the names of the rows of these copies."""
+        """{matrix product with fp8 operands: names of the rows of its fp8 copies}."""
         self.wide = region.plan.edited(Edit.WIDE_PRODUCT)
         self.clamped = region.plan.edited(Edit.CLAMP_CONSTANTS)
         self.casts = {
@@ -219,7 +219,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             args, kwargs = map_aggregate((args, kwargs), self._fit)
         fp8 = self.fp8.get(planned.name) if low else None
         result = getattr(self, n.op)(n.target, args, kwargs) if fp8 is None else self._product(n, planned, fp8)
-        shown = args[0] if result is None and args else result  # setitem and similar ops return None, so measure the tensor that they write
+        shown = args[0] if result is None and args else result  # ops such as setitem return None: measure the tensor they write
         before = [t.detach().clone() if low else t.detach() for t in floats(shown)]
         if planned.name in self.wide and planned.name not in self.recording.kept:
             x, w, bias = (node and self._operand(planned, node) for node in (*(operands(n) or ()), bias_of(n)))
@@ -237,7 +237,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return result
 
     def _product(self, n: torch.fx.Node, planned: NodePlan, plan: ProductPlan) -> Any:
-        """Run a product whose GEMMs read fp8 copies as planned, in the forward and in backward. Record a row for each copy."""
+        """Run a matrix product whose GEMMs, in forward and backward, read fp8 copies by `plan`. Record a row for each copy."""
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]
@@ -267,7 +267,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept
 
     def _read(self, reader: NodePlan, value: str) -> str:
-        """Return the name of the row that `reader` reads for the operand `value`: the value itself, or its cast copy."""
+        """Return the name of the row that node `reader` reads as operand: that of the result `value`, or of its cast copy."""
         cast = self.casts.get((value, reader.name))
         return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
 
@@ -296,7 +296,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.env[node]
 
     def _copy(self, cast: Cast, planned: NodePlan, value: Any) -> Any:
-        """Return the low copy of a value. All readers share one copy, which is made and measured at its first use."""
+        """Return the low copy of a value. It is made and measured at its first use, and shared by all readers."""
         if cast not in self.copies:
             limit = self.low.max if cast.saturate else math.inf
             self.copies[cast] = tree_map(
@@ -308,16 +308,16 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.copies[cast]
 
     def _low_value(self, planned: NodePlan, value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Return `source` rounded to the low format. If `value` requires a gradient, backward rounds its gradient as well.
+        """Return `source`, which is `value` or its clamped form, rounded to the low format.
 
-        The rounding of the gradient is measured if the recording is for a run with backward.
+        If `value` requires a gradient, backward also rounds the gradient. That rounding is measured if `recording.backward` is set.
         """
         rounded = round_to(source, self.low)
         if not (value.requires_grad and torch.is_grad_enabled()):
             return rounded
 
         def seen(got: torch.Tensor, before: torch.Tensor) -> None:
-            if not self.recording.backward:  # these gradients are taken by the model's own code in the forward: do not measure them
+            if not self.recording.backward:  # the model's own forward computes these gradients: do not measure them
                 return
             name = self.path + planned.name
             exact = self.recording.gradients.get(name) if planned.role == "op" else None
@@ -337,25 +337,25 @@ class StrictInterpreter(torch.fx.Interpreter):
         return replace(row, module=planned.module, source=planned.source)
 
     def _round(self, planned: NodePlan, value: Any, first: tuple[Any, ...]) -> Any:
-        """Round an fp32 result. Any other value is returned unchanged.
+        """Return an fp32 result rounded to the low format. Any other value is returned unchanged.
 
-        If the op wrote its first operand in place and returns it, this tensor is rounded in place; `first` holds that operand. If rounding
-        changes no element, the same tensor is returned, so that a view stays a view.
+        If the op wrote its first operand (in `first`) in place and returns it, this tensor is rounded in place. If rounding changes no
+        element, the same tensor is returned, so that a view stays a view.
         """
         if not is_fp32(value):
             return value
         rounded = round_to(value, self.low)
         if any(value is operand for operand in first):
-            _round_memory(value.data, self.low)  # `.data` hides the write from autograd, which would refuse the backward of a saved tensor
+            _round_memory(value.data, self.low)  # `.data`: with a visible write to a saved tensor, autograd refuses backward
             return value
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 
     def _fit(self, leaf: Any) -> Any:
-        """Return ±max of the low format if `leaf` is a number beyond its range, as in the rewritten graph; otherwise `leaf` unchanged."""
+        """Return ±max of the low format for a number beyond its range, as the rewritten graph does. Return any other `leaf` unchanged."""
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
-        """Run the body graph of an activation checkpoint by the plan of this body; without such a plan, unrounded and unrecorded."""
+        """Run the body graph of an activation checkpoint with the plan of this body. Without a plan, it runs unrounded and unrecorded."""
         name = str(n.args[0].target)  # type: ignore[union-attr]
         plan = next((body for body in self.region.plan.bodies if body.name == name), None)
         if plan is None:

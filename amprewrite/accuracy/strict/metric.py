@@ -1,11 +1,11 @@
-"""Metrics of a model's output error: over all floating outputs, over the probabilities of the next token, or by a user's function.
+"""Metrics of a model's output error: of all floating outputs, of the probabilities of the next token, or by a user's function.
 
 1. *Relative L2 error* of all floating outputs together; over batches, its root mean square.
-2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, between the probabilities of the logits and of fp32's. To second order it is
-   half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ is Fisher's information (Kullback 1959). So backward passes
-   can estimate the error of each rounding here, too: the vectors v = √p·s − p·(√p·s) with random signs s have the covariance F.
-3. A function of (fp32 output, output) that returns a number. No estimate for single roundings exists for such a function. So the
-   relative L2 error gives the candidate plans, and the function measures their errors.
+2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, of the softmax of the logits from that of the fp32 logits. To second order it
+   is half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ is Fisher's information (Kullback 1959). So backward passes
+   can estimate the error of each rounding also here: the vectors v = √p·s − p·(√p·s) with random signs s have the covariance F.
+3. A function of (fp32 output, output) that returns a number. The errors of single roundings cannot be estimated for a function. So the
+   relative L2 error selects the candidate plans, and the function measures their errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Metric:
     unit: str = "relative L2"
 
     def error(self, exact: Any, got: Any) -> float:
-        """Return the error of one batch's output `got` against the fp32 output `exact`; inf if shapes differ or a number overflows."""
+        """Return the error of a batch's output `got` against the fp32 output `exact`; inf if shapes differ or a number overflows."""
         return relative_error(results_of(got), results_of(exact))
 
     def over(self, errors: Sequence[float]) -> float:
@@ -41,7 +41,7 @@ class Metric:
         return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
     def outputs(self, output: Any) -> list[Tensor]:
-        """Return the tensors of a model's output that the metric reads."""
+        """Return the tensors in a model's output whose errors the metric counts."""
         return results_of(output)
 
     def size(self, outputs: Sequence[Tensor]) -> float:
@@ -49,7 +49,7 @@ class Metric:
         return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a random gradient for `output`: here random signs. Its covariance weights the errors of the elements."""
+        """Return a random gradient to start backward at `output`: here random signs. Its covariance weights the errors of elements."""
         signs = (torch.randint(0, 2, output.shape, generator=generator, device="cpu") * 2 - 1).to(output)
         return torch.where(output.detach().isfinite(), signs, 0)
 
@@ -94,7 +94,7 @@ class LogProb(Metric):
 
 @dataclass(frozen=True)
 class Judged(Metric):
-    """The error that the user's function of (fp32 output, output) returns. Raises PolicyError if that is negative or no number."""
+    """The error that a user's function of (fp32 output, output) returns. Raises PolicyError if the result is negative or no number."""
 
     unit: str = "by the function given"
     function: Function = lambda exact, got: math.nan
@@ -148,7 +148,7 @@ def kept(output: Any) -> Any:
 
 
 def check_reference(outputs: Sequence[Tensor], name: str, index: int) -> None:
-    """Raise CalibrationError if the fp32 `outputs` for batch `index` hold no floating tensor or a NaN, so that no plan can be compared."""
+    """Raise CalibrationError if the fp32 `outputs` for batch `index` are empty or hold NaN: no plan can be compared with them."""
     if not outputs:
         raise CalibrationError(f"{name} gives no floating tensor for batch {index}: there is no error to measure")
     if any(bool(t.isnan().any()) for t in outputs):

@@ -1,6 +1,6 @@
 """Run a rewritten model under the strict interpreter: capture it again, run it once unrounded, then run it rounded as often as needed.
 
-1. Capture a clone of the original model as `rewrite` does, and plan each captured graph again, since a rewritten model keeps none.
+1. Capture a clone of the original model as `rewrite` does, and plan each captured graph. A rewritten model keeps no captured graphs.
 2. Run the clone unrounded and keep every result; with `backward`, also the gradient of a loss with respect to every low result.
 3. `rounded` runs the clone with the plan's rounding, and with given nodes kept in fp32. It returns a row for every result, copy and
    gradient.
@@ -44,20 +44,20 @@ class Outcome:
     """Result of `StrictRun.rounded`: rows and errors of one rounded run."""
 
     rows: tuple[Row, ...]
-    """Rows of results and cast copies, in running order."""
+    """Rows (`Row`) of results and cast copies, in running order."""
     error: float
-    """Relative L2 error of the model's floating outputs together, against fp32."""
+    """Relative L2 error of all floating outputs of the model together, against the unrounded fp32 run."""
     gradient_rows: tuple[Row, ...] = ()
     """Rows of gradients, in the order of backward."""
     gradients: dict[str, float] = field(default_factory=dict)
-    """Relative L2 error of each parameter's gradient."""
+    """Relative L2 error of each parameter's gradient, by the parameter's name."""
     notes: tuple[str, ...] = ()
 
 
 class StrictRun:
-    """A rewritten model, captured again and run unrounded on its inputs; `rounded` compares rounded runs with this reference.
+    """A rewritten model, captured again and run unrounded on the given inputs. `rounded` compares rounded runs with this reference run.
 
-    `asker` is the name of the public function, for messages. Raises PolicyError if `amp` is not rewritten, CaptureError if no part of it
+    `asker` is the name of the public function for messages. Raises PolicyError if `amp` is not rewritten, CaptureError if no part of it
     can be captured.
     """
 
@@ -77,7 +77,7 @@ class StrictRun:
         refuse_ambient_autocast()
         self.amp, self.session = amp, session_of(amp)
         self.args, self.kwargs, self.backward, self.loss = args, kwargs, backward, loss
-        if half_beside_fp32(plain_of(amp), (args, kwargs)):  # a call of `amp` gives the numbers of these tensors in fp32
+        if half_beside_fp32(plain_of(amp), (args, kwargs)):  # a call of `amp` also converts half inputs to fp32
             self.args, self.kwargs = tree_map(lambda each: each.float() if is_half(each) else each, (args, kwargs))
         self.low = FP32.name
         self.regions: list[StrictRegion] = []
@@ -125,13 +125,13 @@ class StrictRun:
         error = relative_error(outputs, self.exact)
         several = len(self.regions) > 1
         rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]
-        # backward visits the graphs in reverse order, and gradient rows are listed in the order of backward
+        # reversed, because backward visits the graphs in reverse order, and gradient rows are listed in the order of backward
         back = [_prefixed(row, self._prefix(number), several) for number, kept in reversed(self.runs) for row in kept.gradient_rows]
         errors = {name: relative_error([g], [self.exact_gradients[name]]) for name, g in gradients.items() if name in self.exact_gradients}
         return Outcome(tuple(rows), error, tuple(back), errors, notes)
 
     def capture(self) -> tuple[float | None, str]:
-        """Return the error of the unrounded captured graphs against the eager model, and the name of the first op that differs.
+        """Return (error of the unrounded captured graphs against the eager model, name of the first op with a different result).
 
         The name is "" if no such op is found. Return (0, "") if the error is within fp32's rounding, and (None, "") if two runs of the
         eager model differ.
@@ -160,7 +160,7 @@ class StrictRun:
 
     # -- capture ------------------------------------------------------------------------------
     def _capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
-        """Return a backend for Dynamo that captures the graphs of the submodule at `path`. `names` are the parameters of its forward."""
+        """Return a Dynamo backend that captures the graphs of the submodule at `path`. `names` are the parameter names of its forward."""
         return lambda module, example_inputs: self._capture(module, example_inputs, path, names)
 
     def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -188,7 +188,7 @@ class StrictRun:
             if not self.diverged:
                 recording.reference, recording.gradients = self.reference[place][1].reference, self.reference[place][1].gradients
             scale = self.session.training.loss_scale
-            # Without `backward`, gradients are computed only by the model's own forward, which does not scale them, so the scale is 1.
+            # Without `backward`, only the model's own forward computes gradients. It does not scale them, so the scale is 1.
             recording.scale = scale.value if scale.enabled and self.backward else 1.0
         self.runs.append((number, recording))
         return StrictInterpreter(region, recording).run(*inputs)
@@ -213,9 +213,9 @@ class StrictRun:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return a loss for an output: its `loss`, its only tensor if that is 0-dim, or the sum of the mean squares of its tensors.
+    """Return a loss for a model's output: its `loss`, its only tensor if that has 0 dims, or the sum of the mean squares of its tensors.
 
-    Tensors without a gradient are left out. Raises PolicyError if no tensor is left.
+    Only tensors that require a gradient count. Raises PolicyError if there is none.
     """
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and not own.dim():
@@ -229,10 +229,10 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _prefixed(row: Row, prefix: str, several: bool) -> Row:
-    """Return the row with names as in `plan.nodes`: with `prefix` ("graph0/") in front if the plan has `several` graphs."""
+    """Return `row` with node names as in `plan.nodes`: if the plan has `several` graphs, they begin with `prefix`, such as "graph0/"."""
     return replace(row, name=prefix + row.name, inputs=tuple(prefix + name for name in row.inputs)) if several else row
 
 
 def _copied(leaf: Any) -> Any:
-    """Return a copy of an input."""
+    """Return a copy of `leaf`, a tensor or another value among the model's inputs."""
     return copied(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
