@@ -25,7 +25,7 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 @dataclass(frozen=True)
 class CastPlan(ModelPlan):
-    """The plan of a model: the format of every node and all casts, with one region for each captured graph.
+    """The plan of a model: the format of every node, and all casts. It has one region (`RegionPlan`) for each captured graph.
 
     The colour of a node is low (bf16 or fp16), high (fp32) or plain (no fp32 value). `print(plan)` lists every node. `summary()` counts
     nodes and casts. `explain(name)` explains a node or a module. `edit()` returns a copy with other colours. `diff(other)` lists
@@ -51,7 +51,7 @@ class CastPlan(ModelPlan):
         return explain(self, name)
 
     def summary(self) -> str:
-        """Return a text with `counts()`, the predicted times of this plan and of the plans it was compared with, and the padding."""
+        """Return a text: `counts()`, predicted times of this plan and of the plans with which it was compared, and the planned padding."""
         return "\n".join([self.counts(), *map(printable, (*self._weighed(), *pad_summary([region.pads for region in self.regions])))])
 
     def _weighed(self) -> list[str]:
@@ -73,10 +73,10 @@ class CastPlan(ModelPlan):
         return lines
 
     def counts(self) -> str:
-        """Return a few lines of text with counts.
+        """Return a few lines of text with numbers of ops and casts.
 
-        They count matmuls and convolutions that stay fp32, ops by colour, casts by kind, the share of FLOPs in the low format, and custom
-        ops of libraries that are on no op list. Notes, and parts that were not captured, follow.
+        They list matmuls and convolutions in fp32. They count ops by colour, casts by kind, and custom ops that are on no op list. The
+        share of FLOPs in the low format, notes, and parts of the model that were not captured follow.
         """
         from amprewrite.report.questions.explain import heavy
 
@@ -107,7 +107,7 @@ class CastPlan(ModelPlan):
     def listing(self, fold: bool = False, width: int = 0) -> str:
         """Return the planned graph as code: one op per line, with dtype, colour, shape, source line and reason, grouped by module.
 
-        `fold=True` returns a table with one module per row, which fits one screen. Lines are cut to `width` characters; 0 cuts none.
+        `fold=True` returns a table with one module per row, which fits one screen. Lines are cut to `width` characters; 0 means no limit.
         """
         from amprewrite.report.counts import listing
 
@@ -144,14 +144,14 @@ class CastPlan(ModelPlan):
         return load_extra("drawings", "to_dot").to_dot(self, path)
 
     def to_model_explorer(self, path: Any, graph: str = "main") -> Path:
-        """Write node data for Google's Model Explorer, and return the path. Model Explorer shows the formats on its graph called `graph`.
+        """Write node data for Google's Model Explorer, and return the path. Model Explorer shows the formats in its graph called `graph`.
 
         Raises EmitError if `path` cannot be written.
         """
         return load_extra("drawings", "to_model_explorer").to_model_explorer(self, path, graph)
 
     def _repr_html_(self) -> str | None:
-        """Return an HTML fragment that notebooks display. Without the extra "drawings" return None: notebooks then display text."""
+        """Return an HTML fragment for notebooks; None without the extra "drawings", so that notebooks display text."""
         return load_extra("drawings", "HTML").to_notebook(self, self.summary()) if "drawings" in EXTRAS else None
 
     def __str__(self) -> str:
@@ -162,9 +162,9 @@ class CastPlan(ModelPlan):
 
     @staticmethod
     def schema() -> dict[str, dict[str, str]]:
-        """Return the meaning of each key of the JSON form, by kind of object: plan, region, node, cast, skipped and so on.
+        """Return {kind of object: {key: meaning}} for the JSON form. Kinds are plan, region, node, cast, skipped and so on.
 
-        The key `version` is one number. It rises when older files need a migration to be read. New keys have defaults.
+        The key `version` of a plan is a number that rises when older files need a migration to be read. New keys have defaults.
         """
         return {kind: _meanings(cls) for kind, cls in KINDS.items()}
 
@@ -190,7 +190,7 @@ _PENDING = (
 
 
 NOT_WRITTEN = ("basis",)
-"""Fields that are not written to JSON."""
+"""Fields of the classes in KINDS that are not written to JSON."""
 KINDS = {
     "plan": ModelPlan,
     "region": RegionPlan,
@@ -208,7 +208,7 @@ KINDS = {
     "edit": NodeEdit,
     "skipped": Skipped,
 }
-"""The classes of the objects in a plan's JSON form. A key is a field of a class, and its meaning is the docstring of the field."""
+"""The class of each kind of object in a plan's JSON form. Keys of an object are fields of the class; their docstrings give the meaning."""
 
 
 def _meanings(cls: type) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Count what the views of a plan share, such as bytes of a result and casts by kind, and list a plan as text.
+"""Numbers that several views of a plan show, such as bytes of a result and casts by kind, and the listing of a plan as text.
 
 A listing is the graph as code with one annotated op per line, or a table with one module or one op per row.
 """
@@ -47,7 +47,7 @@ def casts_by_kind(casts: Iterable[Cast]) -> dict[str, int]:
 
 
 def fp8_counts(plan: ModelPlan) -> list[str]:
-    """Return a list with one line on the share of GEMMs in fp8; an empty list if fp8 was considered for no product."""
+    """Return [a line on the share of GEMMs in fp8]; [] if the planner considered fp8 for no matrix product."""
     if not any(region.quantised for region in plan.regions):
         return []
     weighed = [each for region in plan.regions for each in region.quantised.products]
@@ -63,22 +63,22 @@ def fp8_counts(plan: ModelPlan) -> list[str]:
 
 
 def is_heavy_high(region: RegionPlan, node: NodePlan) -> bool:
-    """True if `node` of `region` is a matmul or convolution that multiplies fp32.
+    """True if `node` of `region` is a matmul or convolution that multiplies fp32 operands.
 
-    False if the model's own code runs the op in half precision, and for a wide product, because it multiplies low operands.
+    False if the model's own code runs the op in half precision. False for a wide product, which multiplies low operands but returns fp32.
     """
     heavy = node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
     return heavy and node.name.rpartition("/")[2] not in region.edited(Edit.WIDE_PRODUCT)
 
 
 def by_impact(plan: ModelPlan) -> list[NodePlan]:
-    """Return the matmuls and convolutions that multiply fp32, most FLOPs first."""
+    """Return the matmuls and convolutions that multiply fp32 operands, most FLOPs first."""
     return sorted((node for region, node in plan.in_regions() if is_heavy_high(region, node)), key=lambda node: -node.flops)
 
 
 @dataclass
 class ModuleRow:
-    """Counts over the ops of one module and its submodules."""
+    """Numbers of ops, casts, FLOPs and bytes of one module, with its submodules."""
 
     path: str
     """Path of the module; "" for the model."""
@@ -92,11 +92,11 @@ class ModuleRow:
     flops: int = 0
     low_flops: int = 0
     bytes: int = 0
-    """Bytes of all results after the rewrite."""
+    """Bytes of the results of all ops after the rewrite."""
     times: int = 1
     """Number of sibling modules with equal counts that share this row."""
     name: str = ""
-    """Name that a table shows: the last part of the path, several parts for a module that only wraps another, or a span such as "0..11"."""
+    """Name in a table: the last part of the path, several parts if a module only wraps a submodule, or a range such as "0..11"."""
     parts: dict[str, ModuleRow] = field(default_factory=dict)
     """Rows of the submodules, by name."""
 
@@ -116,12 +116,12 @@ class ModuleRow:
 
 
 def module_tree(plan: ModelPlan) -> ModuleRow:
-    """Return the row of the root module. Its `parts` hold the rows of all submodules, nested like the modules."""
+    """Return the row of the root module. The rows of submodules are nested in its `parts`."""
     root = ModuleRow("")
     for nodes, casts in by_region(plan):
         first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
         for node in nodes:
-            if node.role != "op":  # the graph's output is in no module, so the root row counts the casts of results to fp32
+            if node.role != "op":  # outputs of graphs are in no module: the root counts their casts
                 root.casts += first[node.name, False]
                 root.weight_casts += first[node.name, True]
                 continue
@@ -146,7 +146,10 @@ def _joined(row: ModuleRow) -> ModuleRow:
 
 
 def folded(root: ModuleRow, most: int = 40) -> list[tuple[int, ModuleRow]]:
-    """Return at most `most` rows as (depth, row of a module), expanded from the root down while they fit. Equal siblings share a row."""
+    """Return at most `most` pairs (depth, row of a module). Modules are expanded from the root down while all rows fit.
+
+    Neighbouring numbered siblings with equal counts share a row.
+    """
     opened: set[str] = set()
     rows = [(0, root)]
     while True:
@@ -176,7 +179,7 @@ def _shown(root: ModuleRow, opened: set[str]) -> list[tuple[int, ModuleRow]]:
 
 
 def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
-    """Merge neighbouring numbered siblings with equal counts into one row, such as layers 0 to 11."""
+    """Return the rows of sibling modules. Neighbours with a number as name and equal counts, such as layers 0 to 11, become one row."""
     rows: list[ModuleRow] = []
     for (numbered, _), group in groupby(parts.values(), key=lambda row: (row.name.isdigit(), row.counts())):
         alike = list(group)
@@ -189,20 +192,20 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 
 
 def amount(number: float, unit: str = "") -> str:
-    """Format a number with up to three digits and the `unit`, and from 1000 on a metric prefix: "0.5", "1.2 G", or "34 kB" for "B"."""
+    """Format a number with three digits, a metric prefix from 1000 on, and `unit`: "0.5", "1.2 G", or "34 kB" with the unit "B"."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= 0.9995 * size:  # three digits round 999.7 up to the next prefix
+        if abs(number) >= 0.9995 * size:  # 999.7 has the next prefix, since three digits show it as 1000
             return f"{number / size:.3g} {prefix}{unit}"
     return f"{number:.3g} {unit}".strip()
 
 
 def share(part: float, whole: float) -> str:
-    """Format `part` of `whole` in per cent, such as "12 %"; "-" if `whole` is 0."""
+    """Return the ratio of `part` to `whole` as a percentage, such as "12 %"; "-" if `whole` is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 SCREEN = 40
-"""Largest number of rows of the table of modules."""
+"""Largest number of rows of the table of modules, so that it fits one screen."""
 
 
 @dataclass(frozen=True)
@@ -219,13 +222,13 @@ class Line:
 
 
 def listing(plan: ModelPlan, fold: bool = False, width: int = 0) -> str:
-    """Return the plan as code, or with `fold` as a table of modules. Lines are cut to `width` characters; 0 cuts none."""
+    """Return the plan as code, or with `fold` as a table of modules. Lines are cut to `width` characters; 0 means no limit."""
     found = fold_table(plan) if fold else laid_out(list(code_lines(plan)))
     return "\n".join(line if not width or len(line) <= width else f"{line[: width - 1]}…" for _, line in found)
 
 
 def code_lines(plan: ModelPlan) -> Iterator[Line]:
-    """Yield the lines of the listing in running order, with a header for each graph and at each change of module."""
+    """Yield the lines of the listing in running order, with a header line for each graph and wherever the module changes."""
     for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
         state = "training" if region.training else "inference"
         count = "casts follow" if plan.casts_follow else f"{len(casts)} casts"
@@ -268,9 +271,9 @@ def _cast_line(cast: Cast, module: str, prefix: str) -> Line:
 
 
 def _short(value: str, module: str, prefix: str, to: str = "") -> str:
-    """Return a value's name relative to the reader's `module`, such as "self.weight", followed by ":" and the format `to` if given.
+    """Return the short form of the name `value`: "self.weight" for a value of the reader's own `module`, and ":bf16" added for `to="bf16"`.
 
-    `prefix` is dropped from the name: it names the region, in a plan of several graphs.
+    `prefix`, the name of the graph in a plan of several graphs, is removed.
     """
     name = value.removeprefix(prefix)
     name = f"self{name[len(module) :]}" if module and name.startswith(f"{module}.") else name
@@ -300,8 +303,8 @@ def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
 def fold_table(plan: ModelPlan, most: int = SCREEN) -> list[tuple[str, str]]:
     """Return the lines of a table with one module per row, at most `most` lines of 80 characters.
 
-    Each line is (kind, text). The kind is "title", or the colour of the module's ops: "high" or "low", "plain" without either. A module
-    with both is "low".
+    Each line is (kind, text). The kind is "title", or the colour of the module's ops: "low" if any op is low, otherwise "high" if any is
+    high, otherwise "plain".
     """
     root = module_tree(plan)
     rows = folded(root, most - 1)
@@ -330,7 +333,7 @@ def _row(name: str, values: tuple[str, ...], left: int, widths: list[int]) -> st
 
 
 def op_table(plan: ModelPlan) -> str:
-    """Return a text table of the ops, by most FLOPs, then most calls: for each op, its calls and FLOPs in the low format and in fp32."""
+    """Return a text table of ops, with calls and FLOPs in the low format and in fp32. Ops with most FLOPs, then most calls, are first."""
     found: dict[str, list[int]] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:

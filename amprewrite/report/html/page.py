@@ -1,4 +1,4 @@
-"""A plan in HTML: the report, one self-contained file that loads nothing from the network, and the fragment that a notebook shows.
+"""A plan in HTML: a report (one self-contained file that loads nothing from the network), and a fragment for notebooks.
 
 This module collects the data of the report, and `assets/report.*` draw it. The data is JSON with `<` escaped, so that no name in a
 model can end the script or add markup.
@@ -28,7 +28,7 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.vocabulary import Colour
 
 SECONDS = 5.0
-"""Default time limit in seconds for trying changes of nodes. Nodes that are not tried in time get only the condition of their reason."""
+"""Default time limit in seconds for trial plans, which show the changes that would give a node its other colour (low or high)."""
 
 
 def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None) -> Path:
@@ -40,7 +40,7 @@ def html(plan: ModelPlan, title: str = "", report: Any = None, seconds: float = 
     """Return the report as HTML text.
 
     `title` is the heading; "" for "Cast plan". `report`, a Report of `verify` or a DebugReport of the same model, adds errors. `seconds`
-    limits the time for trying changes of nodes.
+    limits the time for trial plans, which show the changes that would give a node its other colour (low or high).
     """
     data = json.dumps(payload(plan, title, report, seconds), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = asset("report.html")
@@ -56,9 +56,9 @@ def asset(name: str) -> str:
 
 # -- facts -----------------------------------------------------------------------------
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
-    """Return the data of the page as plain values for JSON. The arguments are the same as for `html`.
+    """Return the data of the HTML report as values for JSON. The arguments are the same as for `html`.
 
-    Keys of nodes are short, since there may be thousands of nodes.
+    Keys of nodes have one letter, since there may be thousands of nodes.
     """
     drawing = draw(plan)
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
@@ -99,7 +99,7 @@ def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[st
 
 
 def _fp8(plan: ModelPlan, node: NodePlan) -> list[str]:
-    """Return sentences about the fp8 GEMMs of a product and the fp8 copies of its result; an empty list if it has none."""
+    """Return sentences on the fp8 GEMMs of `node` (if it is a matrix product), and on fp8 copies of its result; [] if there are none."""
     return [line.strip() for line in region_of(plan, node).quantised.about(bare_name(plan, node))]
 
 
@@ -123,7 +123,7 @@ def _number(value: Any) -> float | str | None:
 
 
 def _modules(plan: ModelPlan) -> list[list[Any]]:
-    """Return rows for the list of modules: depth, path, name, ops, low, high, casts, casts of weights, FLOPs, low FLOPs."""
+    """Return a row for each module: [depth, path, name, ops, low ops, high ops, casts, casts of weights, FLOPs, low FLOPs]."""
     rows: list[list[Any]] = []
 
     def walk(row: Any, depth: int) -> None:
@@ -136,10 +136,10 @@ def _modules(plan: ModelPlan) -> list[list[Any]]:
 
 
 def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
-    """Return, by node, sentences on changes that would give the node its other colour (low or high).
+    """Return {node: sentences on changes that would give the node its other colour (low or high)}.
 
-    Changes are tried for `seconds`: for high nodes first, then for low nodes, and in both groups first for nodes next to casts. Nodes that
-    are not reached in time get only their reason's condition.
+    Trial plans find the changes, for at most `seconds`: first for high nodes, then for low nodes, and in both groups first for nodes next
+    to casts. For nodes that are not reached in time, a sentence only states the condition that belongs to their reason.
     """
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}
@@ -154,13 +154,13 @@ def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[
 
 
 MOST_DRAWN = 60
-"""Largest number of ops of a plan whose graph is drawn below the table."""
+"""A fragment draws the graph below the table if the plan has at most this many ops."""
 ROWS = 24
 """Largest number of rows of the table of modules."""
 
 
 def to_notebook(plan: ModelPlan, summary: str) -> str:
-    """Return the plan as an HTML fragment with inline styles, which needs no stylesheet and no script. `summary` is the text at its top."""
+    """Return the plan as an HTML fragment that needs no stylesheet and no script. `summary` is the text at its top."""
     cell = 'style="padding:2px 10px;text-align:right;white-space:nowrap"'
     first = 'style="padding:2px 10px;text-align:left;white-space:nowrap"'
     rows = []

@@ -1,17 +1,17 @@
-"""Collect the graph that all pictures of a plan draw, and lay it out: modules are nested boxes, and each box arranges its parts in layers.
+"""Collect the graph that all pictures of a plan show, and lay it out. Modules are nested boxes. Each box arranges its parts in layers.
 
 The graph has ops with fp32 or low values, inputs, outputs, and edges with their casts.
 
 Inside every module (Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures", 1981):
 
-1. The parts of the module (ops and inner modules) are ordered by their first run. An edge between ops inside two parts counts as an edge
-   between the parts.
-2. Each part is one layer below the lowest part that it reads. A part that reads nothing moves down to the layer above its reader.
-3. An edge across several layers gets a place in each of them, so that it is drawn around the parts there.
+1. The parts of the module (ops and inner modules) are ordered by their first run. An edge between two ops counts as an edge between the
+   parts that hold the ops.
+2. Each part is one layer below the lowest part that it reads. A part that reads nothing moves down to the layer above its highest reader.
+3. An edge that passes several layers gets a place in each of them, so that it is drawn around the parts there.
 4. Each layer is sorted by the mean position of the neighbours of its parts. This is repeated a few times, downwards and upwards.
 
-Opening or closing a module changes sizes but not layers, so a viewer of the report can do so without a new layout. `place` turns layers
-into coordinates for a static picture; the HTML report does the same in its script.
+Layers do not change if a reader of the HTML report opens or closes a module; only sizes do. `place` turns layers into coordinates for a
+static picture; in the HTML report, a script does so.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from amprewrite.report.counts import by_region
 from amprewrite.tables.vocabulary import Colour
 
 SWEEPS = 6
-"""Number of passes over all layers, downwards and upwards in turn, that improve order and positions."""
+"""Number of passes over all layers, alternately downwards and upwards, that improve the order and the positions of parts."""
 LONGEST_ROUTE = 60
-"""An edge that passes more layers than this gets no place in them, and is drawn straight."""
+"""An edge that passes more than LONGEST_ROUTE layers gets no places in them, and is drawn as a straight line."""
 
 
 @dataclass
@@ -39,15 +39,15 @@ class Box:
     path: str
     """Path of the module; "" for the root."""
     label: str
-    """Text of the title: the last part of the path, or several parts."""
+    """Title: the last name in the path, or several if the outer module has no box of its own."""
     parent: int
     """Id of the enclosing box, -1 for the root."""
     parts: list[int] = field(default_factory=list)
-    """Ids of the ops (indices in the list of nodes) and boxes inside, in the order of their first runs."""
+    """Ids of the ops and boxes directly inside, in the order of their first runs. The id of an op is its index in the list of nodes."""
     layers: list[list[int]] = field(default_factory=list)
-    """Layers from top to bottom, each a list of ids from left to right. A negative id is the place of an edge that passes the layer."""
+    """Layers from top to bottom, each a list of ids from left to right. A negative id is a place for an edge that passes the layer."""
     chains: list[list[int]] = field(default_factory=list)
-    """Edges between parts, each as the ids of its source, of the places that it passes, and of its target."""
+    """Edges between parts, each as a list of ids: its source, its places in the layers that it passes, its target."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Nest:
     boxes: list[Box]
     """All boxes, the root first."""
     parent: list[int]
-    """Id of the box around each op."""
+    """Id of the innermost box around each op, by the op's id."""
 
     def box(self, number: int) -> Box:
         return self.boxes[number - self.count]
@@ -74,9 +74,10 @@ class Nest:
 
 
 def nest(paths: list[tuple[str, ...]], edges: Iterable[tuple[int, int]]) -> Nest:
-    """Return the boxes and their layers for ops in running order. `paths` has the module path of each op, `edges` pairs of ops.
+    """Return the nested boxes, with layers, for ops in running order.
 
-    A module with a single part gets no box of its own: the part is in the enclosing box.
+    `paths` has the module path of each op. `edges` has pairs (op that makes a value, op that reads it). A module with a single part gets no
+    box: its part is put in the enclosing box.
     """
     tree = _tree(paths)
     found = Nest(len(paths), [], [-1] * len(paths))
@@ -110,10 +111,10 @@ def _tree(paths: list[tuple[str, ...]]) -> _Branch:
 
 
 def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -> int:
-    """Add the boxes of a branch and of all branches inside to `found`. Return the id of the branch's box.
+    """Add the box of a branch (a module), and of all branches inside it, to `found`. Return the id of the branch's box.
 
-    `parent` is the id of the enclosing box, -1 for the root. `path` and `label` are for the branch's box. A branch with a single part gets
-    no box, unless it is the root: the id of its part is returned instead.
+    `parent` is the id of the enclosing box, -1 for the root. `path` and `label` are fields of the branch's box. A branch with a single part
+    gets no box, unless it is the root; then the id of its part is returned.
     """
     if len(branch.parts) == 1 and parent >= 0:
         ((name, only),) = branch.parts.items()
@@ -133,9 +134,9 @@ def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -
 
 
 def _meeting(way: list[int], other: list[int]) -> tuple[int, int, int]:
-    """Return the innermost box around both ends of an edge, and the two parts of this box that hold the ends.
+    """Return (innermost box around both ends of an edge, part of it with the first end, part of it with the second end), all as ids.
 
-    `way` and `other` are the paths of the two ends (`Nest.path_of`).
+    `way` and `other` are the paths (`Nest.path_of`) of the two ends.
     """
     mine = {box: place for place, box in enumerate(way)}
     for place, box in enumerate(other):
@@ -167,8 +168,9 @@ def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
 
 
 def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
-    """Add a place for each edge to every layer that it passes, and record the edge in `box.chains`. Edges that pass more than
-    LONGEST_ROUTE layers are left out."""
+    """Add a place for each edge to every layer that the edge passes, and record the edge in `box.chains`.
+
+    Edges that pass more than LONGEST_ROUTE layers are left out."""
     passing = 0
     for a, b in edges:
         span = range(layer[a] + 1, layer[b])
@@ -212,9 +214,9 @@ class Rect:
 
 
 GAP, PASS, ROW, PAD, HEAD, GUTTER = 18.0, 6.0, 26.0, 14.0, 24.0, 40.0
-"""Space between parts, width of a passing edge, space between layers, margin in a box, height of its title, space between columns."""
+"""Space between parts, width of a place for an edge, space between layers, margin in a box, height of its title, space between columns."""
 TALL, ASPECT = 1150.0, 1.5
-"""Height above which the layers of a box are set in several columns, and the ratio of width to height that the columns aim at."""
+"""Height above which the layers of a box are divided into several columns, and the ratio width / height to which the columns come close."""
 
 
 @dataclass
@@ -224,17 +226,17 @@ class Placed:
     rects: dict[int, Rect]
     """Rectangle of every visible op and box."""
     passes: dict[tuple[int, int], tuple[float, float]]
-    """Middle of each place of a passing edge, by (id of the box, id of the place)."""
+    """(x, y) of the middle of each place for a passing edge, by (id of the box, id of the place)."""
     open: set[int]
     """Ids of the open boxes."""
     gutters: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By (id of a box, id of a part or place): x of the gap to the left of its column, in which edges from the previous column go up."""
+    """By (id of a box, id of a part or place): x of the gap on the left of the column. Edges from the previous column go up in this gap."""
 
 
 def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:
-    """Return the coordinates of everything visible in the nested boxes `found` if the boxes `opened` are open.
+    """Return the coordinates of everything visible in the nested boxes `found`, if the boxes with an id in `opened` are open.
 
-    `size_of` has (width, height) of each op and closed box, by id. `opened` has ids.
+    `size_of` has (width, height) of each op and each closed box, by id.
     """
     sizes: dict[int, tuple[float, float]] = dict(size_of)
     spots: dict[int, dict[int, tuple[float, float, float]]] = {}
@@ -268,8 +270,8 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
     """Return the positions (x, y, gutter) of everything inside an open box, by id, and the size of the box.
 
-    `extent` has (width, height) of each part, by id. x and y are the upper left corner of a part, or the middle of a place. The gutter is
-    the x of the gap to the left of its column.
+    `extent` has (width, height) of each part, by id. (x, y) is the upper left corner of a part, or the middle of a place for an edge. The
+    gutter is the x of the gap on the left of the column.
     """
     if not box.parts:
         return {}, (8 * PAD, HEAD + 2 * PAD)
@@ -314,9 +316,9 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 
 
 def _columns(heights: list[float], broad: float) -> list[range]:
-    """Divide layers, given by their `heights`, into columns of width `broad`, and return the indices of the layers of each column.
+    """Divide layers of the given heights into columns of width `broad`. Return the range of layer indices of each column.
 
-    Layers that are together at most TALL high form one column. Higher ones are divided so that width / height is near ASPECT.
+    If the heights sum up to at most TALL, there is one column. Otherwise the columns together have a width / height near ASPECT.
     """
     tall = sum(heights)
     count = 1
@@ -335,9 +337,9 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 
 
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
-    """Return the middles of a layer's items, close to the middles `want` but without overlap. `width` has the width of each item.
+    """Return x of the middle of each item of a layer, close to `want` but without overlap. `width` has the width of each item.
 
-    The results are the mean of two packings: from the left, and from the right.
+    Each x is the mean of two packings: one from the left, one from the right.
     """
     from_left, right = [], float("-inf")
     for item, x in zip(layer, want, strict=True):
@@ -370,7 +372,7 @@ class Drawing:
     edges: tuple[Edge, ...]
     nest: Nest
     hidden: int
-    """Number of ops that are not drawn because they carry no fp32 value. Weights are not drawn either, and not counted."""
+    """Number of ops that are not drawn because they have no fp32 value. Weights are not drawn either, but not counted here."""
 
     def colour(self, edge: Edge) -> Colour:
         """Return the colour of the op that makes the edge's value."""
@@ -378,7 +380,7 @@ class Drawing:
 
 
 def draw(plan: ModelPlan) -> Drawing:
-    """Return the nodes, edges and nested boxes of the whole plan. If it covers several graphs, each graph is a box."""
+    """Return the nodes, edges and nested boxes of the whole plan. If the plan covers several graphs, each graph has a box."""
     nodes: list[NodePlan] = []
     paths: list[tuple[str, ...]] = []
     edges: list[Edge] = []

@@ -1,9 +1,9 @@
-"""Write a plan for tools that draw graphs: as DOT text for Graphviz, in which modules are clusters and casts diamonds, and as node data for
-Google's Model Explorer, which shows each op's format and colour on its own graph of the same model.
+"""Write a plan for tools that draw graphs: DOT text for Graphviz, and node data for Google's Model Explorer.
 
-Node data (https://github.com/google-ai-edge/model-explorer/wiki/6.-Develop-Custom-Node-Data) are a JSON object with `results` by node
-id. Values are words such as "bf16", so that a module shows how many of its ops run in each format. Model Explorer finds nodes by id
-or by the name of an output tensor. The node names of a plan match an ONNX file, and an exported program with the same order of ops.
+In DOT text, modules are clusters and casts are diamonds. Model Explorer makes its own graph of the model, and shows each op's format on it.
+Node data (https://github.com/google-ai-edge/model-explorer/wiki/6.-Develop-Custom-Node-Data) is a JSON object with `results` by node id.
+Values are words such as "bf16", so that a module shows how many of its ops run in each format. Model Explorer finds a node by its id
+or by the name of its output tensor. The node names of a plan match an ONNX file, and an exported program with the same order of ops.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return `text` as a quoted DOT string. Line ends are kept for labels.
+    """Return `text` as a quoted DOT string. Line breaks are kept, for labels of several lines.
 
-    JSON's escapes are valid in DOT once `printable` has replaced control characters.
+    JSON's escapes are valid in DOT, because `printable` has replaced control characters before.
     """
     return json.dumps("\n".join(map(printable, text.split("\n"))), ensure_ascii=False)
 
@@ -83,7 +83,7 @@ def to_model_explorer(plan: ModelPlan, path: Any, graph: str = "main") -> Path:
 
 
 def node_data(plan: ModelPlan, graph: str = "main") -> dict[str, Any]:
-    """Return the node data as values for JSON: {graph: {"results": {node: {"value": dtype, "bgColor": colour}}, …}}."""
+    """Return node data for Model Explorer as values for JSON: {graph: {"results": {node: {"value": dtype, "bgColor": colour}}, …}}."""
     results: dict[str, Any] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:

@@ -1,4 +1,4 @@
-"""Draw a plan as SVG or PNG, for papers and READMEs. The drawing is the same as in the HTML report, without the script."""
+"""Draw a plan as SVG or PNG, for papers and READMEs. The drawing is the same as in the HTML report, but static."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LOW, HIGH, CAST, INK, SOFT, LINE = "#0b8c82", "#c96f06", "#8b3fe0", "#171c26", "
 TINT = {Colour.LOW: "#e3f4f1", Colour.HIGH: "#fdf1df", Colour.PLAIN: "#eceef3"}
 INK_OF = {Colour.LOW: LOW, Colour.HIGH: HIGH, Colour.PLAIN: SOFT}
 OP, END, SHUT = (150.0, 40.0), (104.0, 26.0), (190.0, 48.0)
-"""(Width, height) of the box of an op, of an input or output, and of a closed module."""
+"""(Width, height) of the rectangle of an op, of an input or output, and of a closed module."""
 MOST_OPEN = 90
-"""Largest number of boxes and ops that a drawing without a given depth shows."""
+"""Largest number of ops and closed modules in a drawing if the caller gives no depth."""
 MARGIN = 12.0
 
 
 def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
     """Return the graph as SVG text, and write it to `path` if given.
 
-    Modules down to level `depth` are drawn open, deeper ones as one closed box. None opens as many levels as fit `MOST_OPEN`. Raises
-    EmitError if `path` cannot be written.
+    Modules down to level `depth` are drawn open, deeper modules as one closed box. With None, modules are opened level by level as long as
+    at most `MOST_OPEN` parts are visible. Raises EmitError if `path` cannot be written.
     """
     drawing = draw(plan)
     placed = place(drawing.nest, _sizes(drawing), _opened(drawing, depth))
@@ -89,7 +89,7 @@ def _opened(drawing: Drawing, depth: int | None) -> set[int]:
 
 
 def _seen(drawing: Drawing, placed: Placed, op: int) -> int:
-    """Return the id of the box or op that stands for `op` in the drawing: the outermost closed box around it, or the op itself."""
+    """Return the id of the visible box or op that represents `op`: the outermost closed box around it, otherwise the op itself."""
     way = drawing.nest.path_of(op)
     return next((number for number in reversed(way[1:]) if number not in placed.open), op)
 
@@ -148,7 +148,7 @@ def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
 
 
 def _bundles(drawing: Drawing, placed: Placed) -> dict[tuple[int, int], list[int]]:
-    """Group edges by their two visible ends: {(source, target): indices of edges}. Edges inside one closed box are left out."""
+    """Group edges with the same visible ends: {(source id, target id): indices of edges}. Edges inside one closed box are left out."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, edge in enumerate(drawing.edges):
         ends = _seen(drawing, placed, edge.source), _seen(drawing, placed, edge.target)
@@ -165,7 +165,7 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
         points = _route(drawing, placed, a, b)
         path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
         for (x0, y0, _), (x1, y1, gutter) in pairwise(points):
-            if y1 < y0:  # the next point is higher, in the next column: go up between the columns
+            if y1 < y0:  # the next point is higher up, in the next column: draw a line up in the gap between the columns
                 path += f"V{y0 + 12:.1f}H{gutter:.1f}V{y1 - 13:.1f}H{x1:.1f}V{y1:.1f}"
                 continue
             bend = min((y1 - y0) * 0.55, 50) if y1 > y0 else 50
@@ -177,9 +177,9 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
 
 
 def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float, float, float]]:
-    """Return the points (x, y, gutter) of an edge from `a` to `b`. The gutter is the x of the gap to the left of the point's column.
+    """Return the points (x, y, gutter) of an edge between the visible ids `a` and `b`. The gutter is the x of the gap left of the column.
 
-    The edge leaves the boxes around `a`, passes the layers in between, and enters the boxes around `b`.
+    The edge runs out of the boxes around `a`, through its places in the layers in between, and into the boxes around `b`.
     """
     nest = drawing.nest
     way, other = _outwards(drawing, a), _outwards(drawing, b)
@@ -207,7 +207,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """Return SVG marks that name the formats of casts, one mark for each bundle of edges with a cast."""
+    """Return SVG marks with the formats of casts: one mark for each group of edges with the same ends, if it has a cast."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}
@@ -225,9 +225,9 @@ def _frame(r: Rect) -> str:
 
 
 def _text(x: float, y: float, text: str, room: float, ink: str, style: str) -> str:
-    """Return an SVG text element at (x, y) in the colour `ink`. `style` has further attributes.
+    """Return an SVG text element at (x, y) in the colour `ink`. `style` holds further SVG attributes.
 
-    `text` is cut to fit the width `room`, estimated by the mean width of a letter.
+    `text` is cut to the width `room`, estimated from the mean width of a letter.
     """
     most = max(int(room / 6.3), 3)
     text = printable(text)

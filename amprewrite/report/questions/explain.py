@@ -2,15 +2,16 @@
 
 Heavy ops (matmuls and convolutions) that stay fp32 always come first, each with the condition under which it would run low.
 
-`WhatIf` finds changes that would alter a node's colour. The deciding passes run again with each change, so every answer is checked. A
-region's plan keeps the `Problem` (graph, policy and evidence) from which it was decided. Deciding is a pure function of that problem and
-takes milliseconds, so changes are simply tried:
+`WhatIf` finds changes that would alter a node's colour (low or high). A region (the plan of one graph) keeps the `Problem` (graph, policy
+and evidence) from which the passes decided it. Deciding is a pure function of that problem and takes milliseconds. So each change is
+tried by deciding again, and every answer is checked:
 
-1. `forced` overrides the node itself and compares the plans: other nodes that change colour, and the difference in casts.
+1. `forced` overrides the node itself. It compares the plans: other nodes that change colour, and the difference in casts.
 2. `cause` looks for a small set of other nodes whose override also changes this node. It tries the cause that the plan records, then
-   denied ops upstream, then the nearest nodes of the same colour: first one by one, then together. Unneeded nodes are dropped again.
+   denied ops upstream, then the nearest nodes of the same colour: first one by one, then several together. Nodes that turn out not to
+   be needed are dropped.
 
-`decided_after` finds the pass that decided each node's colour: it records after each deciding pass the colours that changed.
+`decided_after` finds the pass that decided each node's colour. It records the colours that each deciding pass changes.
 """
 
 from __future__ import annotations
@@ -35,32 +36,32 @@ from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 MOST_ALONE, MOST_TOGETHER = 6, 16
-"""Number of candidates that `cause` tries one by one, and largest number that it tries together."""
+"""Largest numbers of candidate nodes that `cause` tries one by one, and together."""
 OTHER = {Colour.LOW: Colour.HIGH, Colour.HIGH: Colour.LOW}
 
 
 @dataclass(frozen=True)
 class Change:
-    """Result of a trial: the effect on the plan of one graph if some nodes are overridden with another colour (low or high)."""
+    """Result of a trial: the effect of overriding the colour (low or high) of some nodes on the plan of one graph."""
 
     colour: Colour
-    """The new colour."""
+    """The colour (low or high) to which the nodes are overridden."""
     nodes: tuple[str, ...]
     """The nodes that are overridden."""
     moved: tuple[str, ...]
-    """Other nodes that change colour as a result."""
+    """Further nodes that change colour as a result, without the node that the trial is about."""
     casts: int
-    """Change in the number of casts of activations; negative if there are fewer."""
+    """Number of additional casts of activations; negative if there are fewer."""
     weight_casts: int
-    """Change in the number of low copies of weights."""
+    """Number of additional low copies of weights; negative if there are fewer."""
     cast_bytes: int
-    """Change in the bytes that all casts read and write."""
+    """Number of additional bytes that all casts together read and write."""
     seconds: float = 0.0
-    """Change in the modelled time of one pass, in seconds."""
+    """Additional modelled time of one pass, in seconds."""
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The change in the form of the option `overrides` of `rewrite`: {"node:linear_3": "fp32"}."""
+        """The change as a value for the option `overrides=` of `rewrite`, such as {"node:linear_3": "fp32"}."""
         word = "low" if self.colour is Colour.LOW else "fp32"
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
@@ -76,7 +77,7 @@ class Change:
 
 
 class WhatIf:
-    """Tries changes on one region (the plan of one graph). `WhatIf.of` returns None for a region that was read from JSON or edited."""
+    """Tries changes on one region (the plan of one graph). `WhatIf.of` returns None if the region was read from JSON or edited by hand."""
 
     def __init__(self, region: RegionPlan) -> None:
         self.basis = _problem(region)
@@ -89,7 +90,10 @@ class WhatIf:
         return cls(region) if isinstance(region.basis, Problem) else None
 
     def decide(self, colours: Mapping[str, Colour]) -> RegionPlan:
-        """Return the plan of the graph with overrides {node: colour}. If the graph follows a given plan, that plan is edited instead."""
+        """Return the plan of the graph with additional overrides {node: colour}.
+
+        If the user gave a plan (`plan=`) for the graph, the colours are changed in that plan.
+        """
         basis = self.basis
         if basis.given is not None:
             nodes = tuple(replace(node, colour=colours.get(node.name, node.colour)) for node in basis.given.nodes)
@@ -101,11 +105,11 @@ class WhatIf:
         return plan_region(basis)
 
     def forced(self, name: str) -> Change | None:
-        """Return the effect of an override of node `name` itself; None if the node cannot have its other colour (low or high)."""
+        """Return the effect of overriding node `name` to its other colour (low or high); None if it cannot have that colour."""
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
-        """Find a small set of other nodes whose override also changes node `name`. Return the effect; None if no likely set does."""
+        """Find a small set of other nodes whose override changes the colour of node `name`. Return the effect; None if none is found."""
         candidates = list(self._candidates(name))
         for each in candidates[:MOST_ALONE]:
             change = self._change(name, (each,))
@@ -135,7 +139,7 @@ class WhatIf:
         yield from islice(same, MOST_TOGETHER)
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
-        """Force `nodes` to the opposite of the colour (low or high) of `name`. Return the effect; None if `name` keeps its colour."""
+        """Override `nodes` to the opposite of the colour (low or high) of `name`. Return the effect; None if `name` keeps its colour."""
         colour = OTHER.get(self.colours[name])
         if colour is None:
             return None
@@ -170,7 +174,7 @@ def _count(number: int, word: str, words: str = "") -> str:
 
 
 def conditions(node: NodePlan, low: str) -> str:
-    """Return the condition under which the node would have its other colour; "" if the colours of its neighbours decide.
+    """Return the condition under which the node would have its other colour (low or high); "" if the colours of its neighbours decide.
 
     The text completes the sentence "it would run low …" or "it would run in fp32 …".
     """
@@ -228,12 +232,12 @@ _CONDITIONS = {
 
 
 OPEN = "open"
-"""Stands for the colour of a node whose colour no pass has decided yet."""
+"""Word in place of a colour for a node whose colour no pass has decided yet."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """The colour (low, high or plain) of one op after a pass, and the pass that decided the colour."""
+    """The colour (low, high or plain) of one op at some point of the pipeline, and the pass that decided it."""
 
     node: str
     op: str
@@ -247,23 +251,23 @@ class Decided:
 
 @dataclass(frozen=True)
 class Progress:
-    """The decisions on one region (the plan of one graph) after a pass."""
+    """The decisions on one region (the plan of one graph) after the pass `after` and all passes before it."""
 
     region: str
     after: str
-    """Name of the pass."""
+    """Name of the last pass that has run."""
     nodes: tuple[Decided, ...]
     casts: int
     """Number of casts that are planned so far."""
     edits: int
-    """Number of edits of single ops that are planned so far."""
+    """Number of edits of single ops (changes other than casts) that are planned so far."""
 
 
 def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
-    """Return the decisions on each graph of `plan` after the pass called `name`. Graphs decided without this pass are left out.
+    """Return the decisions on each graph of `plan` after the pass called `name`. Graphs whose pipeline lacks this pass are left out.
 
-    Raises PlanError if no graph's pipeline has such a pass. Raises PlanError for a plan from a file, too: it cannot be decided again, since
-    it does not hold the problem (graph, policy and evidence).
+    Raises PlanError if no graph's pipeline has such a pass. Also raises PlanError for a saved or edited plan: it cannot be decided again,
+    because it does not hold the problem (graph, policy and evidence).
     """
     found = tuple(_progress(region, name) for region in plan.regions if any(each.name == name for each in pipeline(_problem(region))))
     if not found:
@@ -299,7 +303,7 @@ def _decided(planned: NodePlan, decisions: Decisions, by: dict[str, str]) -> Dec
 
 
 def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
-    """Return a row (node, colour, pass, why) for each op in `found`, a result of `decided_after`.
+    """Return a row (node, colour, pass, reason) for each op in `found`, a result of `decided_after`.
 
     If there are several graphs, node names have the form "region/node".
     """
@@ -310,13 +314,13 @@ def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
 
 
 MOST_TRIED = 4
-"""Largest number of nodes in a module for which changes are tried. Explanations of larger modules have no trials."""
+"""Largest number of nodes in a module whose explanation tries changes. Explanations of larger modules give recorded reasons only."""
 MOST_HEAVY = 8
-"""Number of heavy ops in fp32 that are listed one by one; any further ops are only counted."""
+"""Largest number of heavy ops in fp32 (matmuls and convolutions) that are listed one by one; further ones are only counted."""
 
 
 def explain(plan: ModelPlan, name: str = "") -> str:
-    """Return sentences about the node or module `name`, or about the whole plan without a name.
+    """Return sentences about the node or module `name`; about the whole plan if it is "".
 
     Raises PlanError for an unknown name; the message lists similar names.
     """
@@ -345,15 +349,15 @@ def region_of(plan: ModelPlan, node: NodePlan) -> RegionPlan:
 
 
 def bare_name(plan: ModelPlan, node: NodePlan) -> str:
-    """Return the name of `node` without the prefix of its region, which names in a plan of several graphs have."""
+    """Return the name of `node` without "region/", the prefix of names in a plan of several graphs."""
     return node.name.partition("/")[2] if len(plan.regions) > 1 else node.name
 
 
 def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
     """Return sentences on a node's format and reason, its casts, and changes that would alter its format.
 
-    With `asked`, such changes are found by planning the graph with them. Without it, only a matrix product or convolution in fp32 gets a
-    sentence on a change that could make it low.
+    With `asked`, trial plans find such changes. Without it, only a matrix product or convolution in fp32 gets a sentence: the condition
+    under which it would run low.
     """
     bare, region = bare_name(plan, node), region_of(plan, node)
     heavy_high = is_heavy_high(region, node)
@@ -368,10 +372,10 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
 
 
 def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
-    """Return sentences on changes that would give the node its other colour; [] for a node that is no op or carries no fp32 values.
+    """Return sentences on changes that would give the node its other colour (low or high); [] if it is no op, or has no fp32 values.
 
-    `bare` is the node's name without its region. If the node's reason names a condition, the first sentence states it ("it would run low
-    ..."). With `asked`, trial plans also show which overrides would change the colour, and at what price.
+    `bare` is the node's name without its region. If a condition belongs to the node's reason, the first sentence states it ("it would run
+    low ..."). With `asked`, trial plans also find overrides that would change the colour, and their price.
     """
     if node.colour is Colour.PLAIN or node.role != "op":
         return []
@@ -400,7 +404,7 @@ def _and(names: tuple[str, ...]) -> str:
 
 
 def heavy(plan: ModelPlan) -> list[str]:
-    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, each with the condition for running low."""
+    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, and the condition under which each would run low."""
     found = by_impact(plan)
     lines = []
     for node in found[:MOST_HEAVY]:
@@ -418,7 +422,7 @@ def _left_high(node: NodePlan) -> str:
 
 
 def _by_reason(plan: ModelPlan) -> list[str]:
-    """Return one sentence for each colour (low or high) and reason: the number of ops with that reason, and the first op's name."""
+    """Return one sentence for each pair of colour (low or high) and reason: the number of such ops, and the name of the first one."""
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     counted = Counter((node.colour, node.reason) for node in ops)
     lines = []
