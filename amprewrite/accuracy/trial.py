@@ -43,7 +43,7 @@ def loss_of(loss: Loss, output: Any, kind: type[AmpRewriteError]) -> Any:
 
 
 class _TrialSession(Session):
-    """A session that captures graphs like that of a rewritten model. It does not rewrite them, but runs each with `runner`."""
+    """Captures graphs like the session of a rewritten model. It does not rewrite them, but runs each with `runner`."""
 
     runner: GraphRunner | None = None
 

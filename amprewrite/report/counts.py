@@ -28,7 +28,7 @@ def node_bytes(node: NodePlan) -> int:
 
 
 def by_region(plan: ModelPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
-    """Yield (nodes, casts) of each region (the plan of one graph), with names as in `plan.nodes`: "region/node" if there are several."""
+    """Yield (nodes, casts) of each region (the plan of one graph). If there are several regions, names have the form "region/node"."""
     nodes, casts = iter(plan.nodes), iter(plan.casts)
     for region in plan.regions:
         yield tuple(next(nodes) for _ in region.nodes), tuple(next(casts) for _ in region.casts)
@@ -136,7 +136,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
 
 
 def _joined(row: ModuleRow) -> ModuleRow:
-    """Merge each module whose ops are all in its only submodule with that submodule."""
+    """Return `row`, with each module merged into its only submodule if that submodule has all ops of the module."""
     row.parts = {name: _joined(part) for name, part in row.parts.items()}
     if len(row.parts) == 1 and row.name:
         (part,) = row.parts.values()

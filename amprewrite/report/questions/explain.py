@@ -176,7 +176,7 @@ def _count(number: int, word: str, words: str = "") -> str:
 def conditions(node: NodePlan, low: str) -> str:
     """Return the condition under which the node would have its other colour (low or high); "" if the colours of its neighbours decide.
 
-    The text completes the sentence "it would run low …" or "it would run in fp32 …".
+    The text completes the sentence "it would run low …" or "it would run high …" (in fp32).
     """
     text = _CONDITIONS.get(node.reason, "")
     return text.format(op=node.op, name=node.name, detail=node.detail, low=low, source=node.source or "its line")

@@ -90,7 +90,7 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """Return the `Loss` of each constant of `node` that must stay fp32, for a node without a float result, such as a comparison."""
+        """Return the `Loss` (error of a low copy) of each constant that must stay fp32 for `node`, an op without a float result."""
         lost = [loss for _, value in constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
         return [replace(loss, kept=True) for loss in lost]
 
@@ -128,7 +128,7 @@ class ConstantFacts:
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if a constant of `node` exceeds the range, and may be clamped to ±max because it is a bound, or a mask that only blocks."""
+        """True if a constant of `node` exceeds the low range, and may be clamped to ±max: it is a bound, or only blocks positions."""
         found = self.facts(value)
         if not found.overflow:
             return False
@@ -177,7 +177,7 @@ def has_pole(op: str, index: int) -> bool:
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """True if a value, or a result that is small when the value is small, is read by an op that gives inf at zero, such as log."""
+    """True if an op that returns inf at zero, such as log, reads `value`, directly or through ops that keep small values small."""
     small = reached([value], lambda each: (use.node.outputs[0] for use in each.uses() if hands_on_small(op_of(use.node))))
     return any(_is_pole(use.node, use.idx) for each in small for use in each.uses())
 
@@ -273,7 +273,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation that contains a sum, perhaps transposed; also for a constant, which may be one that was folded."""
+    """True if a value is a concatenation that contains a sum, perhaps transposed. Constants count: they may be such a value, folded."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:
@@ -300,7 +300,7 @@ bits of the score. So the softmax of a fully blocked row is as uniform as in fp3
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about one constant in one low format. `overflow` and `flushed` count the elements that overflow or become zero."""
+    """Facts about one constant in one low format. `overflow` elements exceed its range, and `flushed` elements become zero."""
 
     elements: int
     overflow: int
@@ -427,9 +427,10 @@ class Kinds:
         return OpKind.INFER if small_exp else kind
 
     def _in_range(self, op: str, node: ir.Node) -> bool:
-        """True if in samples the op's fp32 operands and results are well within the low format's range, and away from zeros that give inf.
+        """True if the op's fp32 operands and results in samples are well within the low format's range.
 
-        Constant operands do not count. False if no other operand is fp32, or if samples lack the range of a value.
+        If the op returns inf at zero, its operands must also be away from zero. Constant operands do not count.
+        False if no other operand is fp32, or if samples lack the range of a value.
         """
         read = [v for v in node.inputs if v is not None and format_of(v) == "fp32" and constant_tensor(v) is None]
         made = [v for v in node.outputs if format_of(v) == "fp32"]

@@ -1,6 +1,6 @@
 """Read evidence for passes from an ONNX graph.
 
-1. Constants with an offset: their values differ by less than the part that they have in common.
+1. Constants with an offset: their mean is larger than their spread.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised.
 3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). All constants are judged by
    their values, even weights, because a file does not say which are learnt. `OneHot` has special code: the vocabulary calls it a scatter.
@@ -36,7 +36,7 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
-    """Return the names of added fp32 constants that have an offset, and of tables (for lookups) whose rows have a common offset."""
+    """Return the names of fp32 constants with an offset (mean above spread): added constants, and lookup tables with a common offset."""
     added, looked_up = added_values(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)
@@ -75,8 +75,8 @@ def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
 def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
     """Return the op graph of `reading` with a mark (`OpNode.counted`) on each matrix product in which `low` would round whole numbers.
 
-    Examples are positions, lengths, indices and time steps: neighbouring numbers become equal if they are rounded. Marked products run in
-    fp32.
+    Such numbers are positions, lengths, indices and time steps: if they are rounded, neighbouring numbers become equal. Marked products run
+    in fp32.
     """
     if not any(node.flops for node in reading.graph):
         return reading.graph
@@ -174,7 +174,8 @@ def _is_exact(node: OpNode, exact: set[str]) -> bool:
     """True if a value is computed without products, random ops and loops. `exact` holds the earlier values for which this is true."""
     if node.role != "op":
         return node.role != "output"
-    if node.flops or node.kind is OpKind.ALLOW or node.op in RANDOM or node.op in BODIES:  # ALLOW: products of unknown shape have no FLOPs
+    # A product of unknown shape has `flops == 0`, but its kind is ALLOW.
+    if node.flops or node.kind is OpKind.ALLOW or node.op in RANDOM or node.op in BODIES:
         return False
     return all(operand.value in exact for operand in node.operands)
 

@@ -221,7 +221,7 @@ def name_of(source: Source) -> str:
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str], list[ir.Model]]:
-    """Prepare a model for the passes, at opset `least` or later if possible. Raises CaptureError if it stays below OLDEST.
+    """Prepare a model for the passes, at opset `least` or later if possible. Raises CaptureError if its opset stays below OLDEST.
 
     Return (model, notes for the user on the changes, earlier versions). Earlier versions are copies of the model at each earlier opset,
     oldest first, whose results can be compared with those of the returned model.

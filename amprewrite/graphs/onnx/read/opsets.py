@@ -50,7 +50,7 @@ REMEDY = "raise it with onnx.version_converter.convert_version"
 def name_opset(model: ir.Model) -> int:
     """Return the opset of onnx's own ops, and store it under the domain "".
 
-    A model that names none gets opset 1, as old files mean it; from IR version 3 on, a model without such ops gets CASTS.
+    A model that names none gets opset 1, as ONNX defines for old files. From IR version 3 on, a model without such ops gets CASTS.
     """
     domains = model.opset_imports
     if "" not in domains and "ai.onnx" not in domains:
@@ -107,7 +107,7 @@ def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
     """Give slopes of PRelu the shape that OLDEST needs, because the converter leaves their shape unchanged.
 
     Before OLDEST, slopes of shape [channels] belong to dim 1 of the input. OLDEST broadcasts shapes from the right, so the slopes need dims
-    of size one behind the channels. Raises CaptureError, with a message that begins with `said`, if the rank of an input is unknown.
+    of size one after the channels. Raises CaptureError, with a message that begins with `said`, if the rank of an input is unknown.
     """
     for graph in model.graphs():
         for node in list(graph):

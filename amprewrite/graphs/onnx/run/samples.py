@@ -70,7 +70,7 @@ class Samples:
     problem: str = ""
     """The reason why no sample run succeeded; "" if one did."""
     invalid: str = ""
-    """Error of onnx.checker on the model; "" if it passes. `problem` is then set as well, unless ONNX Runtime runs the model anyway."""
+    """Error of onnx.checker on the model; "" if it passes. An error also sets `problem`, unless ONNX Runtime runs the model anyway."""
     refusal: str = ""
     """Error of ONNX Runtime on an invalid model; "" if the model runs or was not tried."""
 
@@ -226,7 +226,7 @@ def _rows_indexed(value: ir.Value) -> int:
 
 # -- runs ------------------------------------------------------------------------------
 def observe(model: ir.Model, feeds: Iterable[Feed] | None, limit: TimeLimit = "auto", lenient: bool = False) -> Samples:
-    """Run the fp32 model on the inputs `feeds` and record the ranges of the fp32 values of its top graph. None makes up inputs.
+    """Run the fp32 model on `feeds` (None: on made-up inputs), and record the ranges of the fp32 values of its top graph.
 
     ONNX Runtime first infers the types and shapes that are still unknown, because it knows more ops than onnx. `limit` limits each run.
 

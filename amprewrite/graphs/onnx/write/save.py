@@ -114,7 +114,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
             before = scratch / f"{number}.before" if target.exists() else None
             if before is not None:
                 _link(target, before)
-            undo.append((target, before))  # before the move, so that it is undone even if an interrupt comes right after it
+            undo.append((target, before))  # before the move: an interrupt right after the move must also undo it
             source.replace(target)
     except BaseException:
         for target, before in reversed(undo):
