@@ -39,7 +39,7 @@ class Box:
     path: str
     """Path of the module; "" for the root."""
     label: str
-    """Title: the last name in the path, or several if the outer module has no box of its own."""
+    """Title: the last name in the path, or several names if the outer module has no box."""
     parent: int
     """Id of the enclosing box, -1 for the root."""
     parts: list[int] = field(default_factory=list)

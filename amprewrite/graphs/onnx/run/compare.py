@@ -127,8 +127,7 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
 
 
 def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]] | None:
-    """Return the model's outputs on the samples in ONNX Runtime. None without samples, if it does not run the model, or if two runs differ.
-    """
+    """Return the model's outputs on the samples in ONNX Runtime; None without samples, if the model does not run, or if two runs differ."""
     if not samples.feeds:
         return None
     with Runnable(model, limit) as runnable:

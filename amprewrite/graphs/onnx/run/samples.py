@@ -342,7 +342,7 @@ def _bytes(arrays: Iterable[Any]) -> int:
 
 
 def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
-    """Divide values into lists whose values have at most CHUNK elements together. A value with more elements has a list of its own."""
+    """Divide values into lists whose values have at most CHUNK elements together. A value with more elements has a separate list."""
     chunk: list[ir.Value] = []
     held = 0
     for value in wanted:
