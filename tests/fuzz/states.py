@@ -418,7 +418,13 @@ class Trial:
             made = nn.Parameter(new, weight.requires_grad)
             weight.grad = None
             try:
-                torch.utils.swap_tensors(weight, made)
+                try:
+                    torch.utils.swap_tensors(weight, made)
+                except RuntimeError as error:
+                    if "AccumulateGrad" not in str(error):
+                        raise
+                    self.amp.weights_changed()  # a kept copy is a live graph: after `set_` PyTorch swaps no weight that one refers to
+                    torch.utils.swap_tensors(weight, made)
                 weight._backward_hooks = None  # PyTorch swaps the hooks alone: with the table of those before, later ones would be lost
             except RuntimeError as error:  # PyTorch swaps nothing that guards of compiled code refer to
                 if "weakref" not in str(error):
