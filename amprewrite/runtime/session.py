@@ -134,7 +134,7 @@ class Session(GraphRewriter):
         return self.call(entry, args, kwargs)
 
     def _start_widened(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Restart a call of `entry` with its half inputs cast to fp32, before any code of it has run. Later calls cast them, too."""
+        """Restart a call of `entry`, no code of which has run yet, with half inputs cast to fp32. Later calls also cast half inputs."""
         entry.capture_anew(Anew.HALF_INPUTS)
         entry.widens = True
         try:
@@ -146,7 +146,7 @@ class Session(GraphRewriter):
         return result
 
     def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Run the checks that `gather_low` registered. They raise RoundedRead if the call read rounded weights in fp32.
+        """After a call of `entry`, run `gather_low`'s checks. They raise RoundedRead if the call may have read rounded weights in fp32.
 
         `ran`: the rewritten graphs that ran in the call.
         """
@@ -157,7 +157,7 @@ class Session(GraphRewriter):
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
         """Set up the state for an outermost call of the model.
 
-        `recomputes`: the call repeats a forward in a backward. `given_up`: the number of frames that Dynamo had failed to capture before.
+        `recomputes`: the call repeats a forward in a backward. `given_up`: number of frames that Dynamo failed to capture before this call.
         """
         state = self.state
         self.cache.look(self.weight_names)
@@ -173,7 +173,7 @@ class Session(GraphRewriter):
     ) -> tuple[Any, tuple[Region, ...], list[Failure]]:
         """Run `entry`, and return its result, the rewritten graphs (regions) that ran, and the failures of Dynamo in this call.
 
-        `recomputes`: a backward repeats a forward. `given_up`: the number of frames that Dynamo had failed to capture before.
+        `recomputes`: a backward repeats a forward. `given_up`: the number of frames that Dynamo failed to capture before this call.
         """
         state = self.state
         ran: list[Region] = []
@@ -345,9 +345,9 @@ class Session(GraphRewriter):
             self.policy.check("node", (node.name for region in self.regions for node in region.plan.nodes))
 
     def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
-        """List the code that Dynamo failed to capture in this call (`failures`) in `plan.skipped`, and warn once for each cause.
+        """Add the code that Dynamo failed to capture in a call of `entry` (`failures`) to `plan.skipped`, and warn once for each cause.
 
-        `ran`: the rewritten graphs that ran in the call. If there are none, the text says that all of the entry ran in fp32.
+        `ran`: the rewritten graphs that ran in the call. If there are none, the warning says that all of the entry ran in fp32.
         """
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
         for failure in dict.fromkeys(failures):
@@ -379,7 +379,7 @@ class Session(GraphRewriter):
         self._left_out(entry, f"{entry.place} {what}: {why}{sharded}", f"{what}: {why}{bool(sharded)}")
 
     def _left_out(self, entry: Entry, message: str, cause: str = "", place: str = "") -> None:
-        """List code that ran in fp32 outside of rewritten graphs in `plan.skipped`, and warn once for each cause.
+        """Add code that ran in fp32, outside of rewritten graphs, to the list `plan.skipped`, and warn once for each cause.
 
         `cause` identifies the warning; "" stands for `message` itself. `place` names the code; "" stands for the path of the entry.
         """

@@ -1,11 +1,11 @@
 """The backend "amprewrite" of torch.compile: rewrite each graph that torch.compile captures, like a graph of a rewritten model.
 
 1. Dynamo captures, guards and dispatches under the settings of the user, and passes one graph at a time to the backend.
-2. Graphs that share parameters share a session, and so one loss scale and one set of guarded optimizers. The parameters of a graph are
+2. Graphs that share parameters share a session, which has one loss scale and one set of guarded optimizers. The parameters of a graph are
    all parameters that it reads or that belong to modules whose code was captured.
 3. Dynamo may call one graph for several models whose code and shapes are equal. The first call with other parameters rewrites the graph
    again, for the session of these parameters.
-4. Each call of a graph is a forward of its own, because the backend does not know which code runs between two graphs.
+4. Each call of a graph counts as a separate forward, because the backend does not know which code runs between two graphs.
 5. A session holds the user's modules by weak references, because Dynamo keeps graphs until their code is deleted.
 """
 

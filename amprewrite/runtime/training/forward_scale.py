@@ -218,9 +218,9 @@ class ForwardScale:
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
     """Return (kept, taken), two bools about the gradients of `tensors` in the running backward. An autograd node stands for its result.
 
-    `kept`: it stores the gradient of one of `tensors`, or of a tensor from which one was computed, in `.grad`. `taken`: it is a
-    torch.autograd.grad that returns the gradient of one of `tensors`. The search ends at the first kept gradient, usually that of the
-    first tensor.
+    `kept`: the backward stores the gradient of one of `tensors`, or of a tensor from which one was computed, in `.grad`. `taken`: the
+    backward is a torch.autograd.grad that returns the gradient of one of `tensors`. The search ends at the first kept gradient, usually
+    that of the first tensor.
     """
     taken = False
     for each in tensors:

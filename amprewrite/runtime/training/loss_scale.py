@@ -60,7 +60,7 @@ _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor
 
 
 class LossScaleError(AmpRewriteError):
-    """Raised if training must stop: step after step overflows, a GradScaler scales the same loss, or a CUDA graph is recorded too early."""
+    """Raised if too many steps overflow, a GradScaler scales the same loss, or a CUDA graph is recorded before the model has trained."""
 
 
 class LossScale:
@@ -269,7 +269,7 @@ class LossScale:
     def __getstate__(self) -> dict[str, Any]:
         self.apply_pending()
         state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None, "withheld": False}
-        del state["_nothing"]  # __setstate__ makes a new one, because this one may be freed before a spawned process opens its memory
+        del state["_nothing"]  # __setstate__ makes a new tensor, because this one may be freed before a spawned process opens its memory
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

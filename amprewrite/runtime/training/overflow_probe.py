@@ -92,7 +92,7 @@ class OverflowProbe:
     def find(self, graphs: Sequence[Probed], latest: LatestInputs | None) -> FirstNonFinite | None:
         """Return the first non-finite value of the step that was just skipped; None if it is not found. Sets `armed`.
 
-        `graphs` are the graphs of the latest forward. `latest` holds the inputs of its graph; None if it ran several graphs.
+        `graphs`: the graphs that the latest forward ran. `latest`: the inputs of the graph if the forward ran only one; otherwise None.
         """
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:
@@ -154,12 +154,15 @@ class LatestInputs:
         self._data: list[Any] = []
 
     def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (parameters and buffers, other inputs) that require gradients. `inputs`: the inputs of a call, without the loss scale."""
+        """Return (parameters and buffers, other inputs) that require gradients among the captured graph's `inputs` in one call.
+
+        The rewritten graph takes two more inputs, the loss scale and its inverse. They are not in `inputs`.
+        """
         learning = list(filter(_LEARNS, map(inputs.__getitem__, self._own)))
         return learning, [t for at in self._fed if at < len(inputs) and isinstance(t := inputs[at], Tensor) and t.requires_grad]
 
     def keep(self, inputs: Sequence[Any]) -> None:
-        """Remember the inputs of a call, which end with the loss scale."""
+        """Remember all inputs of one call of the rewritten graph. The last two are the loss scale and its inverse."""
         self._ids = list(map(id, map(inputs.__getitem__, self._own)))
         ref = weakref.ref
         data = map(inputs.__getitem__, self._fed)

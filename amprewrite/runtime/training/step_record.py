@@ -47,7 +47,7 @@ MAX_CONSECUTIVE_SKIPS = 50
 
 @dataclass(frozen=True)
 class Stuck:
-    """Facts for the error that too many steps in a row have overflowed. Fields that end in `_finite` are None if the fact is unknown."""
+    """The values shown in the error that too many steps in a row have overflowed. A field that ends in `_finite` is None if unknown."""
 
     scale: float
     floor: float
@@ -135,8 +135,8 @@ class StepRecord:
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
         """Record a step of `optimizer`. Raises LossScaleError if too many steps in a row overflowed.
 
-        `overflow`: whether the step overflowed; None if the host has not read the flag of the step. With None, the host reads the counters
-        on the device after `max_consecutive_skips` steps, or sooner if steps were skipped when it last read them.
+        `overflow`: whether the step overflowed; None if the host has not read the flag of the step. With None, the host reads the loss
+        scale's count of skips from the device after `max_consecutive_skips` steps, or sooner if its last reading was above 0.
         """
         self.use.step()
         if overflow is None:
@@ -346,7 +346,7 @@ class Noted:
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
         """Record that a step of an optimizer that owns `params` has read all overflow flags.
 
-        `flag`: a tensor above 0 if the step overflowed. `overflow`: the same fact as a bool; None if the host has not read `flag`.
+        `flag`: a tensor above 0 if the step overflowed. `overflow`: its value as a bool; None if the host has not read `flag`.
         """
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0

@@ -124,7 +124,7 @@ class StepGate(StepRecord):
 
     @property
     def listens(self) -> bool:
-        """True if backward passes are counted: the scale is dynamic, no optimizer is known, and no warning has said so yet."""
+        """True if backward passes are counted: the scale is dynamic, no optimizer is known, and the user was not warned of this yet."""
         return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.warned
 
     def heard(self, number: int, weights: Sequence[Tensor]) -> None:

@@ -85,9 +85,10 @@ def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
 
 
 def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
-    """Return the low copy (dtype, layout) to store in place of `weight`. `wanted`: all copies that graphs make of it; None: a read in fp32.
+    """Return the low copy (dtype, layout) to store in place of `weight`. `wanted`: all copies that graphs make of `weight`.
 
-    The result is None if they make no low copy or different low copies, or if the weight is not a dense fp32 tensor with values.
+    None in `wanted` means that a graph reads the weight in fp32. The result is None if graphs make no low copy or different low copies, or
+    if the weight is not a dense fp32 tensor with values.
     """
     low = [copy for copy in wanted if copy is not None and copy[0] != weight.dtype]
     dense = weight.layout is torch.strided and torch.empty_like(weight, device="meta").stride() == weight.stride()
@@ -199,7 +200,7 @@ def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
     """Return the warning that a graph reads fp32 values that freezing has dropped; "" if it reads none.
 
-    `reads`: how the graph reads the weights. `place`: the name of its code for the message.
+    `reads`: how the graph reads the weights. `place`: the name of the graph's code for the message.
     """
     frozen = {name for name, each in frozen_in(model).items() if not each.exact}
     lost = [name for name, copies in reads.items() if name in frozen and None in copies]

@@ -51,7 +51,7 @@ def refuse_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
 def upcast(model: nn.Module) -> str:
     """Convert the half parameters that require gradients to fp32, in place. Return a note with their number; "" if there are none.
 
-    The Parameter objects stay the same. Half buffers become fp32, too, because the statistics of a batch norm must. If the model also has
+    The Parameter objects stay the same. Half buffers become fp32, too, because a batch norm needs fp32 statistics. If the model also has
     frozen half parameters, only buffers of modules with a converted parameter become fp32: ops on frozen parameters read the other buffers.
     """
     chosen = [each for _, each in _trainable(named_parameters_in(model))]
@@ -114,7 +114,7 @@ def conversion_warning(model: nn.Module) -> str:
 
 
 class TwoDtypes(Exception):
-    """An op such as a matmul reads a half input and an fp32 weight. Raised at capture, before any code of the call ran, to restart it."""
+    """An op such as a matmul reads a half input and an fp32 weight. Raised before any model code runs, to restart with fp32 inputs."""
 
 
 def is_half(value: Any) -> bool:
@@ -183,7 +183,7 @@ class Widened:
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
-        """Return the replacement of `value` in the call: an fp32 tensor, a tuple that holds fp32 tensors, or `value` itself."""
+        """Return the object to pass in place of the argument `value`: an fp32 tensor, a tuple with fp32 tensors, or `value` itself."""
         kind = type(value)
         if kind is tuple:
             inside = tuple(map(self._wide, value))

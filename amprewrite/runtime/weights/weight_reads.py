@@ -53,7 +53,7 @@ class WeightReads:
 
 
 class RoundedRead(CaptureError):
-    """Raised by a check of `ReadChecks`: an fp32 op would read weights that `gather_low` rounded. The graphs need no new capture."""
+    """Raised by a check of `ReadChecks`: code may read, in fp32, weights that `gather_low` rounded. Captured graphs stay valid."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ _HARMLESS = frozenset({"_cuda_graph_capture_health_check", "_accelerator_graph_c
 
 
 class Evaluated:
-    """A closure that runs once before the step. In the step, its only call just returns the loss of that run."""
+    """A closure that runs once before the step. When the step calls it, it returns the loss of that run and does nothing else."""
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], look: Look) -> None:
         with torch.enable_grad():

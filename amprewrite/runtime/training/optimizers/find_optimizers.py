@@ -25,7 +25,7 @@ _MOST_WRAPPERS = 5
 
 
 def existing_optimizers() -> list[Optimizer]:
-    """Return all optimizers of the process whose steps hooks can skip."""
+    """Return all optimizers of the process whose steps can be skipped by hooks (`can_be_guarded`)."""
     return [optimizer for optimizer in every_optimizer() if can_be_guarded(optimizer)]
 
 

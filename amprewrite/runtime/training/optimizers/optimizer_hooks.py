@@ -54,7 +54,7 @@ def guard_of(optimizer: Optimizer) -> Guard:
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
-    """True if the latest step of `optimizer` was skipped. False if nothing guards it. Syncs with the device if the optimizer is fused."""
+    """True if hooks skipped the latest step of `optimizer`; False if it has no hooks. Causes a host sync if the optimizer is fused."""
     guard = _GUARDS.get(optimizer)
     return guard is not None and guard.skipped
 
@@ -82,7 +82,7 @@ class Guard:
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def add(self, gate: StepRecord) -> None:
-        """Guard the optimizer for one more model, whose StepRecord is `gate`. Load its scale from the optimizer's checkpoint, if any."""
+        """Guard the optimizer for one more model, whose StepRecord is `gate`. If the optimizer's checkpoint has a loss scale, load it."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
         self.resume()
@@ -144,7 +144,7 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer, gates: list[StepRecord], params: list[Tensor]) -> Tensor | None:
-        """Return a flag: above 0 if gradients hold inf or NaN, or if a flag of an earlier backward says so (`Noted.due`).
+        """Return a flag: above 0 if gradients hold inf or NaN, or if the flag of an earlier backward is above 0 (`Noted.due`).
 
         Returns None if there is nothing to check. `gates`: the StepRecords of the guarded models. `params`: the parameters of `optimizer`.
         """

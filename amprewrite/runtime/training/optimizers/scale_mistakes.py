@@ -58,10 +58,10 @@ class UnscaledBackwards:
         self._numbers: list[Tensor] = []
 
     def enough(self, number: int, weights: Sequence[Tensor], evaluates: bool) -> bool:
-        """Count a backward that gave gradients to `weights`. Return True if there are enough to warn that gradients are not scaled.
+        """Count a backward that gave gradients to `weights`. Return True if enough passes were counted to warn of unscaled gradients.
 
-        `number` is autograd's id of the backward, which counts once. `evaluates`: all forwards since the latest step were in eval mode.
-        Then the backward counts only if the weights have changed since the previous backward.
+        `number` is autograd's id of the backward; a repeated id is not counted. `evaluates`: all forwards since the latest step were in
+        eval mode. If so, the backward counts only if the weights have changed since the previous backward.
         """
         if number == self._latest:
             return False
