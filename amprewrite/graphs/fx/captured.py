@@ -35,9 +35,9 @@ The scale of the gradient is an input of the graph. Its position is None if the 
 
 @dataclass
 class Captured:
-    """A captured graph and the facts read from it. `problem` is the planner's input: the op graph, the facts and the user's policy.
+    """A captured graph and the planner's input for it, `problem`: the op graph, the user's policy, and further data on the graph.
 
-    `module` is never edited. `know` replaces `problem` when more facts become known.
+    `module` is never edited. `know` replaces `problem` when more data is read from the graph, or an option changes.
     """
 
     problem: Problem
@@ -65,7 +65,7 @@ class Captured:
     """True if a plan of this graph has passed a run on fake tensors, so that later plans need no such run."""
 
     def know(self, **facts: Any) -> None:
-        """Replace `problem` by a copy with these `facts`, which are fields of `Problem`."""
+        """Replace `problem` by a copy in which the fields of `Problem` named in `facts` have new values."""
         self.problem = replace(self.problem, **facts)
 
     def note(self, text: str) -> None:
@@ -196,7 +196,8 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     for node in module.graph.nodes:
         copy = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        if args:  # set later, to spare the search of create_node through them; only if there are any, because setting them takes time
+        # set after create_node, which would search the arguments for symbolic numbers; empty ones are not set, which saves time, too
+        if args:
             copy.args = args
         if kwargs:
             copy.kwargs = kwargs

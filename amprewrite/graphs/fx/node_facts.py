@@ -418,7 +418,7 @@ def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Ite
 def takes_gradients(graph: torch.fx.Graph) -> bool:
     """True if `graph` calls torch.autograd or a function of torch.func.vjp, or returns values that such a function may read afterwards.
 
-    A call of the function inside a torch.func transform does not count, unless it reads values from outside of the transform.
+    A call of such a vjp function inside a torch.func transform counts only if it reads values from outside of the transform.
     """
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True

@@ -40,14 +40,14 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def __init__(self, low: Format) -> None:
         super().__init__(low)
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
-        """By value: the sides of zero (ABOVE, BELOW) on which the value holds constants beyond the range."""
+        """By value: the signs of the constants beyond the range that the value holds: ABOVE zero, BELOW zero, or both."""
         self.sizes: dict[torch.fx.Node, float] = {}
         """By value: an upper bound of the magnitudes of the constants beyond the range that it holds."""
         self.computed_with: set[torch.fx.Node] = set()
         """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """Yield a `Read` for each result of each op that reads `value`. An op that the op table lacks gives a `Read` without facts.
+        """Yield a `Read` for each result of each op that reads `value`. For an op outside the op table, the `Read` has only defaults.
 
         An in-place op has two results: the value that it returns, and the tensor to which it writes. A checkpoint gives no `Read`.
         """
@@ -67,7 +67,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """If the op's result holds constants beyond the low format's range, record their sides of zero and largest magnitude.
+        """If the op's result holds constants beyond the low format's range, record their signs and largest magnitude.
 
         Nothing is recorded for a low format with fp32's range.
         """
@@ -87,10 +87,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (sides of zero, largest magnitude) for the op's own constants beyond the range; no side and 0 if none counts.
+        """Return (signs, largest magnitude) of the op's own constants beyond the range that count; no sign and 0 if none counts.
 
         A constant counts if the op writes it into its result, adds it to an operand, or multiplies a mask by it. Sums and products give
-        both sides, because the sign of the result is not known.
+        both signs, because the sign of the result is not known.
         """
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
@@ -101,9 +101,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (sides of zero, largest magnitude) of the constants beyond the range that the op passes on from `given`, an operand.
+        """Return (signs, largest magnitude) of the constants beyond the range that the op passes on from `given`, an operand.
 
-        The sides are empty if it passes none on.
+        If the op passes none on, there are no signs.
         """
         sides, size = set[int](), 0.0
         for read in (each for each in self.reads(given) if each.made is fact.node):

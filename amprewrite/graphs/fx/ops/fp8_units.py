@@ -46,7 +46,7 @@ def multiplies_fp8(device: torch.device) -> bool:
 def by_kernel(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
     """Return the result of `use`, called with the module of our Triton kernels; None if the kernels cannot run on `matrix`.
 
-    The kernels cannot run without fp8 units, during compilation, on a matrix that is not plain contiguous memory, and after a failure.
+    They cannot run without fp8 units, during compilation, on a matrix that is not plain contiguous memory, and after one of them failed.
     """
     if not multiplies_fp8(matrix.device) or torch.compiler.is_compiling() or not is_plain(matrix) or not matrix.is_contiguous():
         return None

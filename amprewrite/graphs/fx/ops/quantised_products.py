@@ -4,9 +4,10 @@
     w8 = quantise(w, "w", recipe, gemms)
     y = quantised_product(None, None, bias, x8, w8, recipe, gemms)
 
-The product saves the fp8 copies for its backward. It saves an unquantised operand only if one of its GEMMs reads that operand. A copy has
-no gradient, so the copies of a value carry a *link*: a tensor of the value's shape without memory, which passes its gradient on to the
-value. So the value gets its gradient, though its numbers need not stay in memory.
+The two None stand for the unquantised x and w, which are passed only if a GEMM of the product reads them (`gemms` names the GEMMs in fp8).
+The product saves the fp8 copies, and the unquantised operands that it gets, for its backward. The copies of a value are detached from
+autograd. So `quantise` adds a *link* to them: a tensor with the shape of the value, but without memory for the elements. In the backward
+the link receives the gradient of the value and passes it on. So the value gets its gradient without being kept in memory.
 
 A scale is the number by which a tensor, or each row, was multiplied so that its largest element becomes the largest number of the format.
 The graph computes the scale from the value and frees both together, so there is no state, and nothing to save in a checkpoint. Elements
@@ -151,7 +152,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
 class Quantised(NamedTuple):
     """The fp8 copies of one value: `straight` (untransposed) and `turned` (transposed), each None if no GEMM reads it.
 
-    `link` is a tensor of the value's shape without memory, through which the value gets its gradient.
+    `link` is a tensor with the shape of the value, but without memory for its elements. It passes its gradient on to the value.
     """
 
     link: Tensor
@@ -162,7 +163,7 @@ class Quantised(NamedTuple):
 def quantise(
     value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> Quantised:
-    """Return the fp8 copies of `value` that `gemms` read, with a memoryless tensor (link) through which `value` gets its gradient.
+    """Return the fp8 copies of `value` that `gemms` read, and a link: a tensor without memory that passes its gradient on to `value`.
 
     `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. With `largest`, the scale of the tensor is a
@@ -239,8 +240,8 @@ def quantised_product(
 ) -> Tensor:  # fmt: skip
     """Return `x · wᵀ + bias`, or `x · w + bias` if `transposed`. The GEMMs named in `gemms` run in fp8, in the forward and the backward.
 
-    `x8` and `w8` are the fp8 copies of the operands, and None if no GEMM reads them. `x` of shape (..., k) and `w` are the operands
-    themselves, and None unless a GEMM reads them unquantised. `recipe` is the name of a recipe.
+    `x8` and `w8` are the fp8 copies of the operands, or None if no GEMM reads them. `x` of shape (..., k) and `w` are the operands
+    themselves, or None if no GEMM reads them unquantised. `recipe` is the name of a recipe.
     """
     x = x8.link if x is None else x  # type: ignore[union-attr]
     w = w8.link if w is None else w  # type: ignore[union-attr]

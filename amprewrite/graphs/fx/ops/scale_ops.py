@@ -101,8 +101,8 @@ def applied(function: type[torch.autograd.Function], gradient: Tensor, *others: 
     """Return `function.apply(gradient, *others)`, which can be differentiated under `is_grads_batched=True` as well.
 
     With that option torch batches gradients by a vmap that keeps the autograd history inside its tensors. A Python `autograd.Function` does
-    not see this history, and its result would have no history. So the function gets the gradients of the whole batch as one tensor, as it
-    gets each batched tensor of `others`, and the result is batched again.
+    not see this history, and its result would have no history. So the function gets the gradients of the whole batch as one tensor. Each
+    batched tensor of `others` is passed in the same way. The result is then batched again.
     """
     if not is_legacy_batched(gradient):
         result: Tensor = _forward_too(function).apply(gradient, *others)

@@ -22,12 +22,13 @@ TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 def cast_exactly(scaled, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Clamp fp32 numbers to ±MOST, and round them to nearest even in TYPE. Infinities become NaN.
 
-    EPS is the distance of 1 to the next number of TYPE, and NORMAL its smallest normal number. The numbers are rounded in fp32 first, and
-    so the cast is exact: for sm_89 Triton casts by way of fp16, which would round twice.
+    EPS is the distance of 1 to the next number of TYPE, and NORMAL the smallest normal number of TYPE. The numbers are rounded in fp32, so
+    that the cast itself is exact. A cast of unrounded numbers would round twice on sm_89, where Triton casts by way of fp16.
     """
     size = tl.abs(scaled)
     limited = tl.where(size > MOST, MOST, size)
-    # the last bits of `large` and of the result have the same weight, so adding and subtracting `large` rounds to nearest even
+    # 1.5 * 8388608 is 1.5 * 2**23: the last bit of the fp32 number `large` is worth as much as the last bit of the result in TYPE, so
+    # adding `large` rounds to nearest even, and subtracting it gives the rounded number
     exponent = (limited.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     large = tl.where(exponent < NORMAL, NORMAL, exponent) * (EPS * 1.5 * 8388608)
     rounded = (limited + large) - large

@@ -181,8 +181,8 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
     """Yield the conversions between fp32 and `low` that may return their operand instead of a copy, because no reader can notice.
 
-    This holds if the result is never written and not returned, the operand is not written later, and result and operand have the same
-    strides.
+    No reader can notice if the result is never written and not returned, the operand is not written later, and result and operand have
+    the same strides.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():

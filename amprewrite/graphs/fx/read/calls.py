@@ -121,8 +121,9 @@ def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
     """Return {node: why it must not be padded} for the nodes whose memory is written in place while another op may still read it.
 
-    An in-place op on a value that is not read afterwards does not count, because it gives the same result as the out-of-place op. Nodes
-    inside torch.func transforms (`transformed`) are skipped. Writes to inputs and weights, and by ops that return nothing, always count.
+    An in-place op on a value that is not read afterwards does not count, because it gives the same result as the out-of-place op. Writes to
+    inputs and weights always count. Writes by ops that return nothing always count, too. Nodes in `transformed`, which are inside
+    torch.func transforms, are skipped.
     """
     writes = [(node, targets) for node in graph.nodes if node not in transformed and (targets := written(node))]
     if not writes:

@@ -147,7 +147,7 @@ def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None
     if not any(node.flops for node in captured.problem.graph) and not any(map(is_opaque, nodes)):
         return
     held = _held(captured.module.graph, inputs)
-    # First suppose that all constants are large counts. Their values are read only if this marks a product, because the host must wait.
+    # First suppose that all constants are large counts. If this marks a product, read their values, for which the host must wait.
     supposed = _propagate(nodes, {**dict.fromkeys(held, Count.LARGE), **(around or {})}, low)
     graph = _kept(captured, supposed)
     if any(node.counted for node in graph):

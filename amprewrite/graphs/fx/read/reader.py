@@ -328,9 +328,9 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
     """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values: remove the pins that force these ops to fp32.
 
-    The op must be of kind INTERNAL: its kernel computes in fp32. The lists must have the rule "cost" (the default planner). Every reader of
-    the fp32 result must cast it to a dtype taken from another tensor, so that no op reads the bits that fp32 has in addition. A
-    conversion `x.float()` loses its pin, too, if only such ops or such casts read it; without "cost", if only such casts read it.
+    An op such as softmax loses its pin if three conditions hold: it is of kind INTERNAL (its kernel computes in fp32), the lists have the
+    rule "cost" (the default planner), and every reader of its fp32 result casts the result to a dtype taken from another tensor, so that
+    no reader uses fp32's additional bits. A conversion `x.float()` loses its pin if every reader is such an op or such a cast.
     """
 
     def internal(fact: Fact) -> bool:

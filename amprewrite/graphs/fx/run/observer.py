@@ -28,8 +28,8 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class Observer:
     """Callable that runs captured graphs op by op in fp32, and records the ranges of all their values in `regions`.
 
-    If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips weights, whose ranges capture has
-    measured, unless an op with a pole at zero (`log`, `reciprocal`) reads them. If `brief` is True, it records no histograms, and it
+    If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips weights, whose ranges are known since
+    capture, unless an op with a pole at zero (`log`, `reciprocal`) reads them. If `brief` is True, it records no histograms, and it
     records the smallest magnitude only of values before ops with a pole (`before_pole`).
     """
 

@@ -101,7 +101,7 @@ def _run_direction(
     done, wide = [], [weight.float() for weight in weights]
     for part, *size in _parts(rows, sizes):
         low = [linked_copy(each, weight.dtype, (), weight) for each, weight in zip(wide, weights, strict=True)]
-        live = [each[:, : size[0][0]] if size else each for each in state]  # for a packed sequence: the states of sequences that go on
+        live = [each[:, : size[0][0]] if size else each for each in state]  # a packed sequence: drop the states of ended sequences
         options = (biased, 1, 0.0, training, False) if size else (biased, 1, 0.0, training, False, False)
         out, *new = layer(part, *size, live if len(live) > 1 else live[0], low, *options)
         state = [torch.cat([now, before[:, now.shape[1] :]], 1) for now, before in zip(new, state, strict=True)]
