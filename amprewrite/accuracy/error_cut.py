@@ -102,7 +102,7 @@ class GraphErrors:
 
     def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
         """Yield arcs (tail, head, cost) for the errors of all (value, reader) pairs, if a unit of squared error costs `price`."""
-        # upper limit of a cost: one arc of this cost outweighs all finite arcs of the network together
+        # no cost exceeds `most`, because one arc of this cost already outweighs all finite arcs of the network together
         most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
@@ -120,7 +120,7 @@ class GraphErrors:
     def why(self, name: str) -> str:
         """Return a clause on the largest output error from rounding the result or an operand of node `name`.
 
-        The result is "its neighbours are kept" if no error was measured there.
+        The result is "its neighbours are kept" if no such error was measured.
         """
         touching = {edge: squared for edge, squared in self.edges.items() if name in edge}
         if not touching:

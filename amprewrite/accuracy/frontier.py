@@ -142,7 +142,7 @@ def search(
     if not batches:
         raise AccuracyError(f"{asked} is measured on data: pass calibration=batches, or example_inputs=")
     trial = Trial(module, options)
-    low = options.low or session_of(trial.amp).policy.low  # without a dtype from the user: the default of the model's device
+    low = options.low or session_of(trial.amp).policy.low  # if the user gave no dtype, use the default of the model's device
     trial = Trial(module, replace(options, low=low))
     exact = reference(trial, batches, measure)
     tried: list[TriedPlan] = []

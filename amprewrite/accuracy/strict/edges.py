@@ -53,7 +53,7 @@ class EdgeProbe:
         return leaf
 
     def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """Return a view of `tensor` for one reader. In backward, it adds the squared output error of rounding it to `edges[edge]`.
+        """Return a view of `tensor` for one reader. During backward, `edges[edge]` grows by the squared output error of rounding this view.
 
         Return `tensor` itself if it is no dense fp32 tensor that requires a gradient.
         """
@@ -79,7 +79,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # not run: backward must also reach values computed under no_grad, because plans round them as well
+            return None  # skip no_grad: backward weighs each rounding, and plans also round values that are computed under no_grad
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)

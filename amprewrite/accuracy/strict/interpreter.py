@@ -346,7 +346,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return value
         rounded = round_to(value, self.low)
         if any(value is operand for operand in first):
-            _round_memory(value.data, self.low)  # `.data`: with a visible write to a saved tensor, autograd refuses backward
+            _round_memory(value.data, self.low)  # `.data` hides the write: autograd refuses backward after a write to a saved tensor
             return value
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 
