@@ -123,10 +123,10 @@ class Graphs:
         return self._beside_hooks
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call that captures, and return its result. Also check that capture changed no values, if `strict` is set or if the low
-        format is or may be fp16.
-        The check runs the captured graph and the original model in fp32. If results differ, warn, or raise CaptureError under `strict`.
-        Calls that cannot be repeated (`can_be_checked`), and calls of `generate()`, are not checked.
+        """Run a call in which Dynamo captures the module for the first time, and return its result.
+
+        Under `strict`, or if the low format is or may be fp16, then run the captured graph and the original model in fp32. If their results
+        differ, warn, or raise CaptureError under `strict`. Calls that cannot be repeated, and calls of `generate()`, are not checked.
         """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = options.strict or options.low is None or options.low.narrow
@@ -147,7 +147,7 @@ class Graphs:
 
     @property
     def outdated(self) -> bool:
-        """True if the decisions of these graphs no longer hold, though the captured code is still the same."""
+        """True if the plans of these graphs no longer hold, because of a changed weight or another graph. The code is unchanged."""
         return self.anew in (Anew.WEIGHTS, Anew.AGREED)
 
     def failed(self, failure: Failure) -> None:
@@ -155,7 +155,7 @@ class Graphs:
         self.entry.session.state.failures.append(failure)
 
     def starts_again(self, inputs: Any) -> bool:
-        """True if an fp32 model gets half `inputs`, and the call can start again with fp32 inputs, because none of its code has run."""
+        """True if an fp32 model gets half `inputs`, and its call can begin again with fp32 inputs, because none of its code has run."""
         entry, session = self.entry, self.entry.session
         return not entry.widens and half_beside_fp32(session.root, inputs) and not session.state.ran and not under_way(entry.function)
 
@@ -164,9 +164,10 @@ class Graphs:
         self.empty = read and self.empty is not False
 
     def leave_early_hooks(self, module: torch.fx.GraphModule) -> None:
-        """Raise SkipFrame, so that Dynamo runs the frame as written, if the code sets a hook on an input that the graph also writes.
+        """If captured code sets a hook on an input that its graph writes, raise SkipFrame, so that Dynamo runs the code as written.
 
-        Dynamo sets such a hook after the graph has run, on the written value. Raises CaptureError instead if the graph must be whole.
+        Dynamo would set the hook after the graph has run, on the written value. Raises CaptureError instead if the user asked for one graph
+        of the whole module (`strict=True` or `fullgraph=True`).
         """
         if not hooked_and_written(module.graph, dynamo.inputs_to_hook()):
             return
@@ -274,13 +275,13 @@ class Entry:
 
     @property
     def graphs_of_forward(self) -> Graphs:
-        """The graphs to call: the present graphs, or in a recomputation of an activation checkpoint the graphs of its forward."""
+        """The graphs to call. A checkpoint recomputes with the graphs that its forward ran; other calls run the present graphs."""
         return self._past.of_forward(self.graphs)
 
     def why_anew(self, recomputes: bool) -> Anew | None:
         """Return the reason why this call must capture anew; None if it runs the present graphs.
 
-        `recomputes`: the call is made in a backward. Then only changed hooks or a changed forward are reasons.
+        `recomputes`: a backward makes the call, to repeat a forward. Then only changed hooks or a changed forward are reasons.
         """
         if self.hooks.changed():
             return Anew.HOOKS

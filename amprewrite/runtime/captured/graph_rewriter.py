@@ -60,7 +60,8 @@ class GraphRewriter(CallRecord):
     entries: dict[str, Entry] = field(default_factory=dict)
     checks: ReadChecks = field(default_factory=ReadChecks)
     children: dict[str, nn.Module | None] | None = None
-    """Children of the root at the latest search for new modules. None: search again after the running call, because it captured a graph."""
+    """Children of the root at the latest search for modules that were added to the model. None if a graph was captured since: search again
+    after the running call."""
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
@@ -137,7 +138,7 @@ class GraphRewriter(CallRecord):
             return region
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
-        """Return a captured graph with its `Problem`, the input of the planner: op graph, facts and policy. Nothing is decided yet."""
+        """Return a captured graph with its `Problem`, the planner's input: ops, their values and the policy. Nothing is planned yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
         path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.training.loss_scale.enabled
         path = entry.path if path is None else path
@@ -234,7 +235,7 @@ class GraphRewriter(CallRecord):
         return reads
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
-        """Add `regions`, the ranges of a first call that overflowed, to the calibration of this session. Return the new calibration."""
+        """Add `regions`, value ranges that LookAhead observed, to the calibration of this session. Return the new calibration."""
         with self.lock:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
@@ -266,12 +267,12 @@ class GraphRewriter(CallRecord):
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
-        """Return the policy for a model on `device`, such as "cuda". Note each restriction, such as a device without fast low matmuls."""
+        """Return the policy for a model on `device`, such as "cuda". Its restrictions, such as no fast low matmuls, become notes."""
         kept, products = self.cache.block() is not None, self.options.products
         return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 
     def _in_parts(self) -> bool:
-        """True if code of the model may run between the graphs of this forward."""
+        """True if code of the model may run between the graphs of the running forward."""
         state = self.state
         if state.entry is None:
             return True
@@ -280,7 +281,7 @@ class GraphRewriter(CallRecord):
         return state.depth > 1 or graphs.in_parts
 
     def look_at_weights(self) -> bool:
-        """Mark graphs for a new capture if their weights have moved into or out of the low format's range, and warn if one no longer fits.
+        """Mark graphs for a new capture if a weight has moved into or out of the low format's range. Warn if a weight no longer fits.
 
         Returns True if a graph is marked. Does nothing, and returns False, if the user gave a plan.
         """
@@ -292,9 +293,9 @@ class GraphRewriter(CallRecord):
         return any(each.outdated for each in graphs)
 
     def _overflowed(self) -> str | None:
-        """Return the place of the first overflow in the step that is being skipped; None if it is not found.
+        """Return the node with the first overflow in the training step that loss scaling is skipping; None if it is not found.
 
-        Also ask for a check of the weights before the next call.
+        Before the next call of the model, its weights are checked (`look_at_weights`).
         """
         self.schedule.due = True
         graphs = [(region.plan, region.module) for region in self.last]
@@ -356,6 +357,6 @@ class Agreement:
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:
-    """Return the products that the planner considered for fp8. Colour them low if the forward GEMM runs in fp8, otherwise high."""
+    """Return the nodes that the planner considered for fp8. A node is coloured low if its forward GEMM runs in fp8, otherwise high."""
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]

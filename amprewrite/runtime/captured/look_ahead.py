@@ -72,20 +72,20 @@ class LookAhead:
         warn: Callable[[str], None],
     ) -> None:
         self.captured, self.plan, self.learn, self.again, self.warn = captured, plan, learn, again, warn
-        self.left, self.forward = CALLS, -1  # forwards that are still to be observed, and the number of the latest forward
+        self.left, self.forward = CALLS, -1  # `left` forwards are still to be observed; `forward` is the number of the latest forward
         self.differentiates = differentiates(captured.module.graph)
         self.written = written_inputs(captured.module.graph)
         made = (t for node in captured.module.graph.nodes for t in tensors(example_value(node)))
         self.devices = sorted({t.device.index or 0 for t in made if t.device.type == "cuda"})
         self.failed = ""
-        """The error of the latest observed run; "" if it raised none."""
+        """The error that the graph raised in its latest fp32 run, as text; "" if it raised none."""
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
-        """In the first forwards of the model (`CALLS`), observe an fp32 run of the graph. Then return `run(inputs)`.
+        """In the first CALLS forwards of the model, run the graph in fp32 and observe its values. Then return `run(inputs)`.
 
-        Warn if the results are not finite although the fp32 results are. `forward` is the number of this forward. Nothing is observed while
-        a CUDA graph records, while a checkpoint recomputes, and on tensors without values (meta, fake). Once `left` is negative, no further
-        call needs to be observed.
+        Warn if the results are not finite although the fp32 results are. `forward` is the number of the running forward of the model.
+        Nothing is observed while a CUDA graph records, while a checkpoint recomputes, and on tensors without values (meta, fake). If `left`
+        is negative, all forwards to observe are over.
         """
         if forward != self.forward:
             self.forward, self.left = forward, self.left - 1
@@ -100,7 +100,7 @@ class LookAhead:
         return result
 
     def say_failed(self) -> None:
-        """Warn if the latest observed run raised an error."""
+        """Warn that no value was observed if the latest fp32 run of the graph raised an error."""
         if self.failed:
             self.warn(
                 f"{self._place} was not looked at before it runs in {self._low}: op by op in fp32 it raises {self.failed}; check that its "
@@ -108,7 +108,7 @@ class LookAhead:
             )
 
     def look(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], always: bool = False) -> bool:
-        """Observe an fp32 run, and plan the graph anew if a value would overflow. With `always`, plan it anew in any case.
+        """Run the graph in fp32, observe its values, and plan it anew if one would overflow in fp16. With `always`, always plan it anew.
 
         `run` calls the rewritten graph. Returns True if the fp32 results and all written inputs are finite; False if not, or if the fp32
         run raised.
@@ -154,9 +154,10 @@ class LookAhead:
             )
 
     def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> bool:
-        """True if the rewritten graph, run on copies, raises or gives a non-finite value.
+        """True if the rewritten graph, in a trial run on copies of `inputs`, raises an error or gives NaN or infinities.
 
-        Returns False without a run if no body graph, such as of a loop, has low ops: then all low values were observed.
+        The fp32 run of the graph observes no values inside the body graphs of loops and conditions. If no body has low ops, the trial run
+        is not needed, and the result is False.
         """
         if not unobserved(self.captured, self.plan):
             return False
@@ -222,10 +223,10 @@ def rewrite_for(
     warn: Callable[[str], None],
     overflowed: bool,
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Return the edited graph of an exported module and its plan, planned as after a first call with `args` and `kwargs`.
+    """Return the edited graph of an exported module, and its plan.
 
-    `learn` and `warn` are as in LookAhead. `overflowed`: a first call of the model has overflowed, so the graph is always planned with
-    observed ranges. Buffers of the graph are restored.
+    If the low format is fp16, run the graph in fp32 on `args` and `kwargs`, and plan it with the observed ranges if a value would overflow,
+    or in any case if `overflowed`. Buffers are restored. `learn` adds ranges to the calibration and returns it. `warn` warns the user.
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]

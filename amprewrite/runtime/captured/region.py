@@ -90,7 +90,7 @@ class Region:
     def call(self, inputs: tuple[Any, ...], forward: int) -> Any:
         """Run the graph on the inputs of its captured code, and return its results.
 
-        In fp16, an observed run in fp32 precedes each of the first calls. `forward` is the number of this forward of the model.
+        In fp16, each of the first calls first runs the graph in fp32, to find overflows. `forward` is the number of the model's forward.
         """
         first = self.look_ahead
         with closed_if_raised() if self.enters_regions else contextlib.nullcontext():
@@ -133,7 +133,7 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """After the first call, which runs op by op: plan anew if ops refused low operands, otherwise run generated code from now on."""
+        """End the first call, which ran op by op. If ops refused low operands, plan anew; otherwise later calls run generated code."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)
@@ -237,9 +237,9 @@ class CallRecord:
 
     @property
     def runs_recurrent_eagerly(self) -> bool:
-        """True if each LSTM, GRU and RNN module gets an eager graph of its own.
+        """True if each LSTM, GRU and RNN module gets a separate graph that is not compiled: a compiler would unroll its time steps.
 
-        This holds for every backend but "eager", unless `strict` is set. If a plan was given, it must also have a region for such a module.
+        False if the backend is "eager", if `strict` is set, or if the user gave a plan that has no separate graph for such a module.
         """
         if self.options.backend == "eager" or self.options.strict:
             return False
