@@ -38,7 +38,7 @@ def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
 
 
 class HookWatch:
-    """Finds out whether hooks on modules below `root` have changed. The check is cheap if nothing was registered.
+    """Finds out whether hooks on modules below `root` have changed. The check is cheap if no hook was registered.
 
     Every registration increments one counter of PyTorch. So the modules are searched only if a hook other than our own was registered, if
     the number of hooks of a module with hooks has changed, or if a direct child of the root was replaced. Hooks on the root itself are

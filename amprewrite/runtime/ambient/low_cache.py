@@ -156,7 +156,7 @@ class LowCaches:
         self._layers: list[weakref.ref[Any]] = []
 
     def take(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make empty KV caches that a step of `generate()` has as arguments store their keys and values low.
+        """Make the KV caches among the arguments of a step of `generate()` store keys and values low, if they are still empty.
 
         Caches that the caller made, offloaded caches, and layers of classes that are not in `_LAYERS` stay fp32.
         """

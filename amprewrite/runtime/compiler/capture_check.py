@@ -239,12 +239,13 @@ class CaptureCheck:
         self.sound = True
 
     def captures(self, module: torch.fx.GraphModule) -> None:
-        """Record the graph of the call. Call this while Dynamo captures the graph. A second graph, or one with side effects on objects,
-        ends the check."""
+        """Record `module`, the graph that Dynamo is capturing for the checked call of the model.
+
+        If the call has a second graph, or the captured code changes existing objects or hooks a tensor, nothing is compared."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         if written_memory(module.graph):
             note_memory(module.graph)  # so that `written_inputs` sees a write to `dropout(x, 0.0)`, which in eager code is `x` itself
-        # read these facts from `module`, because the copy of its graph made below lacks the subgraphs
+        # read `module` here, because the copy of its graph made below lacks the subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -253,7 +254,7 @@ class CaptureCheck:
             copy.meta = kept_meta(node.meta)
 
     def runs(self, inputs: tuple[Any, ...]) -> None:
-        """Record the inputs of the graph. Call this before the graph runs."""
+        """Record the inputs on which the checked call will run the captured graph. Buffers are recorded with the values before the call."""
         if not self.sound or self.graph is None or self.given:
             return
         self.sound = all(id(inputs[place]) in self.buffers for place in self.written)
@@ -262,7 +263,7 @@ class CaptureCheck:
     def parted(self) -> tuple[float, str] | None:
         """Return (relative distance of the fp32 results, first op that differs) if the captured graph computes other values than the model.
 
-        Returns None if the results are the same, or if they cannot be compared. Call this after the checked call.
+        Returns None if the results are the same, or if they cannot be compared. Use this method after the checked call has returned.
         """
         if not self.sound or self.graph is None or not self.given:
             return None
@@ -297,7 +298,7 @@ class CaptureCheck:
 
     @contextlib.contextmanager
     def _again(self, grad: bool) -> Iterator[None]:
-        """Context manager for a repeated run: with the random states of the call, the grad mode `grad`, and no hooks on saved tensors."""
+        """Context manager that repeats the conditions of the checked call: its random states, grad mode `grad`, no saved-tensor hooks."""
         now = random_states(self.devices)
         with random_state_kept(self.devices), unhooked(), torch.set_grad_enabled(grad):
             self.random()

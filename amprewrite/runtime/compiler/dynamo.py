@@ -47,7 +47,7 @@ from amprewrite.torch_internals.dynamo import skip_code, skip_once
 EXACT = "inductor-exact"
 """Name of the backend in which inductor computes the same numbers as eager code."""
 RECOMPILE_LIMIT = 64
-"""Largest number of graphs of one frame (one function), for its modes, shapes and options. Then calls that fit none run as written."""
+"""Largest number of graphs that Dynamo captures of one function, such as for several shapes. Calls that fit none run as written."""
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """True if torch.compile takes a recompile limit for one function; in earlier versions the limit is one setting of the process."""
@@ -58,15 +58,15 @@ RECURRENT = "Attempted to wrap RNN"
 _WAS_THERE = (AttributeMutationExisting, ValueMutationExisting)
 """Dynamo's classes for changes of objects that existed before the captured code ran."""
 COUNTS_FROM = 4
-"""Number of calls with a capture after which int attributes of modules are no longer constants of a graph.
+"""Number of calls that capture a graph, after which Dynamo no longer treats int attributes of modules as constants of a graph.
 
 Calls are counted, not graphs: an int that differs from layer to layer stays a constant, because one call captures all layers.
 """
 ONE_EXPORT = threading.RLock()
 """Held while torch.export or torch.onnx.export runs, and while an export is planned.
 
-Both keep state that all threads share, so two exports at once would fail. The flag `torch.compiler.is_exporting()` is part of it: while it
-is set, functions that Dynamo skips annotate the graph under export, whichever thread calls them (`torch.fx.traceback.annotate`).
+Both exporters keep state that all threads share, so two exports at once would fail. The flag `torch.compiler.is_exporting()` is part of it:
+while it is set, functions that Dynamo skips annotate the graph under export, whichever thread calls them (`torch.fx.traceback.annotate`).
 """
 
 
@@ -109,7 +109,7 @@ def compile_afresh(
     given = unseen(backend)
     context = torch._dynamo.optimize(backend=given, nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
-    settings["record_runtime_overhead"] = False  # off: it marks Dynamo's overhead in profiles, but costs 3 us in each call
+    settings["record_runtime_overhead"] = False  # the setting marks Dynamo's overhead in profiles, but costs 3 us in each call
     if hooks_differ:
         settings["skip_nnmodule_hook_guards"] = False
     classes = set(map(type, modules_in(root)))
@@ -138,7 +138,7 @@ def compile_afresh(
                 now["accumulated_recompile_limit"] = torch._dynamo.config.accumulated_recompile_limit + more
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
             hooks, layers = breaking_at_hooks(), recurrent_layers_whole()
-            quick = no_collection() if eager else contextlib.nullcontext()  # not while a compiler works, which may take minutes
+            quick = no_collection() if eager else contextlib.nullcontext()  # a compiler may run for minutes: keep collecting garbage
             again = own and starts_again(frame[0].f_locals)
             if again:  # let Dynamo raise errors, so that the call starts again before its code has run
                 now["suppress_errors"] = False
@@ -328,7 +328,7 @@ def inputs_to_hook() -> set[str]:
 
 
 def changes_objects() -> bool:
-    """True if the captured code changes an object that existed before, or sets a hook on a tensor. Dynamo replays this after the graph."""
+    """True if the captured code changes an object that existed before, or hooks a tensor. Dynamo replays both after the graph."""
     effects = reading().output.side_effects
     there = (each for each in effects.id_to_variable.values() if isinstance(each.mutation_type, _WAS_THERE))
     return bool(effects.tensor_hooks) or any(effects.is_modified(each) for each in there)
@@ -354,7 +354,7 @@ def at_work() -> bool:
 def kept_out() -> bool:
     """True if no setting switches Dynamo off, but it would not capture a function that is called now.
 
-    For example, inside a function that `torch.utils.checkpoint` runs uncaptured.
+    This is true, for example, inside a function that `torch.utils.checkpoint` runs uncaptured.
     """
     return not at_work() and not why_switched_off()
 
@@ -442,7 +442,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def unselective() -> Iterator[None]:
-    """Context manager for a trial run: disable the dispatch modes of selective checkpoints, which must not store the run's results."""
+    """Context manager for a trial run of a graph: disable dispatch modes of selective checkpoints, which must not store its results."""
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = not_selective(outer)
     try:

@@ -144,7 +144,7 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignore[assignment]
 """Functions that Dynamo evaluates as constants, before it looks for a handler."""
 _CAPTURES_HOOKS = find_spec("torch._higher_order_ops.register_hook") is not None
-"""True if Dynamo captures a hook on a tensor by an op of its own, since torch 2.13."""
+"""True if Dynamo captures a hook on a tensor as a separate op, as in torch 2.13 and later."""
 
 
 @contextlib.contextmanager

@@ -75,7 +75,8 @@ def refuse_tracers() -> None:
 def _was_another_export() -> bool:
     """Wait until no other thread exports. Return True if symbolic tracing has ended by then.
 
-    All threads share PyTorch's flag for symbolic tracing, which an export in another thread may have set. Dynamo runs no code meanwhile.
+    All threads share PyTorch's flag for symbolic tracing, which an export in another thread may have set. While it is set, calls of
+    functions that Dynamo compiled raise an error.
     """
     with ONE_EXPORT:
         return not is_fx_symbolic_tracing()

@@ -86,7 +86,7 @@ def _touched(module: nn.Module) -> dict[str, Any]:
 
 
 def _put_back(module: nn.Module, values: dict[str, Any], is_root: bool) -> None:
-    """Set each attribute in TOUCHED to its value in `values`, or delete it if it has none there.
+    """Set each attribute in TOUCHED to its value in `values`, or delete it if `values` lacks it.
 
     A `forward` that the user set after the rewrite stays. On the root (`is_root`), the effect of a later `compile()` stays, too.
     """
