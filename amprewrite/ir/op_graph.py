@@ -1,7 +1,7 @@
 """The op graph that deciding passes read, the same for PyTorch graphs and ONNX files.
 
-A node is one op with its facts. An edge is an fp32 tensor, from the op that makes it to the op that reads it.
-Integers, booleans and other dtypes have no edge, since they are never cast.
+A node is one op with its kind, dtype, shape and other properties. An edge is an fp32 tensor, from the op that makes it to the op that
+reads it. Integers, booleans and other dtypes have no edge, since they are never cast.
 
 Padding needs more than these edges, such as the dim of a softmax or the new shape of a view. A `Call` holds the arguments and shapes of an
 op as plain data, in which tensors are given by name.
@@ -57,7 +57,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpNode:
-    """A node of the op graph (an op, or an input, weight or output), with its facts. Passes decide about a node and never change it."""
+    """A node of the op graph: an op, or an input, weight or output. Passes decide about a node and never change it."""
 
     name: str
     op: str
@@ -80,7 +80,7 @@ class OpNode:
     role: str = "op"
     """"op", or "input", "parameter", "buffer", "constant" or "output" for a node that is no op."""
     pinned: tuple[Colour, Reason, str] | None = None
-    """(low, high or plain; reason; detail) if a fact forces the colour of this node; None if lists and passes decide."""
+    """(low, high or plain; reason; detail) if the node's colour is forced, as by an explicit dtype; None if lists and passes decide."""
     precision_group: str = ""
     """Name of the precision group of the node; "" for none. Nodes of a group share memory or a kernel, so they must have one colour."""
     relative: bool = False

@@ -1,8 +1,8 @@
 """The base class of passes, a function that runs a pipeline of passes, and the objects that deciding passes read and edit.
 
-A pass reads one object and edits another. Deciding passes read a `Problem`: one captured graph, the facts known about it and the user's
-policy. They edit `Decisions`, which `freeze` turns into a `RegionPlan`. Applying passes read a `RegionPlan` and edit an fx graph. So a
-deciding pass cannot change a graph, and an applying pass cannot decide.
+A pass reads one object and edits another. Deciding passes read a `Problem`: one captured graph, all that is known about its values and ops,
+and the user's policy. They edit `Decisions`, which `freeze` turns into a `RegionPlan`. Applying passes read a `RegionPlan` and edit an fx
+graph. So a deciding pass cannot change a graph, and an applying pass cannot decide.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One graph to plan, with all facts about it. Frozen: to add a fact, copy the problem with `dataclasses.replace`."""
+    """One graph to plan, with all that is known about its values and ops. Frozen: to change a field, use `dataclasses.replace`."""
 
     graph: OpGraph
     policy: Policy
@@ -223,7 +223,7 @@ class Decisions:
         self.paints[name] = Painted(colour, reason, because_of, detail)
 
     def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
-        """Give the op `name` the colour high (fp32), unless a fact (`OpNode.pinned`) or an override has decided its colour.
+        """Give the op `name` the colour high (fp32), unless `OpNode.pinned` or an override has fixed its colour.
 
         Ops that are high already, that carry no fp32 value, or whose colour follows from their subgraph (`Reason.BODY`) do not change.
         """

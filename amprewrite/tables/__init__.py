@@ -1,1 +1,1 @@
-"""Tables of facts in rows (number formats, devices, ops), and shared definitions such as errors and enums."""
+"""Tables of number formats, devices and ops, and shared definitions such as errors and enums."""

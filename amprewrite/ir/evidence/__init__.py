@@ -1,1 +1,1 @@
-"""Facts that decisions rest on: value ranges, constants, counts, matrix products, colours of other graphs, results of accuracy searches."""
+"""Evidence by which passes choose formats: ranges, constants, counts, matrix products, colours of other graphs, accuracy searches."""

@@ -87,7 +87,7 @@ Node = TypeVar("Node")
 
 @dataclass(frozen=True)
 class Read(Generic[Node]):
-    """One op that reads a value, with facts about the way it treats numbers far beyond the low format's range."""
+    """One op that reads a value. The fields show how the op treats numbers far beyond the low format's range."""
 
     op: str
     kind: OpKind | None
@@ -108,7 +108,7 @@ class Read(Generic[Node]):
 
     @property
     def factors(self) -> list[float]:
-        """The numbers by which the op multiplies the value: for a division, their reciprocals; [] if it neither multiplies nor divides."""
+        """The numbers by which the op multiplies the value: 1 / n for a division by n; [] if it neither multiplies nor divides."""
         if self.op not in _SCALES:
             return []
         return [1 / number if self.op == "div" and number else number for number in self.numbers]
@@ -117,8 +117,8 @@ class Read(Generic[Node]):
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Return the sides of zero (BELOW, ABOVE) on which an op's result may be far beyond the range of `low`.
 
-    Its operand is far beyond the range on `side`. The set is empty if clamping the operand to the range does not change the result, as for
-    an op that reads only the sign. Return None if clamping would change the result in a way that matters.
+    `read` is the op. Its operand is far beyond the range on `side`. The set is empty if clamping the operand to the range does not change
+    the result, as for an op that reads only the sign. Return None if clamping would change the result in a way that matters.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):

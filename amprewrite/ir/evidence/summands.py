@@ -1,4 +1,4 @@
-"""Facts about linear ops: the values that an op adds up, each with its factor. `x + 0.1 * y` is an op with the summands x and `0.1 * y`.
+"""Find the summands of linear ops: the values that an op adds up, each with its factor. `x + 0.1 * y` has the summands x and `0.1 * y`.
 
 This file has special code for `add`, `sub`, `rsub`, `neg`, `mul`, `div`, `lerp`, `addcmul` and `addcdiv`.
 """

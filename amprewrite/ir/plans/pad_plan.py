@@ -130,7 +130,7 @@ class PadPlan:
     """Changes of the size of a value between its op and its readers."""
 
     def __bool__(self) -> bool:
-        """Whether anything is padded."""
+        """True if at least one dim of the graph is padded."""
         return bool(self.values or self.copies)
 
     def about(self, name: str) -> list[str]:

@@ -390,7 +390,7 @@ class ModelPlan:
 
     @property
     def casts_follow(self) -> bool:
-        """True if no casts are planned yet, as after `edit()`. They are computed from the colours when the plan is applied."""
+        """True if ops run low but the plan lists no casts: `edit()` drops them, and applying the plan computes them from the colours."""
         return not self.casts and any(node.colour is Colour.LOW and node.role == "op" for node in self.nodes)
 
     def diff(self, other: ModelPlan) -> str:

@@ -47,7 +47,7 @@ class PadCost:
 
     @property
     def passes(self) -> int:
-        """Number of products that a step runs for each product of the forward: 3 in training, where two of them compute gradients."""
+        """Number of products that a step runs for each product of the forward pass: 3 in training, where two of them compute gradients."""
         return 3 if self.training else 1
 
     @property
@@ -60,10 +60,10 @@ class PadCost:
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
-        """Return the seconds per call to make a padded copy of a parameter of `numel` elements that is read in fp32.
+        """Return the seconds per call of the model to make a padded copy of a parameter of `numel` elements that is read in fp32.
 
-        The copy is made at every call, or only once if calls without gradients keep copies. (A parameter that is read low needs no such
-        copy: the cast to the low format pads it.)
+        The copy is made at every call. Without gradients it is made only once if `cached_weights` is True. (A parameter that is read
+        low needs no such copy: the cast to the low format pads it.)
         """
         if self.cached_weights and not self.training:
             return 0.01 * self.device.launch

@@ -280,7 +280,7 @@ class Regions:
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _picoseconds(prices.inside(numel * share)))
             ends = [vertex(variable) for _, variable in readers]
-            if "#" in value:  # one of several results cannot be padded or sliced itself, so maker and readers must agree
+            if "#" in value:  # "node#1" is one of several results, which no pad or slice can follow, so maker and readers must agree
                 for end in ends:
                     network.arc(end, vertex(maker), INFINITE)
                     network.arc(vertex(maker), end, INFINITE)
@@ -310,8 +310,8 @@ class Regions:
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
         """Return, by (dim, value, axis): (variable of the op that makes the value, [(reader, variable of the reader)]).
 
-        Only axes that some op wants padded are included. A variable is None if its op never has this dim padded, and for a reader before
-        which padding is cut off (`barriers`).
+        Only axes that some op wants padded are included. A variable is None if its op never has this dim padded. A reader before which
+        padding is cut off (`barriers`) also has the variable None.
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
@@ -333,7 +333,7 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Return (value, variable of the reader) for each dim whose padding is cut off before a reader that may want it padded again."""
+        """Return (value, variable of the reader) for each dim whose padding is cut off before a reader that may be padded itself."""
         return [
             (value, variable)
             for value, reader in sorted(self.barriers)

@@ -1,1 +1,1 @@
-"""The op table: the names, kind and other facts of every op, and the kind of every op in each preset list."""
+"""The op table: the names, kind and traits of every op, and the kind of every op in each preset list."""

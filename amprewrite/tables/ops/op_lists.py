@@ -298,7 +298,7 @@ def _o3(fmt: Format, device: str) -> OpLists:
 def _all_low() -> dict[str, OpKind]:
     """Return kinds that allow every op except `binary_cross_entropy`, which Apex refuses in fp16, too.
 
-    It reads 1 - p, whose digits a low format does not hold if p is near 1, and its backward may divide by a number as small as 1e-12.
+    This loss computes 1 - p of a probability p, which a low format rounds to 0 if p is near 1. Its backward may divide by 1e-12.
     """
     return dict.fromkeys(OPS, OpKind.ALLOW) | {"binary_cross_entropy": OpKind.DENY}
 

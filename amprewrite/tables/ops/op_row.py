@@ -1,8 +1,8 @@
 """The class of rows of the op table: each row has one op, its kind in the default lists, and the reason for the kind.
 
 Names are ATen base names. A string that is passed to `rows` is a name followed by other spellings of it (torch functions, methods,
-overloads). Facts about kernels, such as the format in which they accumulate, arguments that may stay fp32 and missing low kernels, are
-tested on CPU. For CUDA they were read from ATen's sources.
+overloads). Tests check the fields about kernels, such as arguments that may stay fp32 and missing low kernels, on CPU. For CUDA these
+fields were read from ATen's sources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOWHERE = (*ON_CPU, "cuda:bf16", "cuda:fp16")
 
 
 class Trait(Enum):
-    """Further facts about an op, independent of its kind. `rows/traits.py` lists the ops that have each trait."""
+    """A property of an op in addition to its kind. `rows/traits.py` lists the ops that have each trait."""
 
     CONVERTS = "changes a dtype and nothing else"
     TAKES_SHAPE_ONLY = "takes the shape of another tensor, and its dtype if none is given"

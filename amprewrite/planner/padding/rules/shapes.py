@@ -14,7 +14,7 @@ from amprewrite.planner.padding.rule import MIXED, Rule, View, aligned, zero_kee
 
 # -- the same elements in another shape ----------------------------------------------------------
 def _others(view: View, source: Any) -> set[str]:
-    """Return the names of all operands except `source`. The op reads only their dtype or sizes."""
+    """Return the names of all operands except `source`. The op reads only the dtype or the sizes of these operands."""
     found = {ref.name for ref in (*view.call.args[1:], *view.call.kwargs.values()) if isinstance(ref, Ref)}
     return found - {getattr(source, "name", "")}
 
@@ -34,9 +34,10 @@ def like(view: View) -> Rule:
 
 
 def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return pairs (dims before a reshape, dims after it): runs of neighbouring dims that have equal products of sizes.
+    """Return pairs (dims before a reshape, dims after it). Both are neighbouring dims, and the products of their sizes are equal.
 
-    Dims of size 1 are left out. A symbolic size matches only itself; dims that cannot be matched are left out as well.
+    For example, [2, 3, 5] and [6, 5] give ((0, 1), (0,)) and ((2,), (1,)). Dims of size 1 are left out. A symbolic size matches only
+    itself; dims that cannot be matched are left out as well.
     """
     left = [d for d, s in enumerate(before) if s != 1]
     right = [d for d, s in enumerate(after) if s != 1]
@@ -66,7 +67,10 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[
 
 
 def reshape(view: View) -> Rule:
-    """Return the padding rule of a reshape. Runs of dims that hold the same elements before and after have the same padding."""
+    """Return the padding rule of a reshape. Dims that the reshape merges, splits or keeps are padded before and after it alike.
+
+    For example, if [2, 3, 5] becomes [6, 5], dims 0 and 1 are padded together with the new dim 0, and dim 2 with the new dim 1.
+    """
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     shape = view.shape(source)
     if shape is None or not view.call.shapes:
