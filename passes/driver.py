@@ -4,7 +4,7 @@
 
 A *body* is a subgraph: the graph inside an activation checkpoint, a loop, a condition or an autograd Function.
 
-All of this is one file because a body is read and rewritten like the graph around it, and the two exchange facts about precision.
+All of this is one file because a body is read and rewritten like the graph around it. Each tells the other which values must be exact.
 
 It knows `getitem` by name, which picks one result of a body.
 """
@@ -73,12 +73,12 @@ def read_problem(
     agreed: Agreed = NOTHING_AGREED,
     given: ModelPlan | None = None,
 ) -> Captured:
-    """Return a captured graph with its `Problem`, the planner's input: op graph, facts and policy. Nothing is decided yet.
+    """Return a captured graph with its `Problem`, the planner's input: op graph, properties of its ops, and policy. Nothing is decided yet.
 
     `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the names of the
     model's positional parameters. `given` is the plan to follow. The other arguments are fields of `Problem`.
 
-    With `policy.parity` a graph without gradients is read as if it recorded gradients, so that facts force the same colours as in training.
+    With `policy.parity` a graph without gradients is read as if it recorded gradients, so that colours are forced as in training.
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
@@ -134,7 +134,7 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """Return facts about attention calls, as fields of `Problem`: edits that masks allow, ops that repeat heads, non-contiguous masks.
+    """Return three fields of `Problem` about attention calls: edits that masks allow, ops that repeat heads, non-contiguous masks.
 
     Returns {} if `fold_masks` is off or the graph has no attention. `around` maps the inputs of a body to the outer nodes passed for them.
     """
@@ -233,7 +233,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Exchange facts about precision between the graph `captured` and the body `part` that its `node` runs, before both are planned.
+    """Let the graph `captured` and the body `part` that its `node` runs tell each other how exact values must be, before both are planned.
 
     `node` is a loop, a condition or an autograd Function. The body must not round its results. In `captured`, each result of `node` counts
     as exact as the most exact result of the body.
@@ -268,7 +268,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
 
 
 def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy: Policy) -> Captured:
-    """Return a copy of the body (subgraph) at attribute `name`, which `node` runs, with its `Problem` and all facts about its inputs."""
+    """Return a copy of the body (subgraph) `name`, which `node` runs, with its `Problem`. Its inputs get the outer values' properties."""
     body, _ = copy_graph(getattr(captured.module, name))
     given = operands(node, body)
     for inner, outer in given:
@@ -301,9 +301,9 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Return facts about the inputs of a body (subgraph): an input has the fact that `facts` holds for the outer value passed to it.
+    """Return the entries of `facts` for outer values, such as ranges, by name of the input of a body (subgraph) that takes the value.
 
-    `pairs` are (input of the body, outer value).
+    `pairs` are (input of the body, outer value passed to it). Inputs whose outer value has no entry are left out.
     """
     return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
@@ -388,7 +388,7 @@ def _written_outside(captured: Captured, results: list[OpNode]) -> bool:
 def read_parts(captured: Captured) -> None:
     """Read the checkpoint bodies of a graph into `captured.parts`, and bodies nested in a body into its own `parts`.
 
-    This is done at capture, because the names of nodes derive from facts that Dynamo soon drops.
+    This is done at capture, because the names of nodes derive from metadata that Dynamo soon drops.
     """
     for node in captured.module.graph.nodes:
         if is_checkpoint(node):

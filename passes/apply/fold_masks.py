@@ -10,7 +10,7 @@
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
 
-`plan-masks` decides which calls are edited, from facts that `graphs/fx/ops/attention_masks.py` reads.
+`plan-masks` decides which calls are edited. `graphs/fx/ops/attention_masks.py` examines the masks for it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
 
 
 def group_heads(call: torch.fx.Node) -> None:
-    """Let an attention call read the original heads, and erase the ops that repeat them. Raises PassError if no ops do."""
+    """Let an attention call read keys and values before their heads are repeated. Erase the ops that repeat them; PassError if none do."""
     ways = read_repeated_heads(call.graph).get(call)
     if ways is None:
         raise PassError(f"{call.name} is to read groups of heads, but its heads are not repeated by ops that it alone reads")

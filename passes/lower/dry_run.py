@@ -1,4 +1,4 @@
-"""Run an edited fx graph on fake tensors, to recompute the facts of every node and to find the first op that refuses its dtypes."""
+"""Run an edited fx graph on fake tensors, to recompute shape and dtype of every node and to find the first op that refuses its dtypes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ CompiledFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Emitted:
-    """The callable for Dynamo, and facts on how it reads each captured input, by position."""
+    """The callable for Dynamo, and the formats in which it reads each captured input, by position."""
 
     run: CompiledFn
     copies: Mapping[int, frozenset[Copy | None]]

@@ -100,7 +100,7 @@ def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, co
 def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: bool) -> Tensor:
     """Return the low-precision copy of a frozen weight for a graph: the stored tensor, or a new copy in another format or layout.
 
-    `grad`: gradients are recorded, so the stored tensor is returned without its requires_grad flag.
+    `grad` is True if the call records gradients. The stored tensor is then returned without its requires_grad flag.
     """
     if not weight.holds(dtype, layout):
         return pad_cast(weight.low().float(), dtype, layout)

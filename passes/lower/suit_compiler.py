@@ -38,7 +38,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
             node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
 
     def _keep_low(self, edited: EditedGraph) -> None:
-        """Let the graph return low-precision values. Its caller makes the casts to fp32 that the graph made before.
+        """Let the graph return low-precision values. The code that calls the graph then makes the casts to fp32 that the graph made before.
 
         Mark the casts to fp32 inside the graph, so that the compiler repeats them in the backward and does not save their results.
         """

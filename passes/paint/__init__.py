@@ -1,1 +1,1 @@
-"""Deciding passes that colour nodes by facts, overrides and lists."""
+"""Deciding passes that colour nodes by forced dtypes, overrides and op lists."""

@@ -2,7 +2,7 @@
 
 1. An op without a colour gets the colour that the same op has in another graph.
 2. An op that the allowlist made low becomes fp32 if it is high in another graph.
-3. All other colours stay. If a fact, an override or a list keeps an op high that another graph runs low, then high will hold for all
+3. All other colours stay. If an explicit dtype, override or list keeps an op high that another graph runs low, then high will hold for all
    graphs, and the graphs that run the op low are captured again.
 
 For example, exp is denied, gelu has no colour, matmul is allowed, and another graph runs gelu low. Then exp is high, gelu and matmul are

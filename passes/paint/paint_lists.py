@@ -1,6 +1,6 @@
-"""Paint every node whose colour a fact, an override or an op list decides.
+"""Paint every node whose colour is forced, or decided by an override or an op list.
 
-1. Facts first: nodes without fp32 values are plain; inputs, parameters and explicit dtypes stay fp32 (high).
+1. Forced colours first: nodes without fp32 values are plain; inputs, parameters and explicit dtypes stay fp32 (high).
 2. If the policy is fp32, for example on a device that gains nothing from low precision, all ops with fp32 values are high.
 3. Overrides of nodes and modules come next.
 4. Then the lists: allowed ops are low, denied ops are high.
@@ -51,7 +51,7 @@ def paint_lists(problem: Problem, decisions: Decisions) -> None:
             decisions.paint(node.name, Colour.HIGH, Reason.FP32_POLICY)
             continue
         asked = problem.policy.asked_for(node.name, node.module)
-        if asked is not None and asked.word == WIDE:  # the override "wide" of a module is for its matrix products only
+        if asked is not None and asked.word == WIDE:  # "wide" means bf16 operands and an fp32 result, so it applies to matrix products only
             asked = asked if node.name in problem.matrix_products else None
         movable = node.name not in decisions.paints or decisions.paints[node.name].reason in YIELDS
         if asked is not None and (asked.word != "low" or movable):
