@@ -318,7 +318,7 @@ class GatheredLow:
     def check_call(self, path: str, place: str, whole: bool) -> None:
         """Raise RoundedRead if code other than the module's graph may have read rounded weights of the module at `path`.
 
-        `whole`: one graph ran in the call, and it is all of the module's forward. `place` names the module, for the message.
+        `whole` is True if one graph ran in the call and is all of the module's forward. `place` names the module, for the message.
         """
         gather = self.gathers.get(path)
         if gather is None or not gather.concerns_this_call():

@@ -31,7 +31,7 @@ class Rewritten(RewrittenBase):
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of all graphs that have run, in the order of their first calls. Before the first call, any use of it raises PlanError.
+        """The plan of all graphs that have run, in the order of their first calls. Before the first call, using the plan raises PlanError.
 
         Graphs that differ only in sizes or mode are shown once, with a note on their number; `plans` has all of them. A method that
         calls submodules, such as `encode_image`, counts as a call of each submodule.

@@ -87,7 +87,7 @@ def rewrite(
             `accuracy` measure errors on the calibration batches, or on `example_inputs`; see `amprewrite.accuracy.frontier.search`.
         metric: the error that `tolerance` and `accuracy` measure. None or "l2" is the relative L2 error of all outputs. "logprob" is
             the mean Kullback-Leibler divergence, in nats, between the next token's probabilities (the softmax of the logits) and
-            fp32's. A function takes (fp32 output, output) and returns the error.
+            those of the fp32 model. A function takes (fp32 output, output) and returns the error.
         device: name of the device to plan for ("h100", "a100", "cpu", …; all are in `amprewrite.tables.devices.NAMED`). None plans for
             the device that the model is on. The name sets prices and, with dtype=None, the format. Whether a kernel exists still
             depends on the device that the model is on.
@@ -119,7 +119,7 @@ def rewrite(
             weight is missed. In calls without gradients, `amp.frozen_weights()` keeps copies for a `with` block, and `generate()` for
             its own duration. With "step", copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager
             training too, so that gradient accumulation casts each weight once; copies of weights that take no gradient are kept
-            longer. Then call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives):
+            longer. So call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives):
             most are found at a later call, with a warning, but not all. With False, no copy is kept, not even in such blocks.
         strict: whether code that cannot be captured raises CaptureError instead of running in fp32 with a warning.
         inplace: whether to turn `model` itself into the rewritten model and return it, for code that keeps its model object, as many

@@ -122,7 +122,7 @@ def explain(options: Options) -> int:
 
 
 def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
-    """Return all facts about a node as data for JSON. If the plan can be decided anew, add which overrides change its colour."""
+    """Return a node of a plan, with its reason in words, as data for JSON. If possible, add which overrides change its colour."""
     told = asdict(node) | {
         "colour": node.colour.value, "reason": node.reason.name, "kind": node.kind.value if node.kind else None, "why": node.why(),
     }  # fmt: skip

@@ -71,7 +71,7 @@ class Crash(EmitError):
 
 
 class Rejected(EmitError):
-    """Raised if a rewritten model fails a check. `convert` then checks the source, to see whether the source or our code is at fault."""
+    """Raised if a rewritten model fails a check. `convert` then checks the source model, to see if it or our code is at fault."""
 
     def __init__(self, said: str) -> None:
         super().__init__(f"{said}; please report this model")
@@ -271,7 +271,7 @@ class Job:
         return samples
 
     def take_invalid(self, samples: Samples, remedy: str) -> None:
-        """Add a note on onnx.checker's complaint about the source. If ONNX Runtime does not run the source either, raise CaptureError
+        """Add a note on onnx.checker's complaint about the source model. If ONNX Runtime does not run that model either, raise CaptureError
         instead; `remedy`, an advice, ends its message."""
         if samples.problem:
             why = samples.refusal or samples.problem
@@ -306,7 +306,7 @@ class Job:
         """Run onnx.checker's full check, run the model in ONNX Runtime, and measure the error under true rounding.
 
         `made` is the written model; None if it is in memory only. Return `report` with the results. Raises EmitError for any failure,
-        except if onnx.checker has the same complaint about the source.
+        except if onnx.checker has the same complaint about the source model.
         """
         proto, outside = (to_proto(self.model), False) if made is None else (made.proto, made.outside)
         file = str(made.path) if made is not None and outside else None
@@ -401,7 +401,7 @@ class Job:
         return relative_error(wanted, got) if is_measurable(wanted) else None
 
     def _refused_itself(self) -> str:
-        """Return the error that ONNX Runtime raises if it loads the source with default options; "" if the source loads or is not known."""
+        """Return the error that ONNX Runtime raises if it loads the source model with default options; "" if that loads or is not known."""
         source = self.source
         if source is None:
             return ""
@@ -413,7 +413,7 @@ class Job:
         return ""
 
     def _unoptimised(self, made: str | onnx.ModelProto, error: Exception) -> Any:
-        """Return a session of `made` without ONNX Runtime's optimiser, and add a note, if the optimiser fails on the source as well.
+        """Return a session of `made` without ONNX Runtime's optimiser, and add a note, if the optimiser fails on the source model as well.
 
         `made` is the rewritten model or the path of its file, `error` the error of loading it with the optimiser.
         Raises Rejected if the source loads with the optimiser, or if this model fails without the optimiser, too.

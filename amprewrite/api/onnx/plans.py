@@ -4,7 +4,7 @@
 2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op. The
    n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers differ,
    the colour is carried over only if all nodes of that op and module in the plan have the same colour.
-3. The colour high (fp32) is always carried over. The colour low is carried over only if no fact about the op forbids it.
+3. The colour high (fp32) is always carried over. The colour low is carried over unless the op is forced to fp32.
 """
 
 from __future__ import annotations

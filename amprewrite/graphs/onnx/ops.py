@@ -1,7 +1,7 @@
 """Name ONNX ops in amprewrite's vocabulary, and read from their schemas which operands have the result's type and which types they take.
 
-The names are in `tables/ops/onnx_names.py`. All other facts are read from onnx.defs, at the opset of the model. This file has special code
-for `Pow`, whose exponent may make it another op, and for `Cast` and `Constant`, whose attributes give the type of their result.
+The names are in `tables/ops/onnx_names.py`. Types of operands and results are read from onnx.defs, at the opset of the model. This file has
+special code for `Pow`, whose exponent may make it another op, and for `Cast` and `Constant`, whose attributes give their result's type.
 
 `infer_types` infers types and shapes that a model does not declare, by onnx's inference and by the schemas. This file calls them guesses,
 and marks them on the value. They serve planning and are never written to a file: onnx's inference is wrong about some ops, and ONNX

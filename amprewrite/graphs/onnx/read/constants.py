@@ -54,7 +54,7 @@ BOUNDS = ops_with(Trait.BOUNDS)
 
 
 class ConstantFacts:
-    """Finds facts about the constants of one model for one low format."""
+    """Finds what the constants of one model would lose in one low format, and which may be clamped to its range."""
 
     def __init__(self, model: ir.Model, low: Format) -> None:
         self.low = low
@@ -76,7 +76,7 @@ class ConstantFacts:
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return facts (a `ConstantRead`) about a constant that `node` reads as operand `index`, in the format in which `node` runs.
+        """Return the `ConstantRead` for a constant that `node` reads as operand `index`, in the format in which `node` runs.
 
         `constant` and `reader` are the op-graph names of the constant and of `node`. `result` is the value that `node` computes from it.
         """
@@ -236,7 +236,7 @@ class Readers(MaskRules[ir.Value]):
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Return facts on how a node uses its operand `place` to compute `made`. `crosses`: it only passes the operand to a subgraph."""
+    """Return how a node uses its operand `place` to compute `made`. `crosses` is True if it only passes the operand to a subgraph."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
@@ -300,7 +300,7 @@ bits of the score. So the softmax of a fully blocked row is as uniform as in fp3
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about one constant in one low format. `overflow` elements exceed its range, and `flushed` elements become zero."""
+    """Statistics of one constant in one low format. `overflow` elements exceed its range, and `flushed` elements become zero."""
 
     elements: int
     overflow: int

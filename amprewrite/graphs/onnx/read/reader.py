@@ -5,8 +5,8 @@
    has one colour (low or high) in all iterations.
 3. Operands with the result's type variable have the format of the op; other fp32 operands stay fp32. ONNX promotes no operands.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
-5. Some facts force an op to fp32: it is on no op list, the opset does not allow the low type, a neighbour is quantised. Facts about
-   constants and sample runs are evidence, which passes judge.
+5. An op is forced to fp32 if it is on no op list, if the opset does not allow the low type, or if a neighbour is quantised. Constants
+   and ranges in sample runs are evidence, which passes judge.
 
 This file has special code for bodies (`If`, `Scan`, `Loop`), for ops that set the type of their result (`Cast`, in the vocabulary `to`,
 `Constant`, `ConstantOfShape`, `DequantizeLinear`), and for the FLOPs of products: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
@@ -84,7 +84,7 @@ class OnnxReading:
 def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> OnnxReading:
-    """Read `model` into an `OnnxReading`: the op graph, facts about constants, and how op-graph nodes map to ONNX values and nodes.
+    """Read `model` into an `OnnxReading`: the op graph, the reads of constants, and how op-graph nodes map to ONNX values and nodes.
 
     `samples` are the results of sample runs. `asked_ops` are the ops that the user's overrides put on an op list. `keep_io` keeps the
     model's inputs and outputs fp32."""
@@ -340,7 +340,7 @@ class _Reader:
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
-        """Return (high, reason, detail) if facts about the op force it to run in fp32; None if op lists and passes decide.
+        """Return (high, reason, detail) if the op is forced to run in fp32; None if op lists and passes decide.
 
         `listed` is False if the op is on no op list, has subgraphs, or reads values of unknown type. `group` is the type variable of its
         result.

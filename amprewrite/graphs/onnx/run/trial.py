@@ -1,6 +1,6 @@
 """Try an ONNX model in a separate process, because ONNX Runtime may abort the process.
 
-It may do so on a model that onnx.checker refuses. ONNX Runtime 1.31 also does so on some valid models (see `may_crash` in onnx_runtime.py).
+It may abort on a model that onnx.checker refuses. ONNX Runtime 1.31 also aborts on some valid models (see `may_crash` in onnx_runtime.py).
 
 The separate process runs this file as a script. The file imports nothing else of amprewrite, so that the process starts quickly.
 
