@@ -54,7 +54,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
         values = seen.values if seen is not None else {}
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
-        # Without `model`, the ranges are from first calls of the rewritten model, which measures them itself: the user needs no note.
+        # Add no note if `model` is "": then the graph is an ONNX file, or the rewritten model measured the ranges in its own first calls.
         if low.narrow and seen is None and problem.calibration is not None and problem.calibration.model:
             decisions.note("calibration never ran this graph: no ranges are known here")
         risks = find_risks(problem, values)

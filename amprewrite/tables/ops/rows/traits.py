@@ -18,7 +18,7 @@ TRAITS: dict[Trait, str] = {
     Trait.HIDES_WRITES: "_get_data_attr",
     Trait.CHOOSES: "relu amax amin aminmax max min median nanmedian sgn",
     Trait.RUNNING_STATISTICS: "batch_norm instance_norm",
-    # whether an op builds or passes on attention masks and scores
+    # these ops build attention masks and scores, or pass them on
     Trait.MAKES_MASK: f"{_SAME_NUMBERS} arange full ones zeros eye full_like ones_like zeros_like scalar_tensor bool int long size flatten "
     "t repeat cat stack flip gather index_select where masked_fill tril triu cumsum diff add sub mul neg floor_divide remainder abs clamp "
     "minimum maximum eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not",
@@ -26,7 +26,7 @@ TRAITS: dict[Trait, str] = {
     Trait.KEEPS_ORDER: "view reshape contiguous flatten",
     Trait.HANDS_LAYOUT_ON: "add sub mul div neg where masked_fill clamp to type type_as float expand unsqueeze",
     Trait.MAKES_SCORES: f"{_SAME_NUMBERS} slice select repeat add sub mul div masked_fill where clamp maximum",
-    # how an op uses numbers among its operands (filler, bound, epsilon), and treats very large and very small values
+    # these traits say how an op uses a number operand (filler, bound, epsilon) and treats very large and very small values
     Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
     Trait.FILLS: "where masked_fill full full_like fill index_fill scatter constant_pad_nd pad threshold nan_to_num index_put setitem",
     Trait.HOLDS_NUMBERS: "tensor scalar_tensor",
@@ -41,7 +41,7 @@ TRAITS: dict[Trait, str] = {
     Trait.SCALES: "mul div",
     Trait.EXCHANGES_INFINITIES: "nan_to_num isfinite isinf isnan isposinf isneginf",
     Trait.TAKES_EPSILON: "add sub clamp maximum",
-    # whether an op draws random numbers, takes logarithms, or returns numbers between zero and one
+    # these ops draw random numbers, take logarithms, or return numbers between zero and one
     Trait.DRAWS: "rand rand_like uniform",
     Trait.DRAWS_NORMAL: "randn randn_like normal",
     Trait.RANDOM: "rand rand_like randn randn_like randint randint_like random bernoulli uniform normal multinomial poisson exponential "
@@ -50,14 +50,14 @@ TRAITS: dict[Trait, str] = {
     Trait.LOGARITHM: "log log2 log10 log1p",
     Trait.LOGS_OF_BOTH: "binary_cross_entropy",
     Trait.NEARS_ITS_ENDS: "softmax softmin sigmoid",
-    # how an op multiplies, and whether it ranks elements or occurs in polynomials
+    # these ops compute products, rank elements, or occur in polynomials
     Trait.SUMS_LAST_DIM: "linear matmul bmm mm mv dot vdot inner grouped_mm transformers::grouped_mm_fallback",
     Trait.READS_FP8: "linear matmul mm addmm",
     Trait.RANKS: "argmax argmin argsort sort msort topk",
     Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
     Trait.MULTIPLIES_ALL: "chain_matmul linalg_multi_dot",
     Trait.IN_POLYNOMIALS: "add mul",
-    # how an operand's rounding error changes the result
+    # these traits say how an operand's rounding error changes the result
     Trait.ADDS_UP: "add sub rsub addcmul addcdiv lerp diff",
     Trait.TAKES_AWAY: "sub rsub diff",
     Trait.TAKES_MEAN_AWAY: "layer_norm group_norm batch_norm instance_norm var var_mean std std_mean",
@@ -71,12 +71,12 @@ TRAITS: dict[Trait, str] = {
     "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d tanh sigmoid erf erfc softsign",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
-    # how large whole numbers such as positions, lengths and steps are in the result; `ir/evidence/counts.py` reads these traits
+    # these traits say how large whole numbers (positions, lengths, steps) may be in the result; `ir/evidence/counts.py` reads them
     Trait.NUMBERS: "arange linspace",
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
     Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
-    # whether an op makes a constant tensor, or is linear: scaling all, any one, or the first of its operands scales its result
+    # these ops make constant tensors, or are linear: scaling all, any one, or the first of their operands scales the result
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
@@ -93,11 +93,11 @@ TRAITS: dict[Trait, str] = {
     Trait.ATTENDS: "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention flex_attention",
     Trait.ATTENDS_AND_PROJECTS: "multi_head_attention_forward _native_multi_head_attention",
-    # padding: which numbers the op returns for zeros and for other numbers in the padding
+    # padding: these traits say what the op returns for zeros and for other numbers in the padding
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
     Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
     "tanhshrink sign positive asinh",
-    # padding: whether further arguments leave the numbers unchanged, so that a rule for the first argument suffices
+    # padding: further arguments of these ops do not change the numbers, so that a rule for the first argument suffices
     Trait.ONE_INPUT: "relu silu gelu mish relu6 hardswish hardsigmoid",
 }
 """Trait → names of the ops that have it, separated by spaces."""
