@@ -124,7 +124,7 @@ def first_step(model: nn.Module, given: dict[str, Tensor]) -> None:
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 
-@pytest.mark.parametrize("make", [mlp, bert])
+@pytest.mark.parametrize("make", [mlp, pytest.param(bert, marks=pytest.mark.long)])
 def test_a_first_step_enters_few_files(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
     """A pass that has nothing to do says so by `needs`, so that a reader of a small model's step need not read it.
 

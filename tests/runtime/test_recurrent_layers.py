@@ -198,7 +198,7 @@ def test_a_state_is_passed_in(kind: str) -> None:
     check(model, (x, (state, state) if kind == "lstm" else state), "bf16")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", long_beyond(1, ["bf16", "fp16"]))
 @pytest.mark.parametrize("kind", long_unless(lambda kind: kind in ("gru both ways", "lstm"), KINDS))
 def test_packed_sequences_run_low(kind: str, dtype: str) -> None:
     model, x = made(kind, 32, 300, Packed)

@@ -189,7 +189,7 @@ def alone() -> Iterator[ProcessPoolExecutor]:
 def test_a_step_runs_as_many_functions_for_many_weights_as_for_few(
     optimizer: type[torch.optim.Optimizer], alone: ProcessPoolExecutor
 ) -> None:
-    few, many = (alone.submit(functions_of_a_step, depth, optimizer).result() for depth in (2, 12))
+    few, many = (alone.submit(functions_of_a_step, depth, optimizer).result() for depth in (2, 6))
     assert 50 < few == many <= MOST_IN_A_STEP
 
 
@@ -198,7 +198,7 @@ def test_a_call_runs_few_functions(alone: ProcessPoolExecutor) -> None:
 
 
 def test_calls_in_turn_with_and_without_gradients_run_as_few_functions_in_a_deep_model(alone: ProcessPoolExecutor) -> None:
-    few, many = (alone.submit(functions_of_two_modes, depth).result() for depth in (2, 12))
+    few, many = (alone.submit(functions_of_two_modes, depth).result() for depth in (2, 6))
     assert 20 < few == many <= 53
 
 
