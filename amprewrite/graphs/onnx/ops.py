@@ -116,7 +116,10 @@ NEWEST = 24
 """Highest opset to which a model is raised, because current runtimes load no newer opset. Ops that need a newer one to be low stay fp32."""
 
 def op_of(node: ir.Node) -> str:
-    """Return amprewrite's name of an op, such as "matmul" for MatMul. Without one: the op type, or `domain::type` of other domains."""
+    """Return amprewrite's name of an op, such as "matmul" for MatMul.
+
+    An op without such a name gives its op type, or `domain::type` if it is not of onnx's own domain.
+    """
     if node.domain == DOMAIN and node.op_type in CONTRIB:
         return CONTRIB[node.op_type].name
     if node.domain not in ("", "ai.onnx"):
@@ -212,14 +215,14 @@ class Signature:
         return any(name == variable and _TYPE_STRINGS[fmt.name] in types for name, types in self.takes)
 
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if operand `index` has the format `fmt` whenever type variable `group` has it.
+        """True if operand `index` gets the format `fmt` when the type variable `group` (such as "T") stands for `fmt`.
 
-        This holds if the type of the operand is `group`, and for all operands of ops in SIDE_FOLLOWS that allow `fmt`.
+        This holds if the operand's type is `group`. In an op of SIDE_FOLLOWS, such as Pow, it holds for every operand that allows `fmt`.
         """
         return self._goes_along(self.input(index), op_type, group, fmt)
 
     def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if result `index` has the format `fmt` whenever type variable `group` has it; decided as in `follows`."""
+        """True if result `index` gets the format `fmt` when the type variable `group` stands for `fmt`, by the rule of `follows`."""
         return self._goes_along(self.output(index), op_type, group, fmt)
 
     def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:
@@ -283,7 +286,10 @@ def fill_operand_types(node: ir.Node, opset: int) -> None:
 
 
 def _share_types(sig: Signature, node: ir.Node, wanted: Iterable[tuple[ir.Value, str]]) -> None:
-    """Infer missing types from values of `node` with the same type variable. `wanted` has pairs (value, its type or variable in `sig`)."""
+    """Infer the missing types of the values in `wanted`, which has pairs (value of `node`, its type or type variable in `sig`).
+
+    A value gets the type of another value of `node` with the same type variable, or the type that `sig` fixes.
+    """
     read = [(value, sig.input(index)) for index, value in enumerate(node.inputs) if value is not None]
     made = [(value, sig.output(index)) for index, value in enumerate(node.outputs)]
     known = {spelled: value.type for value, spelled in (*made, *read) if value.type is not None}

@@ -1,7 +1,7 @@
 """Round constants of an ONNX file to a low format, and find what a low copy would lose, and whether masks may be clamped to ±max.
 
-This file has special code for the bounds of `clamp` and `maximum`, for `add`, which moves a mask, and for `BatchNormalization`, whose
-results after the first are running averages.
+This file has special code for the bounds of `clamp` and `maximum`, for `add`, which keeps the sign of large mask numbers, and for
+`BatchNormalization`, whose results after the first are running averages.
 
 `Readers` searches the graph forward from a value: for its readers, a softmax, the root of a distance, or a pole (an infinite result). It
 has special code for powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` after a mask, `scaled_dot_product_attention`, and the ops
@@ -9,8 +9,8 @@ that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
 
 Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite mask numbers beyond
 the range become ±max. If they mask scores before a softmax, they become less than half of ±max: adding a score or a second mask must not
-give an infinity, because the softmax of a fully blocked row would then be NaN. An op stays fp32 if another constant of it would overflow
-(bounds excepted), or would lose too many bits to underflow.
+give an infinity, because the softmax of a fully blocked row would then be NaN. An op stays fp32 if a constant that it reads would overflow
+and is neither a mask nor a bound, or would lose too many bits to underflow.
 
 `Kinds` chooses the kind of an op by its name, its attributes, and the values in sample runs. It has special code for `exp`, for an
 `einsum` that is a `mul`, and for `Cast`.
@@ -54,7 +54,7 @@ BOUNDS = ops_with(Trait.BOUNDS)
 
 
 class ConstantFacts:
-    """Finds what the constants of one model would lose in one low format, and which may be clamped to its range."""
+    """Finds what the constants of one model would lose in one low format, and which may be clamped to the format's range."""
 
     def __init__(self, model: ir.Model, low: Format) -> None:
         self.low = low
@@ -76,9 +76,9 @@ class ConstantFacts:
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return the `ConstantRead` for a constant that `node` reads as operand `index`, in the format in which `node` runs.
+        """Return the `ConstantRead` (record of one read): `node` reads the constant `value` as operand `index`, in the format of `node`.
 
-        `constant` and `reader` are the op-graph names of the constant and of `node`. `result` is the value that `node` computes from it.
+        `constant` and `reader` are the names of the op-graph nodes of `value` and `node`. `result` is the value that `node` computes.
         """
         row = find_op(op)
         summand = row is not None and bool(row.summands) and index == 2 and "beta" not in node.attributes
@@ -90,14 +90,18 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """Return the `Loss` (error of a low copy) of each constant that must stay fp32 for `node`, an op without a float result."""
+        """Return a `Loss` for each constant of `node` that must stay fp32, because a low copy would lose more than one rounding.
+
+        `node` is an op without a float result, such as a comparison.
+        """
         lost = [loss for _, value in constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """Return {type variable of an op that stays fp32 even if its result is low: `Loss` of the constant that forces it}.
+        """Return {type variable: `Loss`} for operands and results of an op that stay fp32 even if the op's first result is low.
 
-        The statistics of a batch norm in training always stay fp32; their `Loss` is None. `group` is the type variable of the result.
+        For instance, the exponent of Pow stays fp32 if it is a constant that would lose too much; its `Loss` says how much. The statistics
+        of a batch norm in training always stay fp32; their `Loss` is None. `group` is the type variable of the first result.
         """
         if node.op_type not in SIDE_FOLLOWS:
             return {}
@@ -128,7 +132,7 @@ class ConstantFacts:
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if a constant of `node` exceeds the low range, and may be clamped to ±max: it is a bound, or only blocks positions."""
+        """True if a constant of `node` exceeds the low range but may be clamped to ±max, as a bound or a mask of positions."""
         found = self.facts(value)
         if not found.overflow:
             return False
@@ -138,9 +142,9 @@ class ConstantFacts:
         return blocks and self._only_blocks(found, node, op)
 
     def _only_blocks(self, found: Facts, node: ir.Node, op: str) -> bool:
-        """True if numbers beyond the range in a constant of `node` only block positions, in all ops that read the results of `node`.
+        """True if numbers beyond the range in a constant of `node` only block positions, as -1e9 does before a softmax.
 
-        `found` holds the facts about the constant.
+        `found` holds the facts about the constant. The test follows all readers of the results of `node`.
         """
         sides = {side for side, far in ((BELOW, found.least < -self.low.max), (ABOVE, found.most > self.low.max)) if far}
         moved = op in FILLS or op in BORDERS or op == "add"
@@ -149,7 +153,7 @@ class ConstantFacts:
     def _is_bound(self, value: ir.Value, op: str, node: ir.Node) -> bool:
         """True if `value` is a bound of `node` that may be clamped to the low format's range without changing the result.
 
-        For a lower bound this holds unless it is above the range, for an upper bound unless it is below.
+        A lower bound may be clamped unless it lies above the range, an upper bound unless it lies below the range.
         """
         lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
         return op in BOUNDS and bound_fits(self.facts(value).most if lower else self.facts(value).least, lower, self.low)
@@ -222,7 +226,7 @@ class Readers(MaskRules[ir.Value]):
         return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
     def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
-        """True if numbers beyond the low format's range in the results of `node` only block positions, as the numbers of a mask do.
+        """True if numbers beyond the low format's range in the results of `node` only block positions, as -1e9 does before a softmax.
 
         `sides` selects the numbers: above zero, below zero, or both.
         """
@@ -236,7 +240,7 @@ class Readers(MaskRules[ir.Value]):
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Return how a node uses its operand `place` to compute `made`. `crosses` is True if it only passes the operand to a subgraph."""
+    """Return a `Read`: how `node` uses operand `place` to compute `made`. `crosses` is True if `node` passes it to a subgraph."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
@@ -273,7 +277,10 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation that contains a sum, perhaps transposed. Constants count: they may be such a value, folded."""
+    """True if a value is a concatenation (`cat`) of values of which one is a sum, or a transposed view of it.
+
+    Also True for any constant, because constant folding may have computed such a concatenation.
+    """
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:
@@ -445,8 +452,9 @@ class Kinds:
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail) for a Cast that must cast to fp32; None if it may cast to the low format instead.
 
-        It may if its input has booleans or integers that are small in samples, since the low format holds them exactly. It also may if the
-        input is in half precision: rounding fp16 to bf16 is allowed, as for any fp32 value that runs low.
+        The low format is allowed for booleans, and for integers that are small in samples, since it holds them exactly. It is also allowed
+        for inputs of fp32 and half precision: rounding fp16 to bf16 is no worse than rounding fp32. If the input is bf16 and the low format
+        fp16, samples must show the range.
         """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in ("fp32", self.low.name, "bool"):

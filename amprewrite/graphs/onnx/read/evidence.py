@@ -3,7 +3,7 @@
 1. Constants with an offset: their mean is larger than their spread.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised.
 3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). All constants are judged by
-   their values, even weights, because a file does not say which are learnt. `OneHot` has special code: the vocabulary calls it a scatter.
+   their values, even weights, because a file does not say which are learnt. `OneHot` has special code, since `op_of` names it "scatter".
 4. The summands of linear ops, each with its factor: a constant or a schedule. A constant varies along one dim at most, such as a
    LayerScale, and its factor is its root mean square. A schedule is a value of one element that is computed without products, such as a
    step size. `loop` and `scan`, which pass values into a subgraph, have special code.
@@ -53,7 +53,7 @@ def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.nd
 def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
     """Return {node name: product} for the MatMul and Gemm nodes with a constant matrix as second operand.
 
-    Both operands are marked as trained, so that passes make the same decisions as in training.
+    Both operands are marked as trained (`x_learns`, `w_learns`), so that passes decide as they do for a model in training.
     """
     found: dict[str, MatrixProduct] = {}
     for name, node in reading.nodes.items():
@@ -99,18 +99,19 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
 
 
 def _entering(value: ir.Value, low: Format) -> Count:
-    """Return the `Count` (whole number or not, and how large) of an input of a graph or subgraph: NOT if its dtype is floating or unknown.
+    """Return the `Count` of an input of a graph or subgraph: whether it is counted (a whole number), and how large it may be.
 
-    Booleans and integers of at most 8 bits are WHOLE. Wider integers are LARGE, because they may be positions of any magnitude.
+    Values of floating or unknown dtype have Count.NOT, booleans and integers of at most 8 bits Count.WHOLE. Wider integers have
+    Count.LARGE, because they may be positions of any magnitude.
     """
     dtype = format_of(value)
     return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), (), low)
 
 
 def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
-    """Return the `Count` (whole number or not, and how large) of a value that a node reads, and store it in `found`.
+    """Return the `Count` of `value` (whether it is made of whole numbers, and how large it may be), and store it in `found`.
 
-    For a constant without an entry in `found`, its elements decide. Any other value without an entry is NOT a count.
+    If `found` has no entry for the value, the elements of a constant decide; other values get Count.NOT (not counted).
     """
     if value not in found:
         held = constant_tensor(value)
@@ -151,7 +152,11 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
         return names.get(value, "") if constant_tensor(value) is None else ""
 
     def factor(given: Any, how: str) -> Factor | None:
-        """Return a number, constant or schedule as a factor; None for any other value. `how` is "divided by" for a divisor, or ""."""
+        """Return the `Factor` of a product with `given` (`how` is ""), or of a division by `given` (`how` is "divided by").
+
+        None unless `given` is a number (not 0 for a division), a constant that varies along one dim at most, or a schedule: a value of one
+        element that is computed without products, such as a step size.
+        """
         tensor = constant_tensor(given) if isinstance(given, ir.Value) else None
         if tensor is not None:
             given = _size(tensor.numpy()) if sum(size > 1 for size in tensor.shape.numpy()) <= 1 and tensor.size else None

@@ -48,9 +48,10 @@ REMEDY = "raise it with onnx.version_converter.convert_version"
 
 
 def name_opset(model: ir.Model) -> int:
-    """Return the opset of onnx's own ops, and store it under the domain "".
+    """Return the opset of onnx's own ops in `model`, and store it in the model under the domain "".
 
-    A model that names none gets opset 1, as ONNX defines for old files. From IR version 3 on, a model without such ops gets CASTS.
+    A model that names no opset gets opset 1, as ONNX defines for old files. But from IR version 3 on, a model that has only ops of other
+    domains gets the opset CASTS, which allows casts between all formats.
     """
     domains = model.opset_imports
     if "" not in domains and "ai.onnx" not in domains:

@@ -182,8 +182,8 @@ class _Reader:
     ) -> str:
         """Add an op-graph node for an input, a constant, a value that enters or leaves a subgraph, or one of several results of an op.
 
-        Return its name: `name`, or a free name made from that of `value`. `pinned` is the forced colour and its reason; a value that is not
-        fp32 has the colour plain.
+        Return its name: `name`, or if that is "", a free name made from the name of `value`. `pinned` is the forced colour (low or high)
+        with its reason, or None. A value that is not fp32 has the colour plain.
         """
         name = name or self.unique(str(value.name))
         dtype = format_of(value)
@@ -258,7 +258,11 @@ class _Reader:
                 self.add_result(name, value, True, pinned, may_saturate)
 
     def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, may_saturate: bool) -> None:
-        """Add an op-graph node for `value`, one of several results of `node`. It has the format of `node` if `grouped`, otherwise fp32."""
+        """Add an op-graph node for `value`, one of several results of the op-graph node `node`.
+
+        If `grouped`, the value has the format of `node`, and `pinned` is its forced colour; otherwise it stays fp32. `may_saturate` is True
+        if it may hold mask numbers that the low format clamps.
+        """
         operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
         own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
         self.add_value(
@@ -267,9 +271,10 @@ class _Reader:
         )  # fmt: skip
 
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
-        """Return the fp32 operands of an op on an op list, each with the format that the op needs (`Demand`).
+        """Return the fp32 operands of `node`, an op on an op list. Each has a `Demand`: the format in which the op needs the operand.
 
-        `group` is the type variable of the op's result. `gives_float` is True if the op has an fp32 result.
+        `name` is the name of the op-graph node. `group` is the type variable of the op's result, such as "T". `gives_float` is True if the
+        op has an fp32 result.
         """
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
@@ -308,10 +313,10 @@ class _Reader:
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Keep the op-graph nodes `names` in fp32, because they hold mask numbers with which an op computes, and a low format clamps these.
+        """Keep the op-graph nodes `names` in fp32, because a low format would clamp mask numbers that an op needs unchanged.
 
-        The nodes through which the mask reaches `names` also stay fp32. `text` is the reason in the plan. Nothing changes if no constant
-        mask reaches them.
+        Also keep the nodes on the way from a constant mask to `names`. If no constant mask reaches `names`, do nothing. `text` is the
+        reason in the plan.
         """
         graph = self.reading.graph
 
@@ -327,7 +332,10 @@ class _Reader:
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
-        """Return the operands of an op on no op list: fp32 values of the graph that it or its subgraphs `inner` read. They stay fp32."""
+        """Return the operands of an op that must run in fp32, since it is on no op list, has subgraphs, or reads values of unknown type.
+
+        The operands are all fp32 values of the op graph that the op or its subgraphs `inner` read. They are needed in fp32.
+        """
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
             slots += [Slot(each, index) for each in body.all_nodes() for index in range(len(each.inputs))]
@@ -373,7 +381,7 @@ class _Reader:
             self.leave(name, node, value, [(Slot(branch, index), branch.outputs[index]) for branch in branches])
 
     def read_turns(self, node: ir.Node) -> None:
-        """Add the op-graph nodes of a Loop or Scan and of its body (subgraph). Prices assume that the body runs TURNS times."""
+        """Add the op-graph nodes of a Loop or Scan and of its body (subgraph). The cost model assumes that the body runs TURNS times."""
         body, name = node.attributes["body"].as_graph(), self.unique(node.name or node.op_type.lower())
         # The first two inputs of a Loop are the trip count and a condition. The first output of its body is a condition.
         taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)
@@ -407,7 +415,7 @@ class _Reader:
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
         """Add an op-graph node for `outer`, a result of an If, Loop or Scan. `inner` holds the body outputs that become this result.
 
-        `precision_group` is the name of the precision group if `outer` is a loop's state, otherwise "".
+        If `outer` is a loop's state, `precision_group` is the name of its precision group (nodes that must have one format), otherwise "".
         """
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             guess(outer, inner[0][1].type)
@@ -415,7 +423,11 @@ class _Reader:
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
-        """Add an op-graph node for `value`, which enters or leaves a body. `reads` holds the values that become `value` there."""
+        """Add an op-graph node, named after `name`, for `value`, which enters or leaves a body (subgraph) of `node`.
+
+        `reads` holds the values that become `value`, each with the place where it is read: for a result of an If, one output of each
+        branch. `precision_group` names a group of nodes that must have one format; "" for none.
+        """
         name = self.unique(name)
         demands: dict[str, Demand] = {}
         for slot, read in reads:
@@ -469,7 +481,7 @@ def scopes(node: ir.Node) -> tuple[str, str]:
 
 
 def flops(node: ir.Node) -> int:
-    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution, from shapes; 0 for other ops. Open dims count 64."""
+    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution, from shapes; 0 for other ops. Open dims are 64."""
     shapes = [tuple(d if isinstance(d, int) else 64 for d in (v.shape or ())) if v is not None else () for v in node.inputs]
     if len(shapes) < 2 or not shapes[0] or not shapes[1]:
         return 0

@@ -72,7 +72,7 @@ def is_measurable(outputs: Sequence[Sequence[Any]]) -> bool:
 
 
 def _arrays(results: Any) -> Iterator[np.ndarray]:
-    """Yield the arrays in `results`, which may be nested: those of each list element, one for each key of a map, none for None."""
+    """Yield the arrays in `results`: an array, a number, None (which yields nothing), or a nested list or mapping of such values."""
     if isinstance(results, np.ndarray | np.generic):
         yield np.asarray(results)
     elif isinstance(results, Mapping):
@@ -185,7 +185,10 @@ def strict_outputs(
 
 
 def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return (an fp32 copy of the low model that rounds explicitly, {old name: new name} of its low inputs). `proto` is not changed."""
+    """Return (a copy of `proto` that computes in fp32 and rounds by Cast nodes, {old name: new name} of inputs that were low).
+
+    `proto` is the low model `model` as a protobuf. It is not changed.
+    """
     strict = onnx.ModelProto()
     strict.CopyFrom(proto)
     rounding: list[onnx.NodeProto] = []

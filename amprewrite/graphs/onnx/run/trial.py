@@ -25,9 +25,10 @@ START = 60.0
 
 
 def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
-    """Return the error if ONNX Runtime cannot load a model or runs it on none of `feeds`, otherwise "".
+    """Return "" if ONNX Runtime loads a model and runs it on at least one of `feeds` without crashing, otherwise the error.
 
-    `model` is the bytes of a protobuf, or a path. `seconds` limits the time of one run; None: no limit.
+    `model` is the bytes of a protobuf, or a path. `seconds` is the time that one run may take; the limit of the whole trial is computed
+    from it (None: no limit).
     """
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python beside this program to try it in"

@@ -73,7 +73,10 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
 
 # -- 1. types -------------------------------------------------------------------------
 def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
-    """Set the type of all values with a low colour to `low`. Casts and ConstantOfShape nodes get attributes that make this type."""
+    """Set the type of each value whose planned colour (in `colours`) is low to `low`.
+
+    A Cast or ConstantOfShape that makes such a value gets an attribute for this type.
+    """
     for name, value in reading.values.items():
         if colours[name] is Colour.LOW:
             value.type = ir.TensorType(DTYPES[low.name])
@@ -124,7 +127,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: FreshNames) -> ir.Node:
-    """Insert one Cast right after the node that makes a value, and make the users of `cast` read its result. Return the Cast.
+    """Insert one Cast node right after the node that makes `cast.value`, and let the users of `cast` read its result. Return the node.
 
     If `cast` saturates, a Clip to the range of the low format precedes the Cast. The names of the model's outputs do not change.
     """
@@ -197,7 +200,10 @@ def _target(node: ir.Node) -> tuple[int, int]:
 
 # -- 4. provenance ----------------------------------------------------------------------
 def _annotate(reading: OnnxReading, plan: RegionPlan) -> None:
-    """Write the planned colour (low, high or plain) and reason into the metadata of each ONNX node; its first op-graph node decides."""
+    """Write the planned colour (low, high or plain) and the reason into the metadata of each ONNX node.
+
+    If an ONNX node has several op-graph nodes, it gets the colour and reason of the first.
+    """
     for planned in plan.nodes:
         node = reading.nodes.get(planned.name)
         if node is not None and COLOUR not in node.metadata_props:
@@ -263,7 +269,10 @@ def _stored(model: ir.Model, names: FreshNames, weight: ir.Value, low: Format) -
 
 
 def _quantised(model: ir.Model, names: FreshNames, value: ir.Value, amax: float, low: Format) -> ir.Value:
-    """Insert QuantizeLinear and DequantizeLinear behind the maker of `value`, of magnitude up to `amax`. Return the result, in `low`."""
+    """Insert QuantizeLinear and DequantizeLinear after the node that makes `value`, and return their result, of type `low`.
+
+    `amax` is the largest magnitude of `value`.
+    """
     scale = add_constant(model.graph, names.new(f"{value.name}_scale"), scale_for(amax, low))
     node = ir.node("QuantizeLinear", [value, scale, _zero(model, names)], name=names.new(f"quantise_{value.name}"))
     made = node.outputs[0]
