@@ -49,14 +49,14 @@ Kept = frozenset[tuple[str, str]]
 
 
 def movable(node: OpNode) -> bool:
-    """True if a plan may choose the format of this node, because it is an op with fp32 values."""
+    """True if `node` is an op with fp32 values. A plan may choose the format of such nodes only."""
     return node.role == "op" and node.carries_fp32
 
 
 class GraphErrors:
     """One graph, with the squared output error of rounding each value for each of its readers.
 
-    `kept` returns the ops that stay fp32 in the plan with the least cost, for a given price of errors.
+    `kept` returns the ops that stay fp32 in the plan with the least cost, for a given price of a unit of squared error.
     """
 
     def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
@@ -76,9 +76,10 @@ class GraphErrors:
         self.networks = {heavies: self._network(heavies) for heavies in (False, True)}
 
     def _network(self, heavies: bool) -> ColourNetwork:
-        """Return a flow network in which each cut is a plan. The cost of a cut is the modelled time of the plan.
+        """Return a flow network in which each cut is a plan, and the capacity of the cut is the cost of the plan.
 
-        With `heavies`, it is the number of FLOPs of the matmuls and convolutions that could run low but run in fp32.
+        Without `heavies`, the cost is the modelled time of the plan. With `heavies`, the cost is the number of FLOPs of the matmuls and
+        convolutions that could run low but run in fp32.
         """
         low = self.low if heavies else self.low | self.heavy
         colours = {node.name: Colour.LOW if node.name in low else Colour.HIGH for node in self.graph}
@@ -143,8 +144,8 @@ class Chain:
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
         """Find the plans by minimum cuts. `own` returns the names of the nodes of a graph that the planner runs low.
 
-        `edges` has, for each graph, the squared output error of each (value, reader) pair. `metric` converts squared errors for
-        the texts of `keep_high`.
+        `edges` has, for each graph, the squared output error of each (value, reader) pair. `metric` converts squared errors to its
+        unit, for the reasons that `keep_high` returns.
         """
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
         self.graphs = [GraphErrors(captured.problem, found, metric) for captured, found in edges]
@@ -166,10 +167,10 @@ class Chain:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Yield the nodes that the minimum cut keeps in fp32, for each of `prices` (ascending prices of a unit of squared error).
+        """For each of `prices` (of a unit of squared error, ascending), yield the set of nodes that run in fp32 in the minimum cut.
 
         `heavy` holds the matmuls and convolutions, as pairs (graph fingerprint, node name). If several of them become fp32 between two
-        prices, cuts at prices in between are also yielded.
+        prices, the sets for prices in between are also yielded.
         """
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
@@ -201,10 +202,10 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Append to the chain the union of its last set of fp32 nodes and `kept`. If many nodes are new, append sets in between first.
+        """Append to the chain a set of fp32 nodes: the chain's last set, and all nodes in `kept` that the planner would run low.
 
-        Nodes that the planner keeps in fp32 anyway are left out. Nothing is appended if no node is new. `heavies` is True for a cut of
-        matmuls: sets in between may then differ by a single node.
+        If no node is new, nothing is appended. If many nodes are new, growing sets with only some of them are appended first.
+        Each has several nodes more than the set before, or with `heavies` (a cut of matmuls) at least one node more.
         """
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])

@@ -244,7 +244,7 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
 
 
 def autocast_rules(captured: Captured) -> Captured:
-    """Return the captured graph as read with the op lists of torch.autocast instead of the lists that the user chose."""
+    """Return the same captured graph, read with the op lists of torch.autocast instead of the lists that the user chose."""
     assert captured.by_autocast is not None
     return captured.by_autocast
 
@@ -317,7 +317,8 @@ def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
 class RoundedRunner:
     """Runs captured graphs in fp32 with the roundings of a plan. Each graph is planned at its first run.
 
-    `prepare(captured)` returns the graph to plan: the same graph with nodes to keep in fp32, or the graph as read with other op lists.
+    `prepare(captured)` returns the graph to plan: for instance `captured` after it was told which nodes to keep in fp32, or the same graph
+    read with the op lists of torch.autocast.
     """
 
     def __init__(self, prepare: Callable[[Captured], Captured]) -> None:

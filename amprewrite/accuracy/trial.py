@@ -67,7 +67,7 @@ class _TrialSession(Session):
         """Do nothing: `rewrite` itself warns of parts that are not captured."""
 
     def _check_options(self) -> None:
-        """Do nothing: plans in a trial have no nodes, so an option that names nodes would be refused."""
+        """Do nothing. The base class would refuse options that name nodes, because plans in a trial have no nodes."""
 
 
 @dataclass(frozen=True)

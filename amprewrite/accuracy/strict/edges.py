@@ -107,10 +107,11 @@ class _EdgeInterpreter(torch.fx.Interpreter):
             return getattr(self, n.op)(n.target, *self._constants_cut(n, args, kwargs))
 
     def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return (args, kwargs) with detached copies of all operands for which the op has no derivative, such as running statistics.
+        """Return (args, kwargs) of node `n`, with a detached copy in place of each operand for which the op has no derivative.
 
-        To find these operands, the op runs once for each operand that requires a gradient, on copies because the op may write its operands.
-        Operands that require no gradient are copied as well, because the model's buffers are restored before backward.
+        An example is a running mean. To find these operands, the op runs once for each operand that requires a gradient, on copies because
+        the op may write its operands. Operands that require no gradient are copied as well, because the model's buffers are restored before
+        backward.
         """
         leaves, spec = tree_flatten((args, kwargs))
         kept = [_copy(leaf) for leaf in leaves]

@@ -267,7 +267,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept
 
     def _read(self, reader: NodePlan, value: str) -> str:
-        """Return the name of the row that node `reader` reads for its operand `value`: the row of the result, or of its cast copy."""
+        """Return the name of the `Row` of the operand `value` of node `reader`: "value -> bf16" if a cast copy is read, or "value"."""
         cast = self.casts.get((value, reader.name))
         return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
 

@@ -45,7 +45,7 @@ class Metric:
         return results_of(output)
 
     def size(self, outputs: Sequence[Tensor]) -> float:
-        """Return the divisor that turns squared errors of `outputs` into the unit of the metric: here their squared norm."""
+        """Return the number by which squared errors of `outputs` are divided before `of_squares`: here the squared norm of `outputs`."""
         return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:

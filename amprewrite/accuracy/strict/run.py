@@ -1,12 +1,12 @@
 """Run a rewritten model under the strict interpreter: capture it again, run it once unrounded, then run it rounded as often as needed.
 
 1. Capture a clone of the original model as `rewrite` does, and plan each captured graph. A rewritten model keeps no captured graphs.
-2. Run the clone unrounded and keep every result; with `backward`, also the gradient of a loss with respect to every low result.
+2. Run the clone unrounded and keep every result. If `backward` is True, also keep the gradient of a loss with respect to every low result.
 3. `rounded` runs the clone with the plan's rounding, and with given nodes kept in fp32. It returns a row for every result, copy and
    gradient.
 
-Without `backward`, only graphs that compute gradients themselves run with gradients on. If the model computes gradients outside its
-graphs, this first run fails, and all graphs run again with gradients on.
+If `backward` is False, gradients are on only in graphs that compute gradients themselves. If the model computes gradients outside its
+graphs, the first run fails, and all graphs run again with gradients on.
 """
 
 from __future__ import annotations
