@@ -62,7 +62,7 @@ class LowGathers:
 
 
 def gather_low(amp: nn.Module) -> LowGathers:
-    """Have FSDP2 gather weights in the low format if the graphs read them in it. Outputs and gradients stay bitwise the same.
+    """Have FSDP2 gather weights in the low format if the graphs read them only in it. Outputs and gradients stay bitwise the same.
 
     Call this function on all ranks, after one step has captured the graphs: rewrite with granularity="blocks", `fully_shard` each block,
     then train a step. A weight is gathered low if its module is captured whole, and every graph so far casts the weight to the low
@@ -237,7 +237,7 @@ class LowGather:
         """True if the gathered weights now hold rounded values."""
 
     def concerns_this_call(self) -> bool:
-        """True if this call may read rounded weights: they are rounded now, or the gather for the backward of this call will round them."""
+        """True if the module's current call may read rounded weights: they are rounded now, or will be in the gather for its backward."""
         return self.rounded or torch.is_grad_enabled()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -248,7 +248,8 @@ class LowGather:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Gather `input_tensor` of all ranks into `output_tensor`. Both tensors are flat, in the dtype in which FSDP gathers.
 
-        Returns None if weights were sent in the low format, otherwise the result of the inner all-gather. With `async_op` all are fp32.
+        Returns None if weights were sent in the low format, otherwise the result of the inner all-gather. If `async_op` is True, all
+        weights are sent in fp32.
         """
         self.rounded = not async_op and self._for_graphs(input_tensor)
         if not self.rounded:
@@ -316,9 +317,9 @@ class GatheredLow:
                 raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
     def check_call(self, path: str, place: str, whole: bool) -> None:
-        """Raise RoundedRead if code other than the module's graph may have read rounded weights of the module at `path`.
+        """Raise RoundedRead if code other than its graph may have read rounded weights in a call of the module at `path`.
 
-        `whole` is True if one graph ran in the call and is all of the module's forward. `place` names the module, for the message.
+        `whole` is True if the call ran one graph, and this graph is all of the module's forward. `place` names the module in the message.
         """
         gather = self.gathers.get(path)
         if gather is None or not gather.concerns_this_call():

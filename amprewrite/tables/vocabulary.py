@@ -75,7 +75,7 @@ class Colour(Enum):
 
 
 class Held(IntEnum):
-    """How exactly torch.autocast would hold a value. A larger number means a less exact value."""
+    """The precision with which torch.autocast would hold a value. A larger number means a less exact value."""
 
     EXACT = 0
     """In fp32, and rounding may harm it: its elements may differ little around a large offset, or have far smaller errors than products."""

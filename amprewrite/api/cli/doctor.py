@@ -53,7 +53,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one self-check of the small model."""
+    """Result of one check that the command `doctor` makes on a small model."""
 
     device: str
     format: str

@@ -118,11 +118,11 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (a plan of the PyTorch graph, flag). The exported file takes over colours of this plan. None if the user chose no colours.
+    """Return (plan of the PyTorch graph whose colours the exported file takes over, flag); None if the user chose no colours.
 
-    The plan is the argument `plan`, otherwise the plan given to `rewrite`; the flag is then False, and all colours are taken over. If there
-    is neither, but `rewrite` got `node:` overrides, the plan is made by a capture. The flag is then True, and only the colours of nodes
-    with such an override are taken over.
+    With the flag False, the file takes over all colours; with True, only the colours of nodes with a `node:` override. The plan is the
+    argument `plan`, otherwise the plan given to `rewrite` (flag False). If there is neither, but `rewrite` got `node:` overrides, a capture
+    makes the plan (flag True).
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given
@@ -189,7 +189,7 @@ def _export(
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the file gives the model's results in fp32. Also True if one of the two cannot run here, or if they cannot be compared."""
+    """True if the file gives the model's results in fp32. Also True if file or model cannot run here, or results cannot be compared."""
     if is_large(model) or not has_runtime():
         return True
     try:

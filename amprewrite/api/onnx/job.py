@@ -5,7 +5,7 @@
 3. Edit the model by the plan and write a temporary file. Check, load and run this file, and measure its error under true rounding. Only
    then move it to the target.
 
-By name it knows `Constant`: such a node may hold a weight.
+Op names hard-coded in this module: `Constant`, a node that may hold a weight.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ class Job:
         return samples
 
     def take_invalid(self, samples: Samples, remedy: str) -> None:
-        """Add a note on onnx.checker's complaint about the source model. If ONNX Runtime does not run that model either, raise CaptureError
-        instead; `remedy`, an advice, ends its message."""
+        """Add a note that onnx.checker refuses the source model. Raises CaptureError instead if ONNX Runtime does not run that model
+        either. `remedy` is advice that ends the message of the error."""
         if samples.problem:
             why = samples.refusal or samples.problem
             said = f"onnx.checker says {samples.invalid}, and ONNX Runtime does not run it either: {why}"
@@ -388,7 +388,7 @@ class Job:
     def _error(self, samples: Samples, found: Sequence[Sequence[Any]]) -> float | None:
         """Return the relative error of the results `found` on the samples; None without a finite floating number to compare.
 
-        Results whose shape rounding changed are left out, and named in `resized` and a note.
+        Results whose shape rounding changed are left out. Their names are stored in `self.resized`, and a note lists them.
         """
         other = resized(samples.outputs, found)
         if other:
@@ -487,8 +487,8 @@ def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        # `read.loss.kept` says that the error of the constant is too large for a low reader. If the passes let the reader run low all the
-        # same, they found this error harmless, so it is not reported
+        # `read.loss.kept` is True if the constant's error in the low format may force the op that reads the constant to fp32. If the passes
+        # let this op run low all the same, they found the error harmless, so do not report it
         if read.loss is not None and (kept or not read.loss.kept):
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())

@@ -57,9 +57,10 @@ def chain_flops(shapes: Sequence[Shape]) -> int:
 
 
 def _spelled(term: str, rank: int) -> str:
-    """Return an einsum term with its ellipsis replaced by one digit for each dim; the last dim gets "0", so that terms are aligned right.
+    """Return an einsum term with its ellipsis replaced by one digit for each dim: "...ij" becomes "10ij" for an operand of four dims.
 
-    `rank` is the number of dims of the operand. A term without an ellipsis, or that does not fit the rank, stays the same.
+    The last of these dims always gets "0", so that terms are aligned right. `rank` is the number of dims of the operand. A term without an
+    ellipsis, or that does not fit the rank, stays the same.
     """
     before, dots, after = term.partition("...")
     missing = rank - len(before) - len(after)

@@ -76,9 +76,11 @@ TRAITS: dict[Trait, str] = {
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
     Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
-    # these ops make constant tensors, or are linear: scaling all, any one, or the first of their operands scales the result
+    # these ops make constant tensors
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
+    # these ops are linear: if certain operands are multiplied by a factor, the result is multiplied by it. These are all operands for
+    # LINEAR_IN_ALL and JOINS, any one operand for LINEAR_IN_EACH, and the first operand for LINEAR_IN_FIRST
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
     Trait.JOINS: "cat stack hstack vstack dstack column_stack index_add scatter_add",
     Trait.LINEAR_IN_EACH: "mul linear matmul mm bmm mv dot outer inner einsum kron tensordot conv1d conv2d conv3d conv_transpose1d "
