@@ -146,7 +146,7 @@ def decide(problem: Problem) -> Decisions:
 
 
 def plan_region(problem: Problem) -> RegionPlan:
-    """Return the plan of one graph: the decisions of `decide`, frozen. Raises the errors of `decide`."""
+    """Return the plan of one graph, an immutable record of the decisions of `decide`. Raises the errors of `decide`."""
     return decide(problem).freeze(problem)
 
 

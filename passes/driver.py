@@ -4,9 +4,10 @@
 
 A *body* is a subgraph: the graph inside an activation checkpoint, a loop, a condition or an autograd Function.
 
-All of this is one file because a body is read and rewritten like the graph around it. Each tells the other which values must be exact.
+All of this is one file because a body is read and rewritten like the graph around it. Each of the two graphs records for the other which
+values must be exact.
 
-It knows `getitem` by name, which picks one result of a body.
+Op names hard-coded in this file: `getitem`, which picks one result of a body.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """Return three fields of `Problem` about attention calls: edits that masks allow, ops that repeat heads, non-contiguous masks.
+    """Return three fields of `Problem` about attention calls: edits that their masks allow, ops that repeat heads, non-contiguous masks.
 
     Returns {} if `fold_masks` is off or the graph has no attention. `around` maps the inputs of a body to the outer nodes passed for them.
     """
@@ -233,10 +234,10 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Let the graph `captured` and the body `part` that its `node` runs tell each other how exact values must be, before both are planned.
+    """Record in the graph `captured`, and in the body `part` that its `node` runs, which values must be exact, before both are planned.
 
-    `node` is a loop, a condition or an autograd Function. The body must not round its results. In `captured`, each result of `node` counts
-    as exact as the most exact result of the body.
+    `node` is a loop, a condition or an autograd Function. The body must not round its results. An input of the body must be exact if an op
+    in the body would magnify its error. In `captured`, each result of `node` counts as exact as the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -259,7 +260,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """If the op at which the check failed (`refusal`) runs rewritten bodies, mark these to be left in fp32. Return True if it does."""
+    """If the op that failed the dry run (`refusal`) runs rewritten subgraphs, mark these to be left in fp32. Return True if it does."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -301,7 +302,7 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Return the entries of `facts` for outer values, such as ranges, by name of the input of a body (subgraph) that takes the value.
+    """Return {input of a body (subgraph): data on the outer value that it takes}. `facts` maps outer values to data, such as ranges.
 
     `pairs` are (input of the body, outer value passed to it). Inputs whose outer value has no entry are left out.
     """
@@ -319,7 +320,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Force the ops `names`, and ops that share memory with them, to fp32 for `reason` (detail: `what`). Formats forced before stay."""
+    """Force the ops `names`, and ops that share memory with them, to fp32. `reason` and `what` are for the plan. Forced formats stay."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -330,8 +331,8 @@ def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
     """Return a copy of the checkpoint body that `node` runs, with its `Problem`. Its ops may run low, like those of the graph around it.
 
-    If gradients are scaled and the checkpoint counts as outside the scaled part, its body is scaled separately and returns fp32: a cast
-    outside would convert small gradients to a low format before they are scaled.
+    With loss scaling, the gradients at a checkpoint may be unscaled (rule 6 of `passes/apply/scale_loss.py`). Its body is then scaled
+    separately and returns fp32: a cast outside the body would convert small gradients to a low format before they are scaled.
     """
     assert isinstance(node.args[0], torch.fx.Node)
     part = _read_inner_graph(captured, node, str(node.args[0].target), captured.problem.policy)
@@ -424,9 +425,9 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """After the check of the edited graph failed at an op (`refusal`), forbid the padding of this op, and return True.
+    """Forbid the padding of the op that failed the dry run of the edited graph (`refusal`), and return True.
 
-    If the op is unknown, or its padding is forbidden already, forbid all padding. Return False if nothing is padded or a plan is given.
+    If the op is unknown, or its padding is forbidden already, forbid all padding. If nothing is padded or a plan is given, return False.
     """
     problem = captured.problem
     if not decisions.pads or problem.given is not None:
@@ -454,7 +455,7 @@ def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
 
 
 def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> None:
-    """Record that the op at which the check failed (`refusal`) must run in fp32, so that the next attempt keeps it there.
+    """Record that the op that failed the dry run of the edited graph (`refusal`) must be fp32, so that the next plan keeps it there.
 
     Raises PassError if the op runs in fp32 already, PlanError if the graph follows a given plan.
     """

@@ -8,7 +8,7 @@
 The plan is the cheapest of all plans that keep to our lists. A plan that our lists forbid may be cheaper, and is shown all the same. A
 given plan keeps the prices that were recorded when it was made.
 
-It knows `to` by name: lists without `to` leave it in the format of its operand.
+Op names hard-coded in this pass: `to`, which takes the format of its operand if the lists do not have it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ LEAST_TOLD = 1e-3
 
 
 def weighed(plan: RegionPlan) -> RegionPlan:
-    """Return `plan`, and in it the plans of its subgraphs, with the facts that only readers of a plan need: prices, notes and reasons.
+    """Return `plan`, and in it the plans of its subgraphs, with what only a person who reads a plan needs: prices, notes and reasons.
 
     The prices are of alternative plans for the same graph; a graph that stays fp32 as a whole has none. On a device that gains nothing from
-    padding, the reasons say why nothing is padded. Nothing that runs depends on these facts, so they are computed only when a plan is read.
+    padding, the reasons say why nothing is padded. Nothing that runs depends on these additions, so they are made only when a plan is read.
     """
     problem, plan = plan.basis, replace(plan, bodies=tuple(map(weighed, plan.bodies)))
     if problem is None or any(note.startswith(LEFT) for note in plan.notes):
@@ -118,7 +118,8 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
     """Return `node` with the kind that `lists` give its op.
 
-    An op on no list is forced to fp32; under torch.autocast's rules it follows its operands. `to` follows its operand under all rules.
+    An op on no list is forced to fp32, with two exceptions: under torch.autocast's rules it takes the format of its operands, and `to`
+    takes the format of its operand under all rules.
     """
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node

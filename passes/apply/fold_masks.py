@@ -74,7 +74,10 @@ def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
 
 
 def group_heads(call: torch.fx.Node) -> None:
-    """Let an attention call read keys and values before their heads are repeated. Erase the ops that repeat them; PassError if none do."""
+    """Let an attention call read keys and values before their heads are repeated. Erase the ops that repeat heads.
+
+    Raises PassError if no ops repeat the heads for this call alone.
+    """
     ways = read_repeated_heads(call.graph).get(call)
     if ways is None:
         raise PassError(f"{call.name} is to read groups of heads, but its heads are not repeated by ops that it alone reads")
@@ -112,9 +115,10 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Insert nodes that call `question(*about, query, key)`, which returns (mask, is_causal), and let the attention `calls` read both.
+    """Let the attention `calls` take their arguments `attn_mask` and `is_causal` from new nodes, which call a function in each forward.
 
-    Calls with the same numbers of queries and keys share one node.
+    The new nodes call `question(*about, query, key)`, which returns (mask, is_causal); an example is `look_at_mask`. Attention calls with
+    the same numbers of queries and keys share one node.
     """
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:

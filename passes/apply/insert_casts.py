@@ -5,7 +5,7 @@
 2. If a node is low, its fp32 dtype arguments become bf16 or fp16. Where the plan says so, constants beyond the range become ±max.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) get the dtype as an argument.
 
-It knows the conversions `to`, `type_as` and `float` by name, because each gives its dtype in a different way.
+Op names hard-coded in this pass: the conversions `to`, `type_as` and `float`, because each gives its dtype in a different way.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
 
 
 def _aim_conversion(node: torch.fx.Node, op: str, fmt: Format) -> None:
-    """Turn a conversion that takes its dtype from its name or from another tensor into `to` with the dtype of `fmt`."""
+    """Turn a conversion that takes its dtype from its name (`float`) or from a tensor (`type_as`) into `to` with the dtype of `fmt`."""
     others = [a for a in (*node.args[1:], *node.kwargs.values()) if isinstance(a, torch.fx.Node)]
     if op == "float" or (op == "type_as" and others):
         node.op, node.target, node.args, node.kwargs = "call_method", "to", (node.args[0], fmt.dtype), {}

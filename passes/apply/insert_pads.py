@@ -71,9 +71,9 @@ class _Insertion:
         return self.uses.get((value, reader), self.have.get(value, ()))
 
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
-        """Insert one planned change of size, and let its users read the result.
+        """Insert one planned change of size (a pad, slice or re-pad), and let its users read the result.
 
-        `order` has the position of each node in the graph. `openings` has the torch.func transforms around each node that is inside one.
+        `order` has the position of each node in the graph. `openings` maps each node in a torch.func transform to the transforms around it.
         """
         value = self.nodes[copy.value]
         readers = [_reader_of(self.nodes[user], value, user) for user in copy.users]

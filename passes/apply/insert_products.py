@@ -92,8 +92,11 @@ class _ProductInsertion:
         return copy
 
     def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
-        """Return the fp8 copy for the readers of `operand`. This is `copy`, unless `operand` is a `linked_copy`, which collects the
-        gradients of one group of readers. Then it is `copy` with `operand` as the target of its gradients."""
+        """Return the fp8 copy that the readers of `operand` shall read: `copy`, or a node that shares its data.
+
+        If `operand` is a `linked_copy`, which collects the gradients of one group of readers, insert a `relinked` node: it has the data of
+        `copy`, but sends gradients to `operand`.
+        """
         if operand.target is not linked_copy:
             return copy
         made = next((user for user in operand.users if user.target is relinked and user.args[0] is copy), None)

@@ -69,7 +69,7 @@ class ScaleLoss(Pass[RegionPlan, EditedGraph]):
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> None:
     """Scale the gradients inside `graph`, in place. `weights` are its parameters, `high` the nodes not in the low format.
 
-    The graph gets the two inputs for the scale even if no input or result is differentiable.
+    The graph gets two new inputs, the loss scale and its inverse, even if no input or result is differentiable.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output")
@@ -128,15 +128,15 @@ def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def scales_itself(node: Node) -> bool:
-    """True if `node` is a checkpoint whose body graph scales its own gradients. The gradients of the checkpoint are then unscaled."""
+    """True if `node` is a checkpoint whose body graph scales its own gradients. Gradients at its inputs and results are unscaled."""
     inputs = [each.target for body in bodies(node) for each in body.graph.find_nodes(op="placeholder")] if is_checkpoint(node) else []
     return SCALE in inputs
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns a result of the checkpoint `node` that the checkpoint's body reads, too.
+    """True if the graph returns a result of the checkpoint `node` that ops in the checkpoint's body read, too.
 
-    No op can then scale the gradient between the result and the body's readers, so the whole checkpoint counts as outside.
+    No op can then scale the gradient between the result and these ops, so the gradients of the whole checkpoint stay unscaled.
     `returned` are the results of the graph.
     """
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
@@ -153,7 +153,7 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """Return further fp32 ops whose gradients need no scaling, such as a loss of logits that the graph returns.
+    """Return further fp32 ops whose gradients need no scaling, such as a loss whose logits the graph returns as well.
 
     These ops read only `outside` nodes (nodes with unscaled gradients), and only such nodes or the output read their results. `high` are
     the nodes not in the low format.

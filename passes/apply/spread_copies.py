@@ -47,7 +47,10 @@ def _is_low(copy: torch.fx.Node) -> bool:
 
 
 def spread(copy: torch.fx.Node, openings: Openings) -> None:
-    """Let the first group of readers read `copy`. Each further group reads a linked copy: the same memory, another autograd node."""
+    """Divide the readers of `copy` into groups. The first group reads `copy`, each other group a linked copy of its own.
+
+    A linked copy has the memory of `copy`, but its own autograd node.
+    """
     readers = sorted(user for user in copy.users if user.target is not linked_copy)
     size = MOST_READERS if copy.meta.get("weight") else READERS
     for start in range(size, len(readers), size):

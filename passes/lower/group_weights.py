@@ -12,7 +12,8 @@
     before   low = w.to(bfloat16)                              after   low, other = cross_together(bfloat16, None, w, v)
              other = v.to(bfloat16)
 
-On an H200, kernels took 14.1 ms in a step of BERT. Casts one by one were 1.6 ms of this. Casts in groups, in O2 by hand, took about 0.4 ms.
+On an H200, kernels took 14.1 ms in a step of BERT, of which single casts took 1.6 ms. In hand-written O2 code, grouped casts took about
+0.4 ms.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class GroupWeights(Pass[Target, EditedGraph]):
 
 
 def _launches(node: Node) -> bool:
-    """True if an input of a graph is the inverse of the loss scale, or is on a device on which a cast is a launch."""
+    """True if an input of a graph is the inverse of the loss scale, or is on a device on which each cast launches a kernel."""
     value = example_value(node)
     return node.target == INVERSE or (isinstance(value, torch.Tensor) and value.device.type not in WITHOUT_LAUNCHES)
 
@@ -87,15 +88,18 @@ def group_weights(module: torch.fx.GraphModule) -> None:
 
 
 def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
-    """Return the first node that will read a weight from its group: a cast that stays, or the first user of a node that is replaced."""
+    """Return the first node that will read one weight from the new node of its group: a cast that stays, or a user of a replaced node.
+
+    `nodes` are the casts of the weight, and the nodes that unscale its gradient.
+    """
     return min(each for node in nodes for each in ([node] if node.target is cast_in and dtype in SHARES else node.users))
 
 
 def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
     """Yield (format, group) for each group of small fp32 weights, as lists of the nodes that cast a weight or unscale its gradient.
 
-    The format is the dtype of the low-precision copies that the group makes. If the group makes no copies, it is fp32 if only casts read
-    the weights, and None if ops read them in fp32.
+    The format is the dtype of the low-precision copies that the group makes. For a group that makes no copies, the format is fp32 if only
+    casts read its weights, and None if other ops read them in fp32.
     """
     every = list(module.graph.nodes)
     stretch = dict(zip(every, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in every), strict=True))

@@ -83,7 +83,8 @@ def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = la
 def _folds_perhaps(operand: Any) -> bool:
     """True if the kernel of a product with `operand` may depend on whether the other operand, a weight, requires gradients.
 
-    If it does, PyTorch folds the leading dims of `operand` into one. This choice concerns non-contiguous tensors of more than two dims.
+    If the weight requires gradients, PyTorch folds the leading dims of `operand` into one. For a weight without gradients it decides by the
+    layout of `operand`, so the kernels may differ if `operand` is non-contiguous and has more than two dims.
     """
     value = example_value(operand) if isinstance(operand, torch.fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dim() > 2 and not value.is_contiguous()

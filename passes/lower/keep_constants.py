@@ -5,7 +5,7 @@
 3. A value is not kept if the value or a view of it may leave the graph, if a user's function reads it, or if it has more than MOST_BYTES. A
    graph that writes an integer in place keeps none. Floats are not kept: casts move them to new memory, where writes cannot be tracked.
 
-Without this pass every call computes these values, each with a launch.
+Without this pass every call computes these values, with a kernel launch for each op.
 
     before   positions = arange(128)          after   taken = take_constants(kept)
              later = positions + 1                    later = taken[0]

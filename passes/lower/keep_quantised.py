@@ -32,11 +32,11 @@ class KeepQuantised(Pass[Target, EditedGraph]):
 
 
 def keep_quantised(edited: EditedGraph, copies: int) -> None:
-    """Let a graph read fp8 copies of weights from new inputs, so that it does not make them from bf16 or fp16 copies in each call.
+    """Let a graph take fp8 copies of weights as new inputs, instead of making them from bf16 or fp16 copies in each call.
 
-    The last `copies` inputs of the graph are low copies of weights. Each `quantise` of such an input becomes a `from_kept`, which reads two
-    new inputs behind them: the data and the scale of the fp8 copy. `edited.quantised` gets (position of the low copy, further arguments of
-    `quantise`) for each.
+    The last `copies` inputs of the graph are bf16 or fp16 copies of weights. Each `quantise` of such an input becomes a `from_kept`, which
+    reads two new inputs at the end: the data and the scale of the fp8 copy. For each of these nodes, (position of the input, further
+    arguments of `quantise`) is added to `edited.quantised`.
     """
     graph, inputs = edited.module.graph, edited.module.graph.find_nodes(op="placeholder")
     places = {node: place for place, node in enumerate(inputs) if place >= len(inputs) - copies}
@@ -61,8 +61,9 @@ def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
 
 
 def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[QuantisedInput]) -> Callable[..., Any]:
-    """Return a callable that calls `run` with fp8 copies of weights after its inputs. Each is kept until its low copy changes.
+    """Return a callable that calls `run` with its inputs, followed by fp8 copies of weights.
 
+    Each fp8 copy is kept between calls until the bf16 or fp16 copy of which it is made changes.
     `quantised` lists the fp8 copies: (position of the bf16 or fp16 copy among the inputs, further arguments of `quantise`).
     """
     kept = WeakIdKeyDictionary()

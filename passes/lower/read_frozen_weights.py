@@ -112,8 +112,8 @@ def with_frozen_weights(
 ) -> CompiledFn:
     """Return a callable that calls `run` with the stored copies of the frozen weights among its inputs.
 
-    `compiled` says that a compiler made `run`. `quiet` says that nothing in the graph takes a gradient, so that none needs to be recorded.
-    Copies then have the requires_grad flag of their weights, by which PyTorch chooses kernels (see WeightCache).
+    `compiled` says that a compiler made `run`. `quiet` says that nothing in the graph takes a gradient. Then no gradients are recorded, and
+    the copies keep the requires_grad flags of their weights, by which PyTorch chooses kernels (see WeightCache).
     """
     stored, places = list(edited.stored), list(frozen)
 

@@ -13,8 +13,8 @@ own autocast regions and in torch.func transforms stay written out. If gradients
 the result of a pattern, because the kernel may save them for backward. Conversions to fp32 inside a pattern are left out, because the
 kernel makes them. The pass edits a copy of the captured graph.
 
-It knows the ops of such patterns by name: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `mean`, `var`, `amax`,
-`max`, `getitem`, `detach`.
+Op names hard-coded in this pass, as parts of the patterns: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `mean`,
+`var`, `amax`, `max`, `getitem`, `detach`.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
 def _same_difference(a: Any, b: Node, inside: set[Node]) -> bool:
     """True if `a` and `b` are the same node, or two subtractions of the same operands. Conversions from fp32 to fp32 are skipped.
 
-    `inside` collects the nodes that the fused op replaces. Skipped conversions are added to it, and `a` if it is another subtraction.
+    `inside` collects the nodes that the fused op replaces. It gets the skipped conversions, and `a` if `a` and `b` are two nodes.
     """
     if _same(a, b, inside):
         return True

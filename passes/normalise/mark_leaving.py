@@ -1,10 +1,10 @@
-"""Insert a no-op conversion after each value that the graph returns directly, not as a copy, so that one cast there serves all readers.
+"""Insert a no-op conversion after each value that the graph returns directly, not as a copy, so that one cast serves all its readers.
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-`amprewrite.graphs.fx.read.leaving` defines which values these are, and which memory they share. The pass first records the real memory of
-each result; later passes use this record.
+`amprewrite.graphs.fx.read.leaving` gives the rules for these values. The pass first records which memory each result uses in eager
+PyTorch, if the capture shows another memory. Later passes read this record.
 """
 
 from __future__ import annotations

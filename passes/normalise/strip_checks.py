@@ -42,7 +42,8 @@ def strip_checks(module: torch.fx.GraphModule) -> None:
 def _mend_users(graph: torch.fx.Graph) -> None:
     """Record every reader of each node in `node.users`, because torch.export loses some readers.
 
-    Where torch.export inlines a region with another grad mode, the value that the region returns lacks its readers inside the region.
+    If torch.export inlines a region with another grad mode, it leaves out of `users` those readers of the region's result that are
+    inside the region.
     """
     for node in graph.nodes:
         for source in node.all_input_nodes:

@@ -22,7 +22,7 @@ SPREADS_DENY = (OpKind.INFER, OpKind.INTERNAL)
 
 class PaintAfterDeny(Pass[Problem, Decisions]):
     def __init__(self, past_bounded: bool = False) -> None:
-        """If `past_bounded` is True, the pass starts also at denied ops whose results always fit the low format."""
+        """`past_bounded` says whether to spread fp32 also from denied ops whose results always fit the low format, as TensorFlow does."""
         self.past_bounded = past_bounded
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
@@ -53,7 +53,10 @@ def _takes_colour(reader: OpNode, value: str) -> bool:
 
 
 def _clear_ops_before_infer(graph: OpGraph) -> set[str]:
-    """Return the infer and internal ops, and the clear ops that lead through clear ops alone to an infer, internal or denied op."""
+    """Return all infer and internal ops, and the clear ops from which a path of clear ops leads to an infer, internal or denied op.
+
+    `OpKind` defines these kinds.
+    """
     ends = [node.name for node in graph if node.kind in (*SPREADS_DENY, OpKind.DENY)]
     found = reached(ends, lambda name: (feeder.name for feeder in graph.feeders(name) if feeder.kind is OpKind.CLEAR))
     return {name for name in found if graph[name].kind is not OpKind.DENY}

@@ -261,7 +261,10 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return a PadRegion for each padded axis. Dims that should be padded but are not have one for each (size, reason)."""
+    """Return a PadRegion for each padded axis, then PadRegions of the dims in `wants` that are not padded, with the reason.
+
+    Unpadded dims with the same size and reason share a PadRegion.
+    """
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

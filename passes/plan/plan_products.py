@@ -178,8 +178,8 @@ class _Choice:
     def _cheapest(self, asked: Mapping[Key, bool]) -> frozenset[object]:
         """Return the GEMMs to run in fp8, and the kernels that make their copies.
 
-        `asked` is {GEMM: True if it must run in fp8, False if it may}. A GEMM that may does so if it saves more time than its copies
-        cost. Copies that a GEMM of the first kind reads anyway count as free.
+        `asked` maps each GEMM to True if it must run in fp8, and to False if it is optional. The optional GEMMs are chosen together, so
+        that they save the most time after the cost of their copies. Copies that a required GEMM reads anyway count as free.
         """
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)
@@ -206,11 +206,11 @@ def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, in
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """Return (chooser, flag), which tell how the graph uses the result of `product`.
+    """Return (name of an op such as `topk` that ranks the result of `product`, or ""; True if the result serves only as scores).
 
-    `chooser` is the name of an op such as `topk` that ranks the result; "" if there is none. The flag is True if the result serves only as
-    scores, such as logits: its readers are ranking ops, outputs, denied ops and softmaxes. For a view, or another op of kind CLEAR that
-    reads no other value but weights, the readers of its own result count instead. A softmax may have readers of any kind.
+    The result serves as scores, such as logits, if its readers are ranking ops, outputs, denied ops and softmaxes. If a reader is a view or
+    another op of kind CLEAR (harmless in any precision), and reads nothing else but weights, the readers of its own result count instead.
+    A softmax may have readers of any kind.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}
@@ -237,8 +237,8 @@ def copies_of(
 ) -> tuple[QuantisedCopy, ...]:
     """Return the copies that fp8 GEMMs read. All readers of a value in one format with the same scales share one copy.
 
-    A value in `largest` has a constant scale if the recipe has one scale for the tensor. A matrix that some products read as w and others
-    as wᵀ has a copy for each.
+    `largest` holds the largest magnitudes of values. An x in `largest` gets a constant scale if it has one scale for the whole tensor. If
+    some products read a matrix as w and others read it as wᵀ, it has two copies.
     """
     found: dict[tuple[str, str, int, str, str, bool], list[Key]] = {}
     for plan in plans:

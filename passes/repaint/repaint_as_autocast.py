@@ -23,7 +23,7 @@ A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. F
 Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py and test_error_laws.py, and by
 tests/runtime/test_products_told.py.
 
-It knows `getitem` by name: as the reader of an op's integer result, it shows that the op returns positions.
+Op names hard-coded in this pass: `getitem`. If it reads an integer result of an op, the op returns positions.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Roundings:
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
         """True if `node` passes the rounding error of `value` on, and the error does harm later.
 
-        A later op magnifies the error, or the result of `node` has an offset (`Held.EXACT`) that `value` does not have. In the second case
-        averages do not count.
+        The error does harm if a later op magnifies it. It also does harm if `node` adds an offset of unknown size to `value`: the result
+        is then `Held.EXACT`, but `value` is not. In this second case averages do not count.
         """
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False

@@ -13,7 +13,8 @@
 
 The pass makes no node low.
 
-It knows by name sums and differences (`add`, `sub`), `div`, whose pole is its divisor, and `to`, which may make whole numbers floating.
+Op names hard-coded in this pass: `add` and `sub`, whose results may cancel; `div`, which has a pole where its divisor is zero; and `to`,
+which has no rounding error if it converts integers.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ class Risks:
 
 
 def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
-    """Return the ops that must run in fp32, with the evidence. `values` maps nodes to ranges seen in sample runs; {} if there are none."""
+    """Return the ops that must run in fp32 because the low format cannot hold their results or operands, with the evidence.
+
+    `values` maps nodes to the ranges of their values in sample runs; {} without sample runs.
+    """
     low, risks = problem.policy.low, Risks()
     for node in problem.graph:
         if not node.carries_fp32 or node.may_saturate:
@@ -114,8 +118,8 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
     """Yield the ops that would read a low-precision copy of the value of `node` if they ran in the low format.
 
-    `drowns` maps nodes to ranges. If it is given, readers that add the value as a bias are left out if their result is so large that the
-    bias is lost in it anyway.
+    `drowns` maps nodes to ranges. If it is given, an op that adds the value as a bias is left out if the op's result is so large that
+    rounding it loses the bias anyway.
     """
     for reader in problem.graph.readers(node.name):
         harmless = drowns is not None and bias_drowns(drowns.get(reader.name), problem.policy.low)
@@ -159,7 +163,10 @@ def _fit(problem: Problem, weight: OpNode) -> Fit:
 
 # -- underflow ------------------------------------------------------------------------------
 def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
-    """Yield the operands of `node` for which the op has a pole at zero. `found` has the ops whose result is out of range."""
+    """Yield the operands of `node` for which the op has a pole at zero, such as a divisor.
+
+    `found` has the ops whose result is out of range. If such an op divides a tensor and a number, the tensor counts as the divisor.
+    """
     if node.op in POLES:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
@@ -184,9 +191,10 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
 def _keep_exact(
     problem: Problem, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
 ) -> None:
-    """Add the ops that make the value `name` to `risks.makers` if the low format would flush numbers that the op `pole` needs.
+    """Add the op `name` to `risks.makers` if the low format would flush numbers in its result that the op `pole` needs.
 
-    `pole` has a pole at zero, as a logarithm has. The search follows operands, at most `depth` ops back.
+    `pole` has a pole at zero, as a logarithm has. If the op passes small numbers on, its operands are examined in the same way, at most
+    `depth` ops back.
     """
     node, text = problem.graph[name], _flushed(name, pole, values, low)
     if node.role != "op" or not text or name in risks.makers:

@@ -6,7 +6,7 @@ Such results (shares) come arbitrarily close to zero and one. Low formats do not
    sigmoid stays fp32 with any low format, because its result may be near one: `log(1 - sigmoid(x))`.
 2. Before `binary_cross_entropy` both stay fp32 with any low format, because this loss takes the logarithms of x and of 1 - x, and its
    gradient reaches 1e12. torch.autocast refuses this loss.
-3. A sigmoid that the graph returns, directly or through views, stays fp32, because such a loss may follow outside the graph. So does a
+3. A sigmoid that the graph returns, directly or through views, stays fp32, because this loss may follow outside the graph. So does a
    returned softmax if the low format has a narrow range. Results that a product reads, too, such as attention weights, are left out.
 4. The ops in between work element by element, such as sums, bounds and views. Forced colours and overrides stay.
 """

@@ -19,7 +19,7 @@ Running sums occur in recurrences.
    later passes, because torch.autocast rounds there, too.
 5. Forced colours and overrides stay. Tied nodes (with shared memory or a shared kernel) get one colour.
 
-`lerp` is known by name: it scales its first operand by one minus its weight.
+Op names hard-coded in this pass: `lerp`, which scales its first operand by one minus its weight.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RepaintSmallSteps(Pass[Problem, Decisions]):
 
 @dataclass(frozen=True)
 class _Way:
-    """A path from a sum back to an earlier value that it updates."""
+    """A path from a sum back to an earlier value that the sum updates, as `h + f(h)` updates `h`."""
 
     passed: tuple[str, ...] = ()
     """Names of the ops on the path, the later sum included."""
@@ -120,7 +120,10 @@ class _Sums:
             self.rounded.add(node.name)
 
     def found(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the names of the ops in chains of (small steps, running sums): the sums, and the ops between one sum and the next."""
+        """Return (ops in chains of small steps `x = x + 0.1 * f(x)`, ops in chains of running sums `h = 0.9 * h + u[:, t]`), by name.
+
+        The ops of a chain are its sums, and the ops between one sum and the next. Rules 2 and 3 at the top of this file define the chains.
+        """
         ways = {node.name: dict(self._updated(node)) for node in self.graph if node.op in SUMS}
         steps = {name: small for name, of in ways.items() if (small := {before: way for before, way in of.items() if way.small})}
         sums = ways.keys() & self.wide
@@ -133,7 +136,7 @@ class _Sums:
         return self._in_a_row(steps, MANY), running & self.wide
 
     def _in_a_row(self, ways: _Ways, many: int) -> frozenset[str]:
-        """Return the sums in chains of at least `many` sums, each of which updates the sum before, and the ops between them."""
+        """Return the sums in chains of at least `many` sums, and the ops between them. Each sum of a chain updates the sum before it."""
         steps: dict[str, int] = {}
         for name, given in ways.items():
             turns = many if not self.problem.repeated.isdisjoint(given) else 1
@@ -147,7 +150,7 @@ class _Sums:
         return frozenset([*kept, *(each for name in kept for way in ways[name].values() for each in way.passed)])
 
     def _updated(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
-        """Yield (name, path) for each earlier value to which `node`, a sum, adds a step. `path` leads from the sum back to the value.
+        """Yield (name, path) for each earlier value that the sum `node` updates. `path` leads from the sum back to the value.
 
         Rules 2 and 3 at the top of this file say which values count.
         """
@@ -195,7 +198,7 @@ class _Sums:
         return bool(self.by_products[value] & self.bit[of])
 
     def _is_small(self, way: _Way, before: str) -> bool:
-        """True if all branches of `before` that the path `way` adds are small. Large sums are split into their summands."""
+        """True if the path `way` adds only small branches of `before` (rule 2 of this file). Large branches are split into summands."""
         terms = joined(way.added)
         for _ in range(FEW):
             large = [each for each, times in terms.items() if self._is_branch(each, before) and not times.is_small(way.factor)]
