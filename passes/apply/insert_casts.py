@@ -62,7 +62,7 @@ def insert_cast(
     graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool,
     place: torch.fx.Node,
 ) -> torch.fx.Node:  # fmt: skip
-    """Insert a copy of `value` in format `to` before `place`, let `users` read it instead of `value`, and return it.
+    """Insert a copy of `value` in format `to` before `place`, let `users` read the copy instead of `value`, and return the copy.
 
     With `saturate`, finite numbers beyond the range become ±max. `weight` says that `value` is a parameter. Raises PlanError if a
     user does not read `value`.

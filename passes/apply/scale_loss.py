@@ -186,7 +186,7 @@ def _fed(node: Node) -> list[Node]:
 
 
 def _crosses(reader: Node) -> bool:
-    """True if a scaled gradient may flow back through `reader`. False for indices, comparisons and sizes, and for casts that unscale it."""
+    """True if a scaled gradient may flow back through `reader`. False for indices, comparisons, sizes and casts that unscale gradients."""
     if reader.target in (cast_in, pad_cast, linked_copy):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))
@@ -245,7 +245,7 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
-    """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`, and let the readers listed there read it.
+    """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`, and let `readers[input]` read it.
 
     The caller passes only inputs whose memory no op writes. `weights` are the parameters, `inverse` is the graph's input for the inverse of
     the scale.

@@ -93,7 +93,7 @@ def _folds_perhaps(operand: Any) -> bool:
 def weight_casts(
     module: torch.fx.GraphModule, training: bool, chosen: Callable[[int], bool] = lambda _: True
 ) -> Iterator[tuple[torch.fx.Node, Hoisted]]:
-    """Yield each cast of a weight that can be hoisted, with the copy that it makes: (position of the input, dtype, layout).
+    """Yield each cast of a weight that a kept copy may replace, with the copy: (position of the input, dtype, layout).
 
     With `training`, nodes that unscale a weight's gradient count as casts, too. `chosen(position)` is False for inputs to leave out.
     """

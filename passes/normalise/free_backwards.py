@@ -46,10 +46,10 @@ def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, to
 
 
 def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> None:
-    """Remove the calls by which Dynamo disables gradients from `body`, the backward graph of `call`, which calls an autograd Function.
+    """Remove the grad mode switches that Dynamo put into `body`, the backward graph of `call`, which calls an autograd Function.
 
-    An op whose grad mode the author's code sets keeps that mode. Do nothing if there are no such calls, or if the code sets the grad mode
-    of every op.
+    An op whose grad mode the author's code sets keeps that mode. Do nothing if `body` has no such switches, or if the code sets the
+    grad mode of every op.
     """
     ops = [node for node in body.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     switches = [node for node in ops if op_name(node.target) in SET_GRAD]

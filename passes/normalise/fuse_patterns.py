@@ -131,7 +131,7 @@ def _in_autocast(graph: torch.fx.Graph) -> set[Node]:
 def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
     """True if a pattern may be replaced: no node outside reads its intermediate values, and no node inside writes in place.
 
-    If gradients are recorded, no later node may write to the memory of its operands or its result. `last_write` maps memory to the last
+    If gradients are recorded, no later node may write to the pattern's operands or result. `last_write` maps memory to the last
     node that writes to it.
     """
     edge = [unit.end, *(leaf for leaf in tree_leaves((unit.args, unit.kwargs)) if isinstance(leaf, Node))]
@@ -172,7 +172,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Return `node`. Skip it if it is a conversion from fp32 to fp32, and return its operand. Add all skipped conversions to `inside`."""
+    """Skip the fp32-to-fp32 conversions that end at `node`: return their operand, and add them to `inside`, the nodes to replace."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -180,7 +180,7 @@ def _bare(node: Any, inside: set[Node]) -> Any:
 
 
 def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
-    """Return the factors of a product as numbers and nodes, and add the nodes of the product to `inside`.
+    """Return the factors of a product as numbers and nodes, and add the nodes of the product to `inside`, the nodes to replace.
 
     x³ gives x three times, 1/√v gives ("rsqrt", v). Any other value is one factor, and so is an inner product with several readers. `top`
     is True for the outermost product, which is split even if it has several readers.
@@ -217,7 +217,7 @@ def _nodes(factors: list[Any]) -> list[Any]:
 
 
 def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
-    """Return (number, node) for a sum of a number and a node, and add the sum to `inside`; None for any other node."""
+    """Return (number, node) for a sum of a number and a node, and add the sum to `inside`, the nodes to replace; None for others."""
     pair = _two(_bare(node, inside), "add")
     if pair is None:
         return None
@@ -229,7 +229,7 @@ def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
 
 
 def _mean_over_last(node: Any, inside: set[Node]) -> Any:
-    """Return the operand of a mean over the last dim with keepdim, and add the mean to `inside`; None for any other node."""
+    """Return the operand of a mean over the last dim with keepdim, and add it to `inside`, the nodes to replace; None for others."""
     node = _bare(node, inside)
     if _op(node) != "mean" or node.kwargs.get("dtype") is not None or _argument(node, 2, "keepdim") is not True:
         return None
@@ -242,7 +242,7 @@ def _mean_over_last(node: Any, inside: set[Node]) -> Any:
 
 
 def _same(a: Any, b: Any, inside: set[Node]) -> bool:
-    """True if `a` and `b` are the same node after conversions from fp32 to fp32 are skipped. These are added to `inside`."""
+    """True if `a` and `b` are the same node behind fp32-to-fp32 conversions, which are added to `inside`, the nodes to replace."""
     return isinstance(a, Node) and _bare(a, inside) is _bare(b, inside)
 
 
@@ -265,7 +265,10 @@ def _gelu(end: Node) -> Pattern | None:
 
 
 def _is_tanh_argument(node: Any, x: Node, inside: set[Node]) -> bool:
-    """True if `node` is √(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²). The nodes of this expression are added to `inside`."""
+    """True if `node` is √(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²).
+
+    The nodes of this expression are added to `inside`, the nodes to replace.
+    """
     factors = _factors(node, inside)
     nodes = _nodes(factors)
     if not _number(factors, math.sqrt(2 / math.pi)):
@@ -356,7 +359,7 @@ def _layer_norm(end: Node) -> Pattern | None:
 def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
     """True if `node` is the biased variance of x over the last dim, by `var` or as the mean of the squares of `centred`.
 
-    The nodes of the variance are added to `inside`.
+    The nodes of the variance are added to `inside`, the nodes to replace.
     """
     node = _bare(node, inside)
     if _op(node) == "var":

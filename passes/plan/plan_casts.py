@@ -34,7 +34,7 @@ class PlanCasts(Pass[Problem, Decisions]):
 
 
 def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
-    """Return the casts that the colours (low or high) of the nodes require, in canonical order of their first users."""
+    """Return the casts that the colours (low or high) of the nodes require, in the order of their first users in the graph."""
     colours, low = decisions.colours, problem.policy.low.name
     users: dict[tuple[str, str, int], list[str]] = {}
     for node in problem.graph:
@@ -68,7 +68,7 @@ def _stored_low(problem: Problem, decisions: Decisions) -> Iterator[Cast]:
 
 
 def _is_spread(problem: Problem, cast: Cast) -> bool:
-    """True if `cast` makes a low-precision copy of a value with many readers in training. Its readers are then divided into groups.
+    """True if a training graph has many readers of the value that `cast` copies to the low format. They are then divided into groups.
 
     Readers of copies that clamp numbers beyond the range (saturating casts) are never divided.
     """

@@ -40,7 +40,7 @@ def text(found: str) -> None:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """Align rows in columns. Yield (kind, text) for each line, for `say`, with the titles first.
+    """Align rows in columns. Yield (kind, text) for each line, for the function `say`, with the titles first.
 
     `kinds` are the kinds of the rows; without them all rows have the kind "".
     """
