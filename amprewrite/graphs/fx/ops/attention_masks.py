@@ -42,9 +42,9 @@ class Kind(Enum):
 
 
 def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]] | None:
-    """Return (nodes that compute `mask`, in graph order; nodes of sizes that these read), or None if `mask` depends on more than sizes.
+    """Return (nodes that compute `mask`, in graph order; sizes that these nodes read), or None if `mask` depends on more than sizes.
 
-    The result is also None if an op writes in place to one of these nodes.
+    The result is also None if an op writes in place to one of the nodes.
     """
     inner: set[torch.fx.Node] = set()
     sizes: dict[torch.fx.Node, None] = {}

@@ -44,22 +44,24 @@ def recording(device: torch.device) -> bool:
 
 
 class Recorded:
-    """Keeps the tensors in the attributes `names` of `owner` at fixed addresses, from the first recording of a CUDA graph on.
+    """Keeps the tensors in the attributes `names` of `owner`, a loss scale, at fixed addresses, so that CUDA graphs can update them.
 
-    `mailbox` is the 0-dim fp32 tensor in which the overflow flag of a step waits.
+    `mailbox`, a 0-dim fp32 tensor, holds the overflow flag of a step until `apply_pending` updates these tensors by the flag. It holds -1
+    while no flag waits.
     """
 
     def __init__(self, owner: Any, names: tuple[str, ...], mailbox: Tensor) -> None:
         self.owner, self.names, self.mailbox = owner, names, mailbox
 
     def post(self, found: Tensor) -> None:
-        """Add the overflow flag of an optimizer, `found` (above 0 if a gradient is not finite), to the flag that waits in the mailbox."""
+        """Add `found`, the overflow flag of an optimizer, to the flag in the mailbox. `found` is above 0 if a gradient is not finite."""
         self.mailbox.clamp_(min=0).add_(found.to(self.mailbox.device, non_blocking=True))
 
     def apply_pending(self, update: Callable[[Tensor], None]) -> None:
-        """Call `update` with the flag in the mailbox, then empty the mailbox. An empty mailbox leaves the state unchanged.
+        """Call `update` with the overflow flag in the mailbox, then empty the mailbox.
 
-        The device decides whether the mailbox is empty, so the host does not wait.
+        If the mailbox was empty, changes that `update` makes to the recorded tensors are dropped. The device decides this, so the host does
+        not wait.
         """
         waits = self.mailbox >= 0
         with self.in_place(waits):
@@ -68,8 +70,9 @@ class Recorded:
 
     @contextlib.contextmanager
     def in_place(self, where: Tensor | None = None) -> Iterator[None]:
-        """Context manager in which the caller may replace the tensors of the state. At its end, new values are copied to the old addresses.
+        """Context manager in which the caller may assign new tensors to the attributes `names`.
 
+        At its end, the values of the new tensors are copied to the old addresses, and the old tensors are assigned again.
         With `where`, a 0-dim boolean tensor, the values are copied only if `where` is true.
         """
         places = {name: getattr(self.owner, name) for name in self.names}

@@ -110,7 +110,7 @@ def linked_copy(w: Tensor, dtype: torch.dtype, layout: Layout, copy: Tensor, inv
     """Return `copy`, which is `pad_cast(w, dtype, layout)`, with a separate autograd node that sends the gradient to `w`.
 
     So autograd adds up the gradients of several linked copies in the dtype of `w`. They share the memory of `copy`, with two exceptions:
-    tensor subclasses and duals of forward-mode AD are cast anew. `inverse` is as for `pad_cast`.
+    tensor subclasses and duals of forward-mode AD are cast anew. `inverse` multiplies the gradient.
     """
     return pad_cast(w, dtype, layout, inverse, copy.detach() if is_plain(w) and not in_forward_mode() else None)
 

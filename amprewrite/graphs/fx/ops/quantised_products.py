@@ -93,7 +93,10 @@ def power_below(scale: Tensor) -> Tensor:
 
 
 def constant_scale(like: Tensor, largest: float, fmt: Format, power_of_two: bool) -> Tensor:
-    """Return the 0-dim fp32 scale for magnitudes up to `largest` in `fmt`, on the device of `like`. `power_of_two`: as for `scale_of`."""
+    """Return the 0-dim fp32 scale for magnitudes up to `largest` in `fmt`, on the device of `like`.
+
+    With `power_of_two`, the scale is rounded down to a power of two.
+    """
     scale = fmt.max / max(largest, SMALLEST)
     return like.new_full((), 2.0 ** (math.frexp(scale)[1] - 1) if power_of_two else scale, dtype=torch.float32)
 
@@ -163,7 +166,7 @@ class Quantised(NamedTuple):
 def quantise(
     value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> Quantised:
-    """Return the fp8 copies of `value` that `gemms` read, and a link: a tensor without memory that passes its gradient on to `value`.
+    """Return the fp8 copies of `value` that the GEMMs `gemms` read, and a link: a tensor without memory that passes gradients to `value`.
 
     `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. With `largest`, the scale of the tensor is a
@@ -182,11 +185,12 @@ def relinked(copy: Quantised, value: Tensor) -> Quantised:
 def copies(
     matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Return the two fp8 copies that `gemms` read of an operand (`role` x or w) or of a gradient (`role` g).
+    """Return the two fp8 copies of an operand (`role` x or w) or of a gradient (`role` g) that the GEMMs named in `gemms` read.
 
     The first copy is straight (untransposed), the second turned (transposed). A copy that no GEMM reads is None. `matrix` is the operand,
     or its transpose if `transposed`. If the recipe has one scale for a tensor, both copies share the scale. If one copy has a scale for
-    each row, the other copy has the smallest of these scales, which is the scale of the whole tensor. `largest` is as for `quantise`.
+    each row, the other copy has the smallest of these scales, which is the scale of the whole tensor. With `largest`, the scale of a
+    tensor is a constant for magnitudes up to this number.
     """
     fmt, layout = recipe.format(role), dict(zip(WAYS, reversed(WAYS) if transposed else WAYS, strict=True))
     scalings = {layout[way]: recipe.scaling(role, way) for gemm in gemms for each, way in READS[gemm] if each == role}
@@ -291,7 +295,8 @@ Found = tuple[Tensor | None, Tensor | None]
 def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
     """Return (gradient of x, gradient of w), each None if it is not needed.
 
-    `gradient`, the gradient of the result, is quantised once for both GEMMs. `x8` and `w8` are transposed fp8 copies; None for a bf16 GEMM.
+    `gradient`, the gradient of the result, is quantised once for both GEMMs. `x8` and `w8` are transposed fp8 copies, each None
+    if its GEMM runs without fp8.
     """
     needed = {GRAD_IN: ctx.needs_input_grad[0], GRAD_WEIGHT: ctx.needs_input_grad[1]}
     fp8 = tuple(gemm for gemm in ctx.gemms if needed.get(gemm))

@@ -116,7 +116,7 @@ def applied(function: type[torch.autograd.Function], gradient: Tensor, *others: 
 
 
 def _unbatched(gradient: Tensor) -> tuple[Tensor, list[int]]:
-    """Return (the gradients of the whole batch as one tensor, the levels that batch them, innermost first)."""
+    """Return (the gradients of the whole batch as one tensor, the vmap levels that batch them, innermost first)."""
     depth = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     levels = []
@@ -204,7 +204,7 @@ class _CrossDual(_Cross):
 
 
 class _TimesDual(_Times):
-    """`_Times` with a forward-mode derivative. The tangent of a gradient is multiplied by `then`, like the gradient."""
+    """`_Times` with a forward-mode derivative. It multiplies the tangent of a gradient by `then`, as it multiplies the gradient."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]

@@ -49,7 +49,7 @@ def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-un
 def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return MOST / max(amax, SMALLEST), the scale for magnitudes up to `amax`. MOST is the largest number of the format.
 
-    POWER rounds the scale down to a power of two. The division is in fp64, as in `scale_of` of quantised_products.py.
+    With POWER, the scale is rounded down to a power of two. The division is in fp64, as in `scale_of` of quantised_products.py.
     """
     wide = amax.to(tl.float64)
     factor = (tl.full((), MOST, tl.float64) / tl.where(wide > SMALLEST, wide, SMALLEST)).to(tl.float32)
@@ -60,7 +60,7 @@ def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.conste
 
 @triton.jit
 def scale_kernel(amax, scale, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the scale for magnitudes up to the number at `amax`, by `factor_of`. This one launch replaces six launches of torch."""
+    """Write `factor_of` the number at `amax` to `scale`: the scale for magnitudes up to this number. One launch replaces six of torch."""
     tl.store(scale, factor_of(tl.load(amax), SMALLEST, POWER, MOST))
 
 
@@ -144,7 +144,10 @@ def amax_of(matrix: Tensor) -> Tensor:
 
 
 def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> Tensor:
-    """Return the 0-dim fp32 scale of a dense `matrix` for `dtype`. The options mean the same as for `cast_rows`."""
+    """Return the 0-dim fp32 scale for a cast of a dense `matrix` to `dtype`.
+
+    The amax of the matrix counts as `smallest` at least. With `power_of_two`, the scale is rounded down to a power of two.
+    """
     amax = amax_of(matrix)
     scale = torch.empty_like(amax)
     scale_kernel[(1,)](amax, scale, smallest, power_of_two, torch.finfo(dtype).max)

@@ -101,7 +101,7 @@ class FrozenWeight(Tensor):
         return self.stored.dtype == dtype and self.padded == layout
 
     def of(self, stored: Tensor, high: Tensor | None) -> FrozenWeight:
-        """Return a frozen weight that holds `stored` and `high`, with the sizes, strides, padding and `trains` of this weight."""
+        """Return a frozen weight that holds `stored` and `high`, with the sizes, strides, padding and `trains` flag of this weight."""
         return FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
 
     def held(self) -> tuple[Tensor, ...]:

@@ -16,14 +16,14 @@ Listener = Callable[[Optimizer], None]
 
 
 class StepListeners:
-    """Bound methods to call with each optimizer that steps. `register` is the function of PyTorch that registers a hook on all steps."""
+    """Bound methods to call at each step of any optimizer. `register` is the function of PyTorch that registers a hook on all steps."""
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
         self._register, self._hook = register, None
         self._methods: dict[weakref.WeakMethod[Listener], None] = {}
 
     def add(self, method: Listener) -> None:
-        """Call `method` at every step from now on. Its object is held by a weak reference."""
+        """Call `method` at every optimizer step from now on. Its object is held by a weak reference."""
         self._methods[weakref.WeakMethod(method, self._gone)] = None
         if self._hook is None:
             self._hook = self._register(torch.compiler.disable(self._call))

@@ -60,7 +60,7 @@ class _Copy:
     address: int
 
     def counted_fresh(self, weight: Tensor) -> bool:
-        """True if this is a copy of `weight`, takes gradients if `weight` does, and PyTorch has counted no write to `weight` since."""
+        """True if this is a copy of `weight` with the same `requires_grad`, and PyTorch has counted no write to `weight` since the copy."""
         if self.weight is not weight or weight.is_inference() or weight.requires_grad is not self.copy.requires_grad:
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
@@ -71,9 +71,10 @@ Copies = dict[Key, _Copy]
 
 @dataclass(eq=False)
 class Block:
-    """A span of calls, such as a `with` block, and the low copies of weights kept in it. `lasting` marks a span without an end.
+    """A span of calls of a model, such as a `with frozen_weights()` block, and the low copies of weights that are kept for its calls.
 
-    `cause` is the call or option that opened the block, for messages. `depth` counts the contexts that use the block now.
+    `lasting` marks a span without an end. `cause` is the call or option that opened the block, for messages. `depth` counts the contexts
+    that use the block now.
     """
 
     cause: str
@@ -114,7 +115,7 @@ class WeightCache:
 
     # -- copies --------------------------------------------------------------------------
     def take(self, asked: Sequence[Wanted]) -> list[Tensor]:
-        """Return each wanted low copy: the copy that an open block keeps if it is up to date, otherwise a new copy."""
+        """Return the low copies in `asked`: a kept copy if an open `Block` (a span of calls) has one up to date, otherwise a new copy."""
         streams = streams_of([weight for weight, _, _ in asked])
         if streams and recording(_CUDA):
             self._replayed = True  # keep no copies from now on: a replay of the CUDA graph may step weights without calling our hook
@@ -124,7 +125,10 @@ class WeightCache:
         return [self._kept(block, *each, streams.get(each[0].get_device(), 0)) for each in asked]
 
     def _kept(self, block: Block, weight: Tensor, dtype: torch.dtype, layout: Layout, stream: int) -> Tensor:
-        """Return the copy that `block` keeps if it is up to date, otherwise a new copy. The block keeps new copies of plain weights."""
+        """Return the copy that `block` keeps if it is up to date, otherwise a new copy.
+
+        The block keeps the new copy if `weight` is plain strided memory (`is_plain`) and was not made in inference mode.
+        """
         key, copies = (id(weight), dtype, layout, stream), block.copies  # read once: another thread may replace the dict
         found = copies.get(key)
         if found is not None and found.counted_fresh(weight):
@@ -143,9 +147,10 @@ class WeightCache:
 
     # -- blocks --------------------------------------------------------------------------
     def block(self) -> Block | None:
-        """Return the `Block` that keeps the low copies of calls in this thread now; None if no block is open.
+        """Return the `Block` (a span of calls for which low copies of weights are kept) that is open for this thread; None without one.
 
-        Also None under `cache_weights="step"` once a CUDA graph has recorded a call, because no copies are kept from then on.
+        `frozen_weights()`, `generate()` and the option `cache_weights="step"` open a block. With this option the result is None once a CUDA
+        graph has recorded a call, because no copies are kept from then on.
         """
         if self._until_step is not None:
             return None if self._replayed else self._until_step
@@ -185,7 +190,7 @@ class WeightCache:
             raise StaleWeightsError(_changed(stale, names, cause))
 
     def _leave(self, block: Block) -> list[Tensor]:
-        """Close `block` if no other context uses it, and return the weights that differ from their copies; [] if it stays open."""
+        """Close `block` if no other context uses it, and return the weights that differ from their copies; [] if the block stays open."""
         with self._lock:
             block.depth -= 1
             if block.depth:
@@ -230,7 +235,7 @@ class WeightCache:
 
     @property
     def listens(self) -> bool:
-        """True if this cache must be called after optimizer steps, because it has an open block."""
+        """True if this cache must be called after optimizer steps, because a `Block` is open: a span of calls for which it keeps copies."""
         return self._until_step is not None or bool(self._open)
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -340,7 +345,7 @@ def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
 
 
 def _drop_dead(copies: Copies) -> None:
-    """Drop the copies of each weight to which nothing but its copies refers any more."""
+    """Drop the copies of weights that the program no longer uses: only the copies still refer to such a weight."""
     held: dict[int, list[Key]] = {}
     for key in copies:
         held.setdefault(key[0], []).append(key)
@@ -388,14 +393,14 @@ def _compared(kept: Iterable[tuple[Key, _Copy]], turn: int | None) -> tuple[list
 
 
 def _stacked(asked: Sequence[Flag]) -> Tensor:
-    """Return the flags in one tensor, on the device of the first."""
+    """Return the boolean tensors of the flags `asked` in one tensor, on the device of the first."""
     return torch.stack([flag.to(asked[0][1].device) for _, flag in asked])
 
 
 def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
     """Return (slice of `weight`, cast to the dtype of `copy`; the same slice of `copy`).
 
-    `layout` is the padding of `copy`, which is left out. `turn`, an int from 0 on, selects the slice.
+    The padding of `copy`, which `layout` describes, is left out. `turn`, an int from 0 on, selects the slice.
     """
     if layout:
         copy = slice_dims(copy, layout)
