@@ -59,7 +59,7 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if `value` holds no data: no floating input or weight enters it, and ops that make masks compute its operands."""
+        """True if `value` holds no data: no floating input or weight enters it, and ops such as `full` and `where` make its operands."""
         makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 

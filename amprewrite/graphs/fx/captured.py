@@ -154,7 +154,10 @@ class EditedGraph:
         return {node: name for name, node in self.nodes.items()}
 
     def make_own(self) -> Callable[[torch.fx.Node], torch.fx.Node]:
-        """Replace `module` by a copy, unless it is `own` already. Return a function that maps an old node to its replacement."""
+        """Replace `module` by a copy, unless passes may edit it in place already (`own`). Return a function from each old node to its copy.
+
+        If nothing was copied, this function returns the node itself.
+        """
         if self.own:
             return lambda node: node
         (self.module, copies), self.own = copy_graph(self.module), True
@@ -178,7 +181,7 @@ def put_inputs_first(graph: torch.fx.Graph) -> None:
 
 
 def put_in_region(graph: torch.fx.Graph, device: str) -> None:
-    """Enclose all ops of a graph in `torch.autocast(device, enabled=False)`, as the model does if it calls this code in such a region."""
+    """Enclose all ops of a graph in `torch.autocast(device, enabled=False)`. Use it for code that the model calls inside such a region."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         entered = graph.call_function(enter_autocast, (device, None, False, None))

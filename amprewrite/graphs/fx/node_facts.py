@@ -195,7 +195,7 @@ def comparable(size: Any) -> Any:
 
 
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
-    """Read the facts of `node`, which is at `position` in its graph."""
+    """Return the `Fact` (value, dtype, role, writes) of `node`, which is at `position` in its graph."""
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
     op = "autograd.grad" if node.target is torch.autograd.grad else op  # because "grad" is the name of the attribute `x.grad`
     row = _form_of(find_op(op), node) if op else None
@@ -292,7 +292,10 @@ def source_name(node: torch.fx.Node) -> str:
 
 
 def note_held(graph: torch.fx.Graph) -> None:
-    """Mark with HELD the inputs that Dynamo took from a module or a global. Call it at capture: Dynamo drops these sources afterwards."""
+    """Mark (key HELD in the meta) the graph inputs that Dynamo took from a module or a global, such as weights.
+
+    Call it at capture, because Dynamo forgets afterwards where an input comes from.
+    """
     for node in graph.find_nodes(op="placeholder"):
         kind = getattr(getattr(node.meta.get("grapharg"), "source", None), "guard_source", None)
         name = getattr(kind() if callable(kind) else kind, "name", "")
@@ -330,13 +333,13 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 
 @lru_cache(maxsize=1024)
 def _may_write(target: Callable[..., Any] | str) -> bool:
-    """True if a call of `target` without the argument `out` may write to an operand. False for most ops, whose operands need no search."""
+    """True if a call of `target` without the argument `out` may write to an operand. This quick test avoids a search for most ops."""
     by_class = isinstance(target, HigherOrderOperator | OpOverload | OpOverloadPacket)
     return by_class or is_inplace(target) or (not isinstance(target, str) and "inplace" in _parameters(target))
 
 
 def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
-    """Return the operands that `node` writes although its name does not show it: running statistics, an embedding's table (max_norm)."""
+    """Return the operands that an op writes although its name does not show it: running statistics, an embedding's table (max_norm)."""
     row = find_op(op_name(node.target)) if node.op.startswith("call") else None
     if row is None or not row.writes:
         return ()
@@ -371,7 +374,7 @@ def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
 
 
 def _unsaid_in_bodies(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
-    """Return the operands that `node`, or a node in its body graphs, writes although its name does not show it (`written_unsaid`)."""
+    """Return the operands that `node`, or an op in its body graphs, writes although the op's name does not show it (`written_unsaid`)."""
     return _written_by_bodies(node, _unsaid_in_bodies) if is_higher_order(node.target) else written_unsaid(node)
 
 
@@ -416,9 +419,10 @@ def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Ite
 
 
 def takes_gradients(graph: torch.fx.Graph) -> bool:
-    """True if `graph` calls torch.autograd or a function of torch.func.vjp, or returns values that such a function may read afterwards.
+    """True if `graph` takes gradients: it calls torch.autograd, or a pullback (the function that torch.func.vjp returns).
 
-    A call of such a vjp function inside a torch.func transform counts only if it reads values from outside of the transform.
+    Also true if the graph returns values that a pullback may read afterwards. A pullback called inside a torch.func transform counts only
+    if it reads values from outside of the transform.
     """
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
@@ -477,7 +481,7 @@ def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
 
 
 def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
-    """Set `autocast` of the facts inside the model's own autocast regions: "on" if the innermost one enables autocast, otherwise "off"."""
+    """Set `Fact.autocast` of nodes inside the model's own autocast regions: "on" if the innermost one enables autocast, otherwise "off"."""
     stack: list[tuple[torch.fx.Node, str]] = []
     for node, fact in facts.items():
         if fact.op == ENTER_AUTOCAST:

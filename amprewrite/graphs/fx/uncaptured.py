@@ -99,7 +99,10 @@ def enters_regions(graph: torch.fx.Graph) -> bool:
 
 @contextlib.contextmanager
 def closed_if_raised() -> Iterator[None]:
-    """On an error, leave the torch.func transforms and regions that a graph left open, restore the modes of the thread, and reraise."""
+    """Context manager that, on an error, closes the torch.func transforms and regions that a graph left open.
+
+    It also restores the modes of the thread, such as grad mode, and raises the error again.
+    """
     transforms = _functorch.get_dynamic_layer_stack_depth()
     forward_mode = in_forward_mode()
     hooks_barred = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None

@@ -87,7 +87,7 @@ def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way,
 
 
 def _way_to(whole: object) -> Way | None:
-    """Return the ops that repeat heads to make `whole`; None if other ops make it, or if an intermediate value has another reader."""
+    """Return the ops that make `whole` by repeating heads; None if other ops make it, or if one of their results has a second reader."""
     if not isinstance(whole, torch.fx.Node) or op_name(whole.target) not in ("reshape", "flatten"):
         return None
     spread, between = whole.all_input_nodes[0], list[torch.fx.Node]()

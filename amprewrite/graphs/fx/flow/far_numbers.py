@@ -35,7 +35,7 @@ _TAKE_NUMBERS = _WRITE_DOWN | _BOUNDS | _SCALES | ADDS_UP
 
 
 class FarNumbers(MaskRules[torch.fx.Node]):
-    """Collects the values of a graph that hold constants beyond the low format's range. `look_at` must get the ops in graph order."""
+    """Collects the values of a graph that hold constants beyond the low format's range. Call `look_at` for each op, in graph order."""
 
     def __init__(self, low: Format) -> None:
         super().__init__(low)
@@ -47,9 +47,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """Yield a `Read` for each result of each op that reads `value`. For an op outside the op table, the `Read` has only defaults.
+        """Yield a `Read` (how an op treats numbers beyond the range) for each result of each op that reads `value`.
 
-        An in-place op has two results: the value that it returns, and the tensor to which it writes. A checkpoint gives no `Read`.
+        An in-place op has two results: the value that it returns, and the tensor to which it writes. For an op outside the op table, the
+        `Read` has only defaults. A checkpoint gives no `Read`.
         """
         for user in value.users:
             row = _row(user)
@@ -87,10 +88,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (signs, largest magnitude) of the op's own constants beyond the range that count; no sign and 0 if none counts.
+        """Return (signs, largest magnitude) of constant arguments of an op that put numbers beyond the range in its result.
 
-        A constant counts if the op writes it into its result, adds it to an operand, or multiplies a mask by it. Sums and products give
-        both signs, because the sign of the result is not known.
+        The op fills such a constant in, adds it to an operand, or multiplies a mask by it. Sums and products give both signs, because the
+        sign of the result is not known. Without such constants there are no signs, and the magnitude is 0.
         """
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
@@ -103,7 +104,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
         """Return (signs, largest magnitude) of the constants beyond the range that the op passes on from `given`, an operand.
 
-        If the op passes none on, there are no signs.
+        If the op passes no such constant on, the set of signs is empty.
         """
         sides, size = set[int](), 0.0
         for read in (each for each in self.reads(given) if each.made is fact.node):
@@ -194,7 +195,7 @@ def _numbers(values: Any) -> tuple[float, ...]:
 
 
 def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
-    """Yield (bound, True if it is a lower bound) for an op of `_BOUNDS`. A bound may be None, a number or a node."""
+    """Yield (bound, True if it is a lower bound) for each bound of an op such as `clamp`. A bound may be None, a number or a node."""
     args, named = node.args, node.kwargs
     yield from zip(args[1:3], (False,) if op == "clamp_max" else (True, False), strict=False)
     yield from ((named.get(name), name.startswith("min")) for name in ("min", "min_val", "max", "max_val"))
@@ -239,5 +240,5 @@ def _takes_as_mask(node: torch.fx.Node, value: torch.fx.Node) -> bool:
 
 
 def _hand_on_masks(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Yield the readers of `node` that only pass a mask on."""
+    """Yield the readers of `node` that return the values of a mask unchanged, such as `view` and `expand`."""
     return (user for user in node.users if user.op in ("call_function", "call_method") and op_name(user.target) in PASSES_MASK)

@@ -58,7 +58,7 @@ def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str
 
 
 def read_run_by_steps(nodes: Mapping[str, torch.fx.Node], low: Format, trained: Set[str]) -> tuple[str, ...]:
-    """Return the names of trained recurrent layers that their device runs as separate ops for each of more than STEPS time steps.
+    """Return the names of trained recurrent layers with more than STEPS time steps, if their device runs separate ops for each step.
 
     A layer is trained if one of its weights is in `trained`, the names of all values that get gradients. Layers on packed sequences are
     included whatever their number of steps.
@@ -89,7 +89,8 @@ def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
     """True if a convolution has bare taps (weights multiplied by padding alone), or, in 3 dims with padding, too wide a kernel.
 
-    A kernel is too wide if it is wider than the input. `transposed` selects the kind of convolution. The other kind gives False.
+    A kernel is too wide if it is wider than the input. If `transposed` is True, only transposed
+    convolutions are checked; otherwise only plain ones. Any other op gives False.
     """
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
@@ -161,7 +162,7 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
 
 
 def _takes_places(node: torch.fx.Node) -> bool:
-    """True if a getitem takes indices from a tensor, which may select an element more than once."""
+    """True if an index of a getitem is a tensor. Such an index may select one element more than once."""
     return any(isinstance(example_value(leaf), torch.Tensor) for leaf in tree_leaves(node.args[1:]) if isinstance(leaf, torch.fx.Node))
 
 

@@ -41,7 +41,7 @@ def read_summands(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Map
 
 
 class _Factors:
-    """Finds the values of one fx graph that may be factors of a summand."""
+    """Finds the values of one fx graph that may be factors of a summand, such as `step` in `x + step * y`."""
 
     def __init__(self, graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Mapping[str, float]) -> None:
         self.names = {node: name for name, node in nodes.items()}
@@ -94,7 +94,7 @@ class _Factors:
         return size if made is None and row.kind is OpKind.CLEAR else made
 
     def _read(self, node: torch.fx.Node, role: str) -> None:
-        """Add `node` to the sets `exact`, `learnt` and `noise` if it may be such a factor. `role` is its role in the op graph.
+        """Add `node` to the sets `exact`, `learnt` and `noise`, by the kinds of factors that it may be. `role` is its role in the op graph.
 
         Exact values may be schedules: they are computed without parameters, gradients, products, random draws and booleans. Buffers,
         constants and inputs that require no gradient are exact. Parameters are learnt, and so are values computed from exact and learnt

@@ -264,7 +264,7 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """Return (groups of nodes that must have one colour, function that counts the writes to a value before a reader).
+    """Return (groups of nodes that must have one colour, low or high; function that counts the writes to a value before a reader).
 
     Nodes are in one group if they share memory that is written in place, or if they are results of one kernel. In training, an op whose
     operand is written later through `.data` is in one group with the operand, because its backward may read the new values.

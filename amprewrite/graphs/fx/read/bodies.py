@@ -169,9 +169,9 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
-    """Return n if `node` is a loop that passes its first n results to its next iteration; 0 if it is no loop.
+    """Return the number of first results that `node` may pass to its next iteration: the loop state of a scan.
 
-    If n is unknown, return `results`, the number of all results of `node`.
+    The number is 0 for a condition, a map and a checkpoint. For any other op it is unknown: return `results`, the number of all results.
     """
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):

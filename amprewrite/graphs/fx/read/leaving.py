@@ -61,7 +61,7 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert the idle conversions of this file's rules, and mark values that must be fp32 because of the rules. True if a rule applies.
+    """Insert idle conversions `x.to(x.dtype)` by this file's rules, and mark values that the rules force to fp32. True if a rule applies.
 
     A mark is the reason for fp32, under the key LEAVES in the meta of a node. The edits are made in a copy of the graph: `make_own` copies
     the graph and returns a function from each node to its copy. `without_grad` are the nodes that run without gradients; None if the graph
@@ -69,7 +69,7 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(graph)  # nodes inside transforms are left out, because no cast can be inserted there
+    regions = transform_regions(graph)  # nodes inside torch.func transforms are left out: no cast can be inserted there
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
@@ -96,9 +96,9 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
 
 
 def _may_be_viewed(maker: Node) -> bool:
-    """True if `maker` returns a view that a further view may follow.
+    """True if `maker` returns a view, and another view may be inserted after it.
 
-    False for a result of a checkpoint that an op in the checkpoint's body reads: the gradient of such a view would lack this op's part.
+    False for a result of a checkpoint that an op in the checkpoint's body reads: the gradient of the new view would lack this op's part.
     """
     inside = made_inside(maker)
     return is_view(maker) and (inside is None or all(user.op == "output" for user in inside.users))
@@ -181,7 +181,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield the results of `graph` to which other ops of the graph may send gradients. Operands of autograd.grad count as results."""
+    """Yield the results of `graph` that may get gradients from other ops of the graph. Operands of autograd.grad count as results."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):
@@ -202,7 +202,7 @@ def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _before_hooks(node: Node) -> Node:
-    """Return the value to which the hook calls at `node` apply; `node` itself if it is no hook call."""
+    """If `node` is a hook call (`hooked`), return the value on which the hook is set, below any further hook calls; otherwise `node`."""
     while node.target is hooked:
         (node,) = node.all_input_nodes[:1]
     return node
@@ -289,9 +289,9 @@ class Memory:
         self.same = {storage for result in again for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """Return the storages to which rule 1 of this file applies, in the order of their first nodes.
+        """Return the storages to which rule 1 of this file (shared memory of results) applies, in the order of their first nodes.
 
-        `with_gradients` adds the cases of the rule that apply in graphs with gradients alone.
+        `with_gradients` adds the cases of the rule that apply only in graphs with gradients.
         """
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
@@ -309,7 +309,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """Return the nodes in memory `storage` that lead from its maker to results or may write to it. The maker is left out."""
+        """Return the nodes in memory `storage` after the op that makes this memory, if they lead to results or may write to the memory."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

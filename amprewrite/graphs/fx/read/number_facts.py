@@ -46,7 +46,7 @@ def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor
 
 
 def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the fp32 parameters and buffers as `weights_among` does, but for a low format of any range."""
+    """Return {name: tensor} of the fp32 parameters and buffers, as `weights_among` does, but also if the low format has fp32's range."""
     names, graph = captured.names, captured.module.graph
     found: dict[str, Tensor] = {}
     for node, value in held_values(graph, inputs):

@@ -306,7 +306,7 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """Let an op that names its result dtype read its only operand in any format. Conversions and views of bits stay unchanged."""
+    """Let an op with a dtype argument and one operand read this operand in any format. Conversions and views of bits are left unchanged."""
     if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS and len(fact.operands) == 1:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 

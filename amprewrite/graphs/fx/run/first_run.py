@@ -92,14 +92,15 @@ class _Careful(torch.fx.Interpreter):
 
 
 def _runs_more(node: torch.fx.Node) -> bool:
-    """True if `node` runs more than one op: some of these ops may have run before the error, and must not run again."""
+    """True if `node` may run several ops. If one of them raises an error, earlier ones have run already, and must not run again."""
     return node.op == "call_module" or is_opaque(node) or isinstance(node.target, FunctionType)
 
 
 def runs_op_by_op(module: torch.fx.GraphModule, later: Callable[..., Any], refused: Refusals) -> FirstRun:
-    """Return a callable that runs `module` op by op the first time, and `later` afterwards. `refused` collects the refusals.
+    """Return a callable that runs `module` op by op at the first call, and calls `later` afterwards.
 
-    The body graphs of the module's checkpoints get a callable of this kind as their `forward`.
+    Ops that refuse low operands are added to `refused`, with their errors. The body graphs of checkpoints in `module` get a callable of
+    this kind as their `forward`.
     """
     for body in _bodies(module):
         force_recompile(body)

@@ -79,7 +79,7 @@ def _encoder_flops(source: Shape, weights: Sequence[Shape]) -> int:
 
 
 def _product_flops(op: str, node: torch.fx.Node) -> int:
-    """Return the FLOPs of a product of more than two operands, or along dims that an argument names; 0 for any other op."""
+    """Return the FLOPs of `einsum`, `tensordot`, `bilinear`, or a product of many matrices (`chain_matmul`); 0 for any other op."""
     shapes = _operands(node)
     if op == "einsum":
         return einsum_flops(_equation(node), shapes)

@@ -129,7 +129,7 @@ def _caster(numel: int, low: Format, device: str) -> Callable[[], Callable[[], A
 
 
 def _seconds(make: Callable[[], Callable[[], Any]]) -> float | None:
-    """Return the seconds that one call takes; None if the call raises an error."""
+    """Return the seconds that one call of the function `make()` takes; None if it raises an error."""
     try:
         with torch.no_grad(), torch.random.fork_rng():
             timer = Timer("call()", globals={"call": make()}, num_threads=torch.get_num_threads())

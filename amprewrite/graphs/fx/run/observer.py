@@ -151,7 +151,7 @@ def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRan
     """Yield a description of each value that `plan` makes or copies low although `room` times the value exceeds the low format's range.
 
     Only results of ops get this margin; the values of weights are known. Values that may be clamped to ±max, such as masks, are left out.
-    `seen` is as for `dangers`.
+    `seen` holds the ranges of an fp32 run, by fingerprint of the graph.
     """
     end = captured.problem.policy.low.max
     for each, planned in _planned(captured, plan):
@@ -186,7 +186,7 @@ def before_pole(graph: OpGraph, vertex: OpNode) -> Iterator[str]:
     """Yield the names of the values whose zeros `vertex` turns into infinities.
 
     These are the operands for which `vertex` has a pole at zero. If an op that passes on small numbers, such as a square root, makes one of
-    them, the operands of that op follow.
+    them, the names of that op's operands are yielded, too.
     """
     operands = vertex.operands if vertex.op in POLES else vertex.operands[1:2] if vertex.op in _DIVIDES else ()
     return reached([each.value for each in operands], lambda name: _handed_on(graph[name]))

@@ -33,7 +33,7 @@ def is_packed_call(args: tuple[Any, ...]) -> bool:
 
 
 def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes the fake results of `layer`, one of LAYERS, from one time step."""
+    """Return a function that computes the results of `layer`, one of LAYERS, on fake tensors by running one time step."""
 
     def padded(x: torch.Tensor, states: Any, *args: Any) -> Any:
         *_, batch_first = args
@@ -97,7 +97,7 @@ def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
 def _run_direction(
     layer: Callable[..., Any], rows: Tensor, sizes: Tensor | None, state: list[Tensor], weights: list[Tensor], biased: bool, training: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return (results, final state) of one layer in one direction, run in parts. `weights` are its low weights."""
+    """Return (results, final state) of one layer in one direction, run in parts of STEPS time steps. `weights` are its low weights."""
     done, wide = [], [weight.float() for weight in weights]
     for part, *size in _parts(rows, sizes):
         low = [linked_copy(each, weight.dtype, (), weight) for each, weight in zip(wide, weights, strict=True)]
@@ -110,7 +110,7 @@ def _run_direction(
 
 
 def _parts(rows: Tensor, sizes: Tensor | None) -> Iterable[tuple[Tensor, ...]]:
-    """Return the rows of each part. `sizes` are the batch sizes of a packed sequence; a part then includes its batch sizes."""
+    """Split `rows` into parts of STEPS time steps: (rows,) for each part, or (rows, batch sizes) with the `sizes` of a packed sequence."""
     if sizes is None:
         return ((part,) for part in rows.split(STEPS))
     parts = sizes.split(STEPS)

@@ -127,7 +127,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _differ_in_dtype(made: Any, captured: Any) -> bool:
-    """True if `made` and `captured` may differ in dtype only: sizes and strides are the same. A dim of size one may have any stride."""
+    """True if `made` and `captured` have equal sizes and strides, and may differ in dtype only. A dim of size one may have any stride."""
     alike = _is_plain(made) and _is_plain(captured) and hints(made) == hints(captured)
     strides = zip(hints(made), made.stride(), captured.stride(), strict=True) if alike else ()
     return alike and all(size == 1 or hint(own) == hint(other) for size, own, other in strides)
