@@ -36,7 +36,7 @@ OF_TRANSFORMERS = (
 OF_TORCH = (
     "tests/runtime/test_runtime_identity.py", "tests/runtime/test_runtime_modes.py", "tests/runtime/test_weight_law.py",
     "tests/runtime/test_effects_once.py", "tests/runtime/test_gradients_inside.py", "tests/runtime/test_freeze.py",
-    "tests/passes/test_fixtures.py",
+    "tests/passes/test_fixtures.py", "tests/faults/test_process_state.py",
 )  # fmt: skip
 """Tests of the laws: what capture sees, hears and gives back. Those of torch run in the cells of one version of transformers."""
 POSITIONS = ("--small", "--length", "1024", "--dtype", "bf16,fp16", "--only", "bert,gpt2,llama,qwen,mixtral,t5,mamba,unet")

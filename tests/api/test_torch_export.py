@@ -263,9 +263,12 @@ class GradInside(nn.Module):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_an_export_with_constants_that_have_no_values_is_refused(dtype):
-    amp = amprewrite.rewrite(GradInside(), dtype=dtype)
-    with pytest.raises(amprewrite.CaptureError, match=r"cannot capture GradInside whole: .* lifted_tensor_0, without values"):
+    amp, hooks = amprewrite.rewrite(GradInside(), dtype=dtype), torch.nn.modules.module._global_buffer_registration_hooks
+    before = dict(hooks)
+    why = r"lifted_tensor_0, without values" if torch.__version__ >= "2.12" else "Expected FakeTensor"  # 2.11 itself refuses
+    with pytest.raises(amprewrite.CaptureError, match=rf"cannot capture GradInside whole: .*{why}"):
         amp.export_program((torch.ones(2, 4),))
+    hooks.clear(), hooks.update(before)  # before torch 2.13 a failed export leaves its hook on all modules
 
 
 def test_export_under_autocast_is_refused():

@@ -116,6 +116,28 @@ def test_eight_threads_leave_the_process_as_it_was(name, tmp_path):
     assert not changes(before, process_state())
 
 
+def test_captures_in_threads_leave_dynamo_s_settings_as_they_were():
+    """Before torch 2.12 all threads share them: while one thread captures, no other may take changed settings for the user's."""
+    changed = ("suppress_errors", "recompile_limit", "allow_empty_graphs", "use_numpy_random_stream", "record_runtime_overhead")
+    before = {each: getattr(torch._dynamo.config, each) for each in changed}
+    first, rest = threading.Event(), threading.Event()
+
+    def slow(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        if not first.is_set():  # the first capture ends while others wait with settings of their own, or have not set any
+            first.set()
+            rest.wait(1)
+        return graph
+
+    def call(number: int) -> None:
+        if number:
+            first.wait()
+        amprewrite.rewrite(nn.Linear(8, 8 + number), dtype="bf16", backend=slow)(X)
+
+    failed = together([lambda number=number: call(number) for number in range(4)])
+    assert not failed, failed
+    assert {each: getattr(torch._dynamo.config, each) for each in changed} == before
+
+
 def test_planning_an_export_annotates_no_graph_of_another_export(monkeypatch):
     """While a thread exports, functions that Dynamo skips annotate the one graph of the process: exports in eight threads failed."""
     planning, inside, planned = threading.Event(), threading.Event(), threading.Event()

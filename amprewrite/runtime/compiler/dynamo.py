@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
@@ -122,9 +123,13 @@ def compile_afresh(
     def with_settings(convert: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(convert)  # copies the attributes by which Dynamo recognises the backend of a compiled function
         def convert_with_settings(*frame: Any, **state: Any) -> Any:
-            nonlocal captured
             if frame[0].f_code is not code and (frame_id() is not None or _is_of_python(frame[0].f_code.co_filename)):
                 return skip_once()
+            with compile_lock:  # what is set below is set for all threads, the settings of Dynamo before torch 2.12 too
+                return convert_locked(frame, state)
+
+        def convert_locked(frame: tuple[Any, ...], state: dict[str, Any]) -> Any:
+            nonlocal captured
             graphs, own = counters["stats"]["unique_graphs"], frame[0].f_code is code
             now = dict(settings)
             if own:  # by default Dynamo skips code without ops for good, though the same code may have ops after eval() or under no_grad

@@ -16,7 +16,7 @@ Exporters run the model's code without Dynamo's answers, so autocast is really s
 that the code computes itself, so such code is exported without autocast (`exported_under_autocast`).
 
 Dynamo evaluates these functions as constants. While Dynamo converts a frame, our own handlers take the place of these and of a few more
-functions (`handling`). Dynamo's lock for conversions is held meanwhile, so that no other thread captures with our handlers.
+functions (`handling`). The context managers of this file change Dynamo for all threads: `dynamo.py` enters them with Dynamo's lock held.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables import torch as torch_functions
@@ -151,18 +150,17 @@ _CAPTURES_HOOKS = find_spec("torch._higher_order_ops.register_hook") is not None
 def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Context manager in which Dynamo captures calls of some functions by our own handlers. `handlers`: {function: its handler}."""
     table = torch_functions.TorchInGraphFunctionVariable._get_handlers()
-    with compile_lock:
-        folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}
+    folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}
+    for function in handlers:
+        _FOLDED.pop(function, None)
+    table.update(handlers)
+    try:
+        yield
+    finally:
         for function in handlers:
-            _FOLDED.pop(function, None)
-        table.update(handlers)
-        try:
-            yield
-        finally:
-            for function in handlers:
-                table.pop(function, None)
-            table.update(before)
-            _FOLDED.update(folded)
+            table.pop(function, None)
+        table.update(before)
+        _FOLDED.update(folded)
 
 
 @contextlib.contextmanager
@@ -180,12 +178,11 @@ def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
                 context.dynamic_sizes[dim] = DimDynamic.DUCK
         return context
 
-    with compile_lock:
-        builder._automatic_dynamic = sizes_of  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            builder._automatic_dynamic = given  # type: ignore[assignment]
+    builder._automatic_dynamic = sizes_of  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        builder._automatic_dynamic = given  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -225,12 +222,11 @@ def breaking_at_hooks() -> Iterator[None]:
             raise Unsupported("a hook on a tensor that the captured code computes")
         return given(tensor, *args)
 
-    with compile_lock:
-        TensorVariable._method_register_hook = handle  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            TensorVariable._method_register_hook = given  # type: ignore[method-assign]
+    TensorVariable._method_register_hook = handle  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        TensorVariable._method_register_hook = given  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
