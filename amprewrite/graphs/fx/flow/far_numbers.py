@@ -161,7 +161,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return self.holds_mask(fact.node, fact.op, fact.row.kind, bool(far), masks, beside)
 
     def _blocks(self, node: torch.fx.Node, constant: float) -> bool:
-        """True if `constant`, which `node` fills in, blocks positions: it is as large as in masks, or negative and a softmax reads it."""
+        """True if `constant`, which `node` fills in, blocks positions: it is as large as masks are, or negative and a softmax reads it."""
         return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
 
     def _may_be_mask(self, node: torch.fx.Node) -> bool:

@@ -125,7 +125,7 @@ def _maker(result: Node) -> Node:
 
 
 def _is_read_back(op: Node) -> bool:
-    """True if the backward of `op` reads the op's result. Ops on the allow list give False."""
+    """True if the backward of `op` reads the op's result. False for ops on the allow list."""
     row = find_op(op_name(op.target))
     heavy = row is not None and row.kind is OpKind.ALLOW
     return op.op not in ("placeholder", "get_attr") and not heavy and reads_back(op)
@@ -222,9 +222,9 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
-    """True if `result` is the same tensor object as an operand of its op, and one of three things holds.
+    """True if `result` is the same tensor object as an operand of its op, and at least one of three conditions holds.
 
-    The operand has other readers or hooks; one of the two is a result of a checkpoint; only `result` is made without gradients.
+    The operand has other readers or hooks, one of the two is a result of a checkpoint, or only `result` is made without gradients.
     `returns_operand(op)` is True if an op of this graph returns one of its operands.
     """
     result = _before_hooks(result)

@@ -28,7 +28,7 @@ STEPS = 16
 
 
 def is_packed_call(args: tuple[Any, ...]) -> bool:
-    """True if a function in LAYERS is called with these arguments on a packed sequence: args[3] is then the list of weights."""
+    """True if `args`, the arguments of a function in LAYERS, include a packed sequence. If so, args[3] is the list of weights."""
     return len(args) == 9 and not isinstance(args[3], bool)
 
 

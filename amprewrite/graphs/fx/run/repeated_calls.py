@@ -134,7 +134,7 @@ def _differ_in_dtype(made: Any, captured: Any) -> bool:
 
 
 class Answers:
-    """The answers of a function about op calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
+    """Keeps the answers of a function about op calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
 
     def __init__(self, ask: Callable[[torch.fx.Node], Any], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
         """`ask` returns the answer for one call. It may read only the op, plain arguments, and operands as `value_of` returns them."""

@@ -376,7 +376,8 @@ def _stale(copies: Copies, whole: bool) -> list[Tensor]:
 def _compared(kept: Iterable[tuple[Key, _Copy]], turn: int | None) -> tuple[list[Tensor], list[Flag]]:
     """Compare copies with their weights, unless PyTorch counted a write. `turn` selects the slice to compare; with None, all elements.
 
-    Returns the weights on a CPU that differ, and a `Flag` for each weight on an accelerator that records no CUDA graph.
+    Returns the weights on a CPU that differ, and a `Flag` (a result still on the device) for each weight on an accelerator. A weight whose
+    accelerator records a CUDA graph is skipped.
     """
     stale: list[Tensor] = []
     asked: list[Flag] = []
