@@ -74,7 +74,7 @@ class CostModel:
 
     @property
     def time(self) -> CostModel:
-        """Copy of this model in which memory costs nothing. It computes the times that users see."""
+        """Copy of this cost model in which memory costs nothing. Users see the times that it predicts."""
         return replace(self, memory=0.0)
 
     @property
@@ -120,16 +120,17 @@ class CostModel:
         return ticks((self.device.launch + moved if measured is None else measured) + kept)
 
     def gradient_cast(self, node: OpNode) -> int:
-        """Return the price of casting the gradient of `node` back to the format of its value; 0 without training, and for constants.
+        """Return the price of one cast of the gradient of `node` to the format of its value; 0 without training, and for constants.
 
-        The price is paid once for all readers that run in the other format and for which `sends_gradients` is True.
+        The cast is needed if a reader runs in another format than the value has, and `sends_gradients` is True for the reader. It is paid
+        once, however many such readers there are.
         """
         if not self.training or node.role in ("constant", "buffer"):
             return 0
         return round(self.training * self._cast(node, True))
 
     def mixed_read(self, node: OpNode) -> int:
-        """Return the extra price, in inference, of a kernel that reads the low result of `node` next to a high operand (see `mixes`)."""
+        """Return the extra price, in inference, of a kernel that converts the low result of `node` to fp32 as it reads (see `mixes`)."""
         return 0 if self.training >= 1 else round((1 - self.training) * MIXING * self._cast(node, False))
 
 
@@ -268,8 +269,10 @@ class ProductPrices:
         return self._gemm(rows, inner, columns, BASE.name, WIDE) - self._gemm(rows, inner, columns, FP8, NARROW)
 
     def waits_for_host(self, rows: int, inner: int, columns: int) -> bool:
-        """True if no compiler runs the graph (`fused`), and the host takes longer to launch the GEMM and its copies in fp8 than the device
-        takes to compute the GEMM in bf16."""
+        """True if the GEMM is bound by the host: launching its fp8 version takes longer than computing it in bf16 takes on the device.
+
+        False if a compiler runs the graph (`fused`).
+        """
         return not self.fused and self._gemm(rows, inner, columns, BASE.name, WIDE) < ticks(EAGER_HOST)
 
     def _gemm(self, rows: int, inner: int, columns: int, rate: str, size: int) -> int:
@@ -278,10 +281,10 @@ class ProductPrices:
         return ticks(max(arithmetic, moved / (self.device.bandwidth * REACHED_BANDWIDTH), self.launch))
 
     def copy(self, recipe: Recipe, role: str, way: str, numel: int) -> Iterator[tuple[str, int]]:
-        """Yield (name, price) of each kernel that makes one fp8 copy of a matrix with `numel` elements.
+        """Yield (name, price) of each kernel that runs to make one fp8 copy of a matrix with `numel` elements.
 
-        `role` is "x", "w" (operands of a product) or "g" (gradient of its result). `way` is the layout of the copy: STRAIGHT (not
-        transposed) or TURNED. Copies of one value share kernels of the same name.
+        `recipe` tells which elements share a scale. `role` is "x" or "w" for an operand of a product, "g" for the gradient of its result.
+        `way` is the layout of the copy: STRAIGHT (not transposed) or TURNED. Copies of one value share kernels of the same name.
         """
         by_rows, held = recipe.scaling(role, way) == ROWS, role == W
         if not (self.fused or self.kernel):

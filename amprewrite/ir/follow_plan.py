@@ -1,4 +1,4 @@
-"""Find the region (plan of one graph) of a saved plan that fits a captured graph, and keep one region of each kind in a model's plan."""
+"""Find the region (plan of one graph) of a saved plan that fits a captured graph, and remove duplicate regions from a model's plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amprewrite.tables.vocabulary import Colour
 
 
 def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if products may read fp8 copies of their operands: by the plan `given` if there is one, otherwise by `policy`."""
+    """True if products may read fp8 copies of their operands. The plan `given` decides if there is one, otherwise `policy`."""
     return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 

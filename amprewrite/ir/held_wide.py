@@ -1,4 +1,4 @@
-"""Predict which values torch.autocast would hold in fp32, and how exactly (`Held`).
+"""Predict which values torch.autocast would hold in fp32, and with what precision (`Held`).
 
 1. Inputs and weights are fp32, and so is the result of an op that reads no tensor. A cast of a low value is low.
 2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
@@ -45,7 +45,7 @@ def is_product(node: OpNode) -> bool:
 
 
 def rounds(node: OpNode) -> bool:
-    """True if an op rounds its operands under every plan: it is a product, or a cast to a low format."""
+    """True if an op rounds its operands in every plan: it is a matrix product that may run low, or a cast to a low format."""
     return is_product(node) or (node.op in CONVERTS and node.dtype in LOW_NAMES)
 
 
@@ -62,9 +62,9 @@ def data_of(node: OpNode) -> tuple[Operand, ...]:
 
 
 def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
-    """Return (name of the operand whose dtype the result of `node` takes, True if that operand is in `wide`).
+    """Return (name of the operand whose dtype the result of `node` takes, True if this operand is fp32); ("", False) without operands.
 
-    `node` is an op on no list of torch.autocast. The result is ("", False) if it has no operands. `wide` names the values in fp32.
+    `node` is an op on no list of torch.autocast. `wide` names the values in fp32.
     """
     like = [operand for operand in node.operands if node.op in CONVERTS and operand.demand is Demand.ANY]
     read = like or [operand for operand in data_of(node) if operand.demand is not Demand.ANY] or list(node.operands)
@@ -75,8 +75,8 @@ def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
 def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None, offsets: Set[str] = frozenset()) -> set[str]:
     """Return the names of the values of `graph` that torch.autocast would hold in fp32 on `device`.
 
-    `known` holds the `Held` of values that graphs inside or around this graph determine. `offsets` names the constants with an offset: a
-    common part that is larger than the differences of their values.
+    `known` holds the precision (`Held`) of values that are made in other graphs: inputs of a subgraph, and results of subgraphs. `offsets`
+    names the constants whose values have a common part that is larger than their differences.
     """
     kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()
     for node in graph:
@@ -99,7 +99,7 @@ def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = No
 
 
 def held(problem: Problem) -> dict[str, Held]:
-    """Return, for each value of the graph of `problem`, how exactly torch.autocast would hold it."""
+    """Return {name of a value: precision with which torch.autocast would hold it} for all values of the graph of `problem`."""
     return _Reading(problem).found
 
 
@@ -136,11 +136,11 @@ class _Reading:
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
     def _is_bias(self, name: str) -> bool:
-        """True if a product plus the value `name` may be treated like the product alone: rounding the sum counts as rounding the product.
+        """True if the value `name` counts as a bias: rounding the sum of a product and a bias is like rounding the product.
 
-        This holds if `name` is a mask or a learnt vector. Other learnt values, such as tables of relative positions, and results of norms
-        may be larger than the product, so that rounding the sum adds a larger error. In an ONNX file they count as biases as well: there
-        each cast is a kernel, and no torch.autocast sets a standard of exactness.
+        Masks and learnt vectors count as biases. Other learnt values, such as tables of relative positions, and results of norms may be
+        larger than the product, so that rounding the sum adds a larger error. They count as biases only in ONNX files, in which each cast
+        is a kernel and no torch.autocast sets a precision to reach.
         """
         seen = self.graph.seen(name)
         vector = sum(side != 1 for side in seen.shape) < 2

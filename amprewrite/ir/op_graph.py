@@ -97,7 +97,7 @@ class OpNode:
 
     @cached_property
     def promoted(self) -> tuple[Operand, ...]:
-        """The operands with dims that the op's kernel may read in mixed dtypes, because it promotes them itself."""
+        """The operands that may be low and fp32 side by side, because the op's kernel promotes them. 0-dim tensors are left out."""
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
@@ -133,7 +133,7 @@ class OpGraph:
     def seen(self, name: str) -> OpNode:
         """Return the op that computed the elements of `name`: the first node upstream that is no view or similar op.
 
-        Nodes of kind CLEAR with one operand are passed over. The search begins at `name` itself.
+        The search begins at the node `name` itself. It skips nodes of kind CLEAR (harmless in any precision) with one operand.
         """
         node = self[name]
         while node.role == "op" and node.kind is OpKind.CLEAR and len(node.operands) == 1:
@@ -151,11 +151,11 @@ class OpGraph:
         return self.nodes[name]
 
     def readers(self, name: str) -> Iterator[OpNode]:
-        """Yield the nodes that read the result of `name`."""
+        """Yield the nodes that read the result of the node `name`."""
         return map(self.nodes.__getitem__, self.digraph.successors(name))
 
     def feeders(self, name: str) -> Iterator[OpNode]:
-        """Yield the nodes whose results `name` reads."""
+        """Yield the nodes whose results the node `name` reads."""
         return map(self.nodes.__getitem__, self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
@@ -170,7 +170,7 @@ class OpGraph:
 def wanted(node: OpNode, colour: Colour) -> list[tuple[Operand, Colour]]:
     """Return (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour`.
 
-    If the op promotes mixed dtypes and has operands with dims, its 0-dim operands are left out, because it then takes them in any format.
+    An op that promotes mixed dtypes takes 0-dim tensors in any format if another operand has dims. These 0-dim operands are left out.
     """
     found = []
     for operand in node.operands:
@@ -231,8 +231,8 @@ def reached(starts: Iterable[Vertex], step: Callable[[Vertex], Iterable[Vertex]]
 class Reaches(Generic[Vertex]):
     """Tells for any node of a graph whether it is a goal, or a goal can be reached from it.
 
-    Answers are cached, so that `step` is called at most once for each node. `step` returns the neighbours of a node, as for `reached`. The
-    graph must not change between calls.
+    `step` returns the neighbours of a node, and `is_goal` tells if a node is a goal. Answers are cached, so that `step` is called at most
+    once for each node. The graph must not change between calls.
     """
 
     def __init__(self, step: Callable[[Vertex], Iterable[Vertex]], is_goal: Callable[[Vertex], bool]) -> None:
@@ -322,7 +322,7 @@ class Call:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return the leaves of nested tuples, lists, dicts and slices. Anything else is a leaf."""
+    """Return the leaves of nested tuples, lists, dicts and slices, in order. A value of any other type is a leaf."""
     found, waiting = list[Any](), [value]
     while waiting:
         each = waiting.pop()

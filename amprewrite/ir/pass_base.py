@@ -142,8 +142,8 @@ class Problem:
     matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
     """Products that fp8 kernels could run, by name; empty unless fp8 was asked for."""
     held: Mapping[str, Held] = field(default_factory=dict)
-    """How exactly torch.autocast would hold the values that come from other graphs: the inputs, if this graph is a subgraph, and the
-    results of its own subgraphs."""
+    """With what precision torch.autocast would hold the values that come from other graphs: the inputs, if this graph is a subgraph, and
+    the results of its own subgraphs."""
     needs_bits: frozenset[str] = frozenset()
     """Values whose rounding error would be magnified by ops of the graph around this graph, or of subgraphs inside it."""
     far_constants: tuple[str, ...] = ()
@@ -183,24 +183,27 @@ class Problem:
 
     @property
     def costs(self) -> CostModel:
-        """The prices with which this graph is planned. If the policy sets `parity`, they are a weighted mean of training and inference."""
+        """The prices with which this graph is planned.
+
+        If the policy sets `parity`, they are a weighted mean of training and inference, so that both get the same plan.
+        """
         return self.own_costs if self.policy.parity is None else replace(self.own_costs, training=self.policy.parity)
 
     @property
     def own_costs(self) -> CostModel:
-        """The prices for this graph alone: of a training step if the graph trains, otherwise of a pass without gradients."""
+        """The prices of this graph without `parity`: of a training step if the graph trains, otherwise of a pass without gradients."""
         row = self.planned_for or device_row(self.device)
         return CostModel(row, self.policy.low, self.training, self.policy.keeps_copies, self.timings, self.policy.memory)
 
     @property
     def apart(self) -> Problem:
-        """A copy of this problem that ignores the other graphs of the model: without their colours and without shared prices."""
+        """A copy of this problem that ignores the other graphs of the model: their colours, and prices that they share (`parity`)."""
         return replace(self, policy=replace(self.policy, parity=None), agreed=NOTHING_AGREED)
 
 
 @dataclass(frozen=True)
 class Painted:
-    """The colour of one node (low, high or plain) as decided so far, the reason, the node that caused it ("" if none did), and a detail."""
+    """The decision on one node so far: its colour (low, high or plain), the reason, the name of the node that caused it, and a detail."""
 
     colour: Colour
     reason: Reason
@@ -225,7 +228,8 @@ class Decisions:
     def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
         """Give the op `name` the colour high (fp32), unless `OpNode.pinned` or an override has fixed its colour.
 
-        Ops that are high already, that carry no fp32 value, or whose colour follows from their subgraph (`Reason.BODY`) do not change.
+        Three kinds of ops do not change: ops that are high already, ops without an fp32 value, and ops whose subgraph decides their colour
+        (`Reason.BODY`).
         """
         node, paint = problem.graph[name], self.paints.get(name)
         asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))
@@ -253,7 +257,10 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Add the edit `what` of the op `node`. It is switched off if the user's plan (`problem.given`) lists this edit as switched off."""
+        """Add the edit `what` of the op `node`, such as fp32 statistics of a norm.
+
+        The edit is switched off if the user's plan (`problem.given`) lists it as switched off.
+        """
         given = problem.given.edits if problem.given is not None else ()
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))
@@ -270,7 +277,7 @@ class Decisions:
             self.notes.append(text)
 
     def freeze(self, problem: Problem) -> RegionPlan:
-        """Return the decisions as the plan of the graph of `problem`. Every node of the graph must have a colour (low, high or plain)."""
+        """Return the decisions as the plan of the graph of `problem`. Every node must have a colour (low, high or plain)."""
         return RegionPlan(
             name=problem.name,
             nodes=tuple(self._node_plans(problem)),

@@ -79,8 +79,8 @@ class Agreed:
     def joined(self, plan: Iterable[NodePlan]) -> Agreed:
         """Return a copy that also holds the colours of one planned graph; `self` if nothing changes.
 
-        If an op is low in one graph and high in another, it becomes high. Ops that are never cast (plain) and ops whose reason is in APART
-        are left out.
+        If an op is low in one graph and high in another, it becomes high. Ops that are never cast (plain) are left out, and so are ops
+        whose reason is in APART, such as ops that hold a subgraph.
         """
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
@@ -99,16 +99,19 @@ class Agreed:
         return replace(self, places=places, whys=whys) if changed else self
 
     def joined_by_products(self, products: Iterable[NodePlan]) -> Agreed:
-        """Return a copy that also holds the fp8 decisions for the products of one planned graph; `self` if nothing changes.
+        """Return a copy that also holds the fp8 decisions for the matrix products of one planned graph; `self` if nothing changes.
 
-        In `products` a low colour means fp8.
+        `products` are the products of the graph. Here the colour low means that a product runs in fp8, high that it does not.
         """
         known = self.products or Agreed()
         joined = known.joined(products)
         return self if joined is known else replace(self, products=joined)
 
     def contradicts(self, plan: Iterable[NodePlan]) -> bool:
-        """True if an op of a planned graph has a colour that differs from the agreed colour. Ops whose reason is in FREE may differ."""
+        """True if an op of a planned graph has a colour that differs from the agreed colour.
+
+        Ops whose reason is in FREE, such as ops that hold a subgraph, may differ.
+        """
         plan = tuple(plan)
         agreed = self.of(plan)
         return any(agreed.get(node.name, node.colour) is not node.colour and node.reason not in FREE for node in plan)
@@ -129,9 +132,9 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
 
 
 def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
-    """Map each of `calls`, the calls of one op in one module, to the call in `known` that it matches; calls without a match are left out.
+    """Return {call in `calls`: the call in `known` that counts as the same}. Calls without such a call are left out.
 
-    `known` holds the calls of the same op in an earlier graph.
+    `calls` are the calls of one op by one module. `known` holds the calls of this op in earlier graphs, with their colours.
     """
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):

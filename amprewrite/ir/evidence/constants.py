@@ -96,9 +96,9 @@ def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[
 
 
 def _lost(graph: OpGraph, read: ConstantRead, result: ValueRange | None, seen: Mapping[str, ValueRange], low: Format) -> str:
-    """Return the reason why the reader must not read the constant in the low format; "" if it may.
+    """Return the reason why the op `read.reader` must not read the constant `read.constant` in the format `low`; "" if it may.
 
-    `result` is the range of the reader's result on samples; None if it is unknown.
+    `result` is the range of the op's result on samples; None if it is unknown.
     """
     loss, node = read.loss, graph[read.reader]
     if loss is None:
@@ -113,7 +113,7 @@ def _harmless(
 ) -> bool:
     """True if the error `loss` of a constant is negligible in the result of `node`, which reads the constant.
 
-    `result` is the range of the result of `node` on samples, `seen` holds the ranges of all values.
+    `seen` holds the known ranges of values on samples, by name. `result` is the range of the result of `node`; None if it is unknown.
     """
     if loss.beyond:
         return False
@@ -125,9 +125,10 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """Return the reason why `node` must run in fp32: it divides by a value in `small`, or scales one. Return "" if it may run low.
+    """Return the reason why `node` must run in fp32; "" if it may run low.
 
-    `given` names the operands of `node`. `small` names results that depend on constants which the low format would flush to zero.
+    It must if it reads a value in `small` and magnifies it (as a division does) or passes it on (as a view does). `small` names results
+    that depend on constants which the low format would flush to zero. `given` names the operands of `node`.
     """
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):

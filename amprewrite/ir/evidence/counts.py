@@ -46,7 +46,7 @@ FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
 
 
 class Count(IntEnum):
-    """Whether a value is counted (computed only from whole numbers and constants), and how large it may be (rules 1 and 2 above)."""
+    """Whether a value is counted (computed only from whole numbers and constants), and how large it may be (rules 1 and 2 of this file)."""
 
     NOT = 0
     """Not counted."""
@@ -66,8 +66,8 @@ def most_exact(low: Format) -> int:
 def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[float], low: Format) -> Count:
     """Return the `Count` of an op's result: whether it is made of whole numbers and constants only, and how large it may be.
 
-    `op` is the ATen base name, `dtype` the name of the result's dtype ("" if it is no tensor), `given` the `Count`s of its operands,
-    and `numbers` the Python numbers among the arguments.
+    `op` is the ATen base name of the op. `dtype` is the name of the result's dtype; "" if the result is no tensor. `given` holds the
+    `Count`s of the op's operands, and `numbers` the Python numbers among its arguments.
     """
     whole = not dtype.startswith(FRACTIONS)
     row, sizes, limit = find_op(op), [abs(number) for number in numbers], most_exact(low)
@@ -87,7 +87,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """Return `graph` with `counted` set on each matrix product that, if low, would round whole numbers such as positions (rules 3 and 4).
+    """Return `graph` with `counted` set on each matrix product that would round whole numbers, such as positions, if it ran low.
 
     `counts` gives the `Count` of each value by name; a value without an entry is not counted. `summed` returns the number of elements over
     which a product sums.
@@ -97,7 +97,10 @@ def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[O
 
 
 def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
-    """Return the name of the counted factor that forces the matrix product `node` into fp32; "" if `node` may run low, or is no product."""
+    """Return the name of the factor that forces the matrix product `node` into fp32; "" if `node` may run low, or is no product.
+
+    The factor holds whole numbers, such as positions, that the product would round if it ran low (rules 3 and 4 of this file).
+    """
     if node.kind is not OpKind.ALLOW or not node.flops or node.op in NO_FACTORS:
         return ""
     factors = [operand.value for operand in node.operands if not operand.summand]

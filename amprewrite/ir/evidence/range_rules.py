@@ -141,9 +141,9 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Apply the rules of `handed_on` to an op that bounds its result, such as clamp. Its operand is far beyond the range on `side` of zero.
 
-    If a bound that limits the result on `side` is near zero (at most low.max / SHRINKS), the set is empty: the result is this bound,
-    whether the operand is clamped or not. If all bounds on `side` are beyond the range, the operand passes, and the set is {side}. It is
-    None in other cases, also if an opposite bound forces all results far to `side`, as max=-5e4 does for BELOW in fp16.
+    The answer is the empty set if a bound on `side` is near zero (at most low.max / SHRINKS): the result is then this bound, whether the
+    operand is clamped or not. It is {side} if all bounds on `side` are beyond the range, so that the operand passes. It is None in other
+    cases, also if an opposite bound forces all results far to `side`, as max=-5e4 does for BELOW in fp16.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -232,7 +232,10 @@ def tables(graph: OpGraph) -> set[str]:
 
 
 def _are_scores(graph: OpGraph, node: OpNode, scores: set[str]) -> bool:
-    """True if `node` has readers, and each is a softmax or an op in `scores`. `scores` names ops whose results only reach softmaxes."""
+    """True if the result of `node` only reaches softmaxes: each reader is a softmax, or an op in `scores`. False without readers.
+
+    `scores` names the ops downstream whose results only reach softmaxes.
+    """
     readers = list(graph.readers(node.name))
     return bool(readers) and all(each.op in SHARES_OUT or (each.op in MAKES_SCORES and each.name in scores) for each in readers)
 
@@ -250,14 +253,14 @@ def has_offset(values: Any, scores: bool = False) -> Any:
 
 
 def drowns_in(largest_sum: float, low: Format) -> bool:
-    """True if a summand may become zero in `low`: the error is negligible against the rounding error of a sum as large as `largest_sum`."""
+    """True if a summand may become zero in `low`, because the error is smaller than the rounding error of a sum of size `largest_sum`."""
     return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
 
 
 def bias_drowns(result: ValueRange | None, low: Format) -> bool:
-    """True if a bias may become zero in `low`: the error is negligible against the rounding error of the sum of product and bias.
+    """True if a bias may become zero in `low`, because the error is smaller than the rounding error of the sum of product and bias.
 
-    `result` is the range of this sum. A sum without a known range (None) counts as large.
+    `result` is the range of this sum; None if it is unknown, which counts as large.
     """
     return result is None or drowns_in(result.amax, low)
 
@@ -279,9 +282,9 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """True if an operand may hold elements that `low` flushes to zero, where ops with a pole at zero (`POLES`) return an infinity.
+    """True if a value may hold elements that `low` flushes to zero. Ops with a pole at zero (`POLES`) return infinities for them.
 
-    `smallest` is the operand's smallest magnitude in sample runs.
+    `smallest` is the smallest magnitude of the value in sample runs.
     """
     return smallest < HEADROOM * low.smallest_normal
 

@@ -128,7 +128,10 @@ class ValueRange:
 
     # -- risks in a format ---------------------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Return the probability that an element overflows `fmt`: the share of elements that do, or if none does, a tail estimate."""
+        """Return the probability that an element overflows `fmt`: the share of the elements seen that do.
+
+        If none does, the result is an estimate, a fit to the upper tail of the histogram.
+        """
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
     def overflow_in_pass(self, fmt: Format) -> float:
@@ -136,9 +139,9 @@ class ValueRange:
         return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
 
     def underflow(self, fmt: Format) -> float:
-        """Return the probability that a nonzero element becomes zero in `fmt`: the share of elements that do, or if none does an estimate.
+        """Return the probability that a nonzero element becomes zero in `fmt`: the share of the elements seen that do.
 
-        The estimate is a fit to the lower tail of the histogram.
+        If none does, the result is an estimate, a fit to the lower tail of the histogram.
         """
         mirrored = sorted((-e, n) for e, n in self.exponents)
         return _beyond(mirrored, self.nonzero, 2 - round(math.log2(fmt.smallest_subnormal)))
@@ -175,7 +178,7 @@ def _beyond(exponents: list[tuple[int, int]], count: int, limit: int) -> float:
 # -- of a model -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RegionRanges:
-    """Ranges of the values of one captured graph. `a | b` merges two."""
+    """Ranges of the values of one captured graph. `a | b` merges the ranges `a` and `b`."""
 
     graph: str
     """The `fingerprint` of the graph."""
@@ -192,7 +195,7 @@ class RegionRanges:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Ranges of a model's values on sample batches. Frozen: `a | b` merges two."""
+    """Ranges of a model's values on sample batches. It never changes: `a | b` returns a new calibration, with the ranges of both."""
 
     model: str
     """Name of the model's class; "" for an ONNX file, and for ranges that a rewritten model learns in its first calls."""
@@ -218,7 +221,7 @@ class Calibration:
             )
 
     def __or__(self, other: Calibration) -> Calibration:
-        """Return a calibration on the batches of both. Raises CalibrationError if `other` is of another model, or is none."""
+        """Return the merged ranges of both calibrations, as one. Raises CalibrationError if `other` is no calibration of the same model."""
         if not isinstance(other, Calibration):
             raise CalibrationError(f"a calibration merges with another, not with one {type(other).__name__}; Calibration.load reads one")
         if self.parameters != other.parameters:
@@ -301,7 +304,10 @@ class Calibration:
         return f"{self.model}: {'gradients' if gradients else 'values'} in {self.batches} batches, against {fmt}"
 
     def _rows(self, n: int, fmt: str, gradients: bool) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of a row, name and figures, for each of the `n` values (or `gradients`) most at risk of overflow in `fmt`."""
+        """Yield the rows of the table, for the `n` values most at risk of overflow in `fmt`. A row has the value's name and its figures.
+
+        With `gradients` the rows are for gradients instead of values.
+        """
         row = FORMATS[fmt]
         found = [
             (f"{region.name}/{name}" if len(self.regions) > 1 else name, seen)
@@ -365,5 +371,5 @@ class KeepHigh:
     """A sentence with the target and the result of the search, which the plan shows among its notes."""
 
     def of(self, graph: OpGraph) -> Mapping[str, str] | None:
-        """Return the nodes of `graph` to keep in fp32, each with the reason in words; None if the search has not seen the graph."""
+        """Return {name of a node to keep in fp32: reason in words} for `graph`; None if the accuracy search did not see this graph."""
         return self.graphs.get(fingerprint(graph))

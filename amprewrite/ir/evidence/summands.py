@@ -38,7 +38,10 @@ class Factor:
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:
-        """True if this factor is at most SMALL times the factor `beside`, or has a schedule that `beside` lacks."""
+        """True if this factor is at most SMALL times the factor `beside`.
+
+        Also True if it has a schedule (a value that is known only in a call, such as a step size) that `beside` lacks.
+        """
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
 
 
@@ -49,10 +52,10 @@ Summands = Mapping[str, Factor]
 def summands(
     op: str, given: Sequence[Any], factor: Callable[[Any, str], Factor | None], name: Callable[[Any], str], scale: Any = 1.0
 ) -> dict[str, Factor]:
-    """Return the summands of an op with the arguments `given`; {} if it is not known to be linear.
+    """Return {name of a summand: its factor} for a call of `op` with the arguments `given`; {} if it is not known to be linear.
 
-    `factor` returns an argument as a factor; None if it is no factor. Its second argument is the use of the factor: "" to multiply by
-    it, "divided by", or "rest" to multiply by one minus the factor. `name` returns the name of an argument that is a tensor, otherwise "".
+    `factor(argument, use)` returns an argument as a Factor; None if it is none. The use is "" to multiply by the argument, "divided by" to
+    divide by it, or "rest" to multiply by one minus the argument. `name(argument)` returns the name of a tensor; "" for other arguments.
     `scale` is the number by which the op multiplies its second summand.
     """
     first, second, third = (*given[:3], None, None, None)[:3]
@@ -82,7 +85,7 @@ def summands(
 
 
 def joined(parts: Iterable[tuple[str, Factor]]) -> dict[str, Factor]:
-    """Return the summands `parts`, in which one value may occur several times, with one factor for each value."""
+    """Return {value: the sum of its factors}. `parts` holds pairs (value, factor), in which one value may occur several times."""
     found = dict[str, Factor]()
     for value, times in parts:
         found[value] = found[value] + times if value in found else times

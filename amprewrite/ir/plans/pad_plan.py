@@ -17,7 +17,7 @@ KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
 
 
 def extents(factors: Factors) -> tuple[int, int]:
-    """Return (extent without padding, extent with padding) of a dim."""
+    """Return (extent without padding, extent with padding) of the dim that consists of the axes `factors`."""
     return math.prod(n for n, _ in factors), math.prod(m for _, m in factors)
 
 
@@ -41,7 +41,7 @@ class PaddedValue:
 
 @dataclass(frozen=True)
 class PadCopy:
-    """One change of the size of a value: a pad at the entry of a padded region, a slice at its exit, or the padding that a cast adds."""
+    """One copy of a value with other padding: a pad before padded ops, a slice after them, or a parameter whose cast adds padding."""
 
     value: str
     """Name of the value, in the form that `PaddedValue.value` has."""
@@ -59,9 +59,10 @@ class PadCopy:
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`: "pad", "slice", "re-pad" (padded before and after the change), "weight" or "weight copy".
+        """The kind of this copy, one of `KINDS`.
 
-        "weight" is a parameter that is padded by its cast, "weight copy" a parameter that is padded without a cast.
+        "pad" adds padding, "slice" removes all padding, and "re-pad" replaces padding by other padding. "weight" is a parameter that is
+        padded by its cast, "weight copy" a parameter that is padded without a cast.
         """
         if self.weight:
             return "weight" if all(" -> " in user for user in self.users) else "weight copy"
@@ -103,7 +104,7 @@ class PadRegion:
 
     @property
     def declined(self) -> bool:
-        """True if the region is not padded."""
+        """True if the dims of this region were considered for padding and are not padded."""
         return self.size == self.padded
 
     def __str__(self) -> str:

@@ -119,7 +119,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to colour a graph, with its predicted time."""
+    """One choice of colours (low or high) for the ops of a graph, with the predicted time of the graph."""
 
     name: str
     """Name of the rules that gave the colours, such as "autocast rules"; "this plan" for the plan itself."""
@@ -171,7 +171,7 @@ class RegionPlan:
     """Products that read fp8 copies of their operands. It is not written to JSON if there are none."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
-        """Return, by name of the op, the edits of the kinds `what`. Edits that are switched off are left out."""
+        """Return {name of the op: its edit} for the edits of the kinds `what`. Edits that are switched off are left out."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
@@ -181,14 +181,14 @@ class RegionPlan:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """For this graph and each of its subgraphs that stays fp32 as a whole: a sentence with the reason. () if there is none."""
+        """One sentence, with the reason, for each graph that stays fp32 as a whole: this graph or a subgraph of it. () if there is none."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )
 
     @property
     def flushes(self) -> tuple[str, ...]:
-        """A sentence for each subgraph in which small gradients may become zero; () if there is none."""
+        """One sentence for each subgraph in which small gradients may become zero in the low format; () if there is none."""
         own = tuple(f"{body.name} of {self.name} {FLUSHES}" for body in self.bodies if FLUSHES in body.notes)
         return own + tuple(text for body in self.bodies for text in body.flushes)
 
@@ -236,7 +236,7 @@ class ModelPlan:
         )
 
     def in_regions(self) -> Iterator[tuple[RegionPlan, NodePlan]]:
-        """Yield each of `nodes` with its region, the plan of its graph."""
+        """Yield (region, node) for each node in `nodes`. The region is the plan of the graph that holds the node."""
         several = len(self.regions) > 1
         for region in self.regions:
             for node in region.nodes:
@@ -382,7 +382,7 @@ class ModelPlan:
         return replace(self, regions=tuple(regions.values()))
 
     def _nodes_of(self, region: RegionPlan, name: str) -> set[str]:
-        """Return the names of the nodes of `region` that `name` selects as a node or module; an empty set if it is a kind of edit."""
+        """Return the names of the nodes of `region` that `name`, a node or module, selects; an empty set if it is a kind of edit."""
         if any(name == edit.value for edit in Edit):
             return set()
         prefix = f"{region.name}/" if len(self.regions) > 1 else ""
@@ -390,13 +390,13 @@ class ModelPlan:
 
     @property
     def casts_follow(self) -> bool:
-        """True if ops run low but the plan lists no casts: `edit()` drops them, and applying the plan computes them from the colours."""
+        """True if ops run low but the plan lists no casts, as after `edit()`. Applying the plan computes casts from the colours."""
         return not self.casts and any(node.colour is Colour.LOW and node.role == "op" for node in self.nodes)
 
     def diff(self, other: ModelPlan) -> str:
-        """Return the differences of `other` from this plan as text, one a line; "" if there are none. Raises PlanError if it is no plan.
+        """Return the differences of `other` from this plan as text, one a line; "" if there are none.
 
-        Casts are not compared if a plan was edited and not applied yet, because it then lists no casts.
+        Casts are not compared if a plan lists none, because it was edited and not applied yet. Raises PlanError if `other` is no plan.
         """
         if not isinstance(other, ModelPlan):
             raise PlanError(f"diff() takes a plan, not one {type(other).__name__}")
@@ -426,7 +426,7 @@ class ModelPlan:
 
 
     def _gemms(self) -> dict[str, tuple[str, str]]:
-        """Return (formats, reason) of every GEMM for which fp8 was considered, by name."""
+        """Return {name of a GEMM: (formats of its operands, reason)} for all GEMMs for which fp8 was considered."""
         return {
             f"{region.name}/{each.node}.{gemm.gemm}" if len(self.regions) > 1 else f"{each.node}.{gemm.gemm}": (gemm.formats, gemm.why())
             for region in self.regions
@@ -441,7 +441,7 @@ def shape_of(node: NodePlan) -> str:
 
 
 def region_lines(region: RegionPlan, casts_follow: bool = False) -> list[str]:
-    """Return the printed lines of the plan of one graph: name, shape, dtype, colour and reason. A cast precedes its first reader."""
+    """Return the printed lines of one graph's plan: name, shape, dtype, colour and reason of each op. A cast precedes its first reader."""
     state = "training" if region.training else "inference"
     casts = "casts follow" if casts_follow else f"{len(region.casts)} casts"
     lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {casts})"]

@@ -31,7 +31,7 @@ class ProductReason(Enum):
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One of the three GEMMs of a product, with the formats of its operands and the reason for them."""
+    """One of the three GEMMs of a matrix product (one in the forward, two in the backward): the formats of its operands, and the reason."""
 
     gemm: str
     """"out", "grad_in" or "grad_weight"."""
@@ -45,7 +45,7 @@ class GemmPlan:
 
     @property
     def fp8(self) -> bool:
-        """True if the GEMM reads fp8 copies."""
+        """True if the GEMM reads fp8 copies of its operands."""
         return " x " in self.formats
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class QuantisedProducts:
 
     @property
     def chosen(self) -> Iterator[ProductPlan]:
-        """The products with a GEMM in fp8."""
+        """The products of which at least one GEMM runs in fp8."""
         return (each for each in self.products if each.fp8)
 
     def of(self, node: str) -> ProductPlan | None:
@@ -139,10 +139,11 @@ class QuantisedProducts:
         return next((each for each in self.products if each.node == node), None)
 
     def edited(self, node: str, gemm: str, word: str) -> Self:
-        """Return a copy in which a GEMM of the product `node` runs in `word`: "fp8" or the low format. "" as `gemm` selects all GEMMs.
+        """Return a copy in which the GEMM `gemm` of the product `node` runs in the format `word`: "fp8" or the low format.
 
-        If all GEMMs are changed to fp8, GEMMs that the recipe keeps in the low format do not change. The result lists no fp8 copies; they
-        are decided anew when the plan is applied. Raises PlanError if the recipe keeps the GEMM low, or if the graph has no such GEMM.
+        If `gemm` is "", all GEMMs of the product are changed, except GEMMs that the recipe keeps in the low format. The result lists no fp8
+        copies; they are decided anew when the plan is applied. Raises PlanError if the graph has no such GEMM, or if it is to run in fp8
+        and the recipe keeps it in the low format.
         """
         recipe, found, fp8 = RECIPES[self.recipe], self.of(node), word == FP8
         assert found is not None

@@ -15,7 +15,7 @@ SCHEMA = 5
 
 
 def _objects(owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in the list at `key`. A damaged plan may hold other items, which are left out, or no list, which gives []."""
+    """Return the JSON objects in the list `owner[key]`. Other items, which a damaged plan may hold, are left out; [] if it is no list."""
     found = owner.get(key)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
@@ -27,7 +27,7 @@ def _epochs_are_write_versions(region: dict[str, Any]) -> None:
 
 
 def _are_magnified(region: dict[str, Any], reasons: tuple[str, ...]) -> None:
-    """Replace the reason of a node by MAGNIFIED if it is in `reasons`. The next version has MAGNIFIED in place of these reasons."""
+    """Replace each of `reasons`, the names of reasons that the next version lacks, by "MAGNIFIED" in all nodes of a region."""
     for node in _objects(region, "nodes"):
         if node.get("reason") in reasons:
             node["reason"] = "MAGNIFIED"

@@ -22,7 +22,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One entry of `overrides=`: a pattern that selects ops, modules or nodes, and the colour (low or high) or list that they get."""
+    """One entry of `overrides=`: a pattern for ops, modules or nodes. Ops get another op list, modules and nodes a colour (low or high)."""
 
     key: str
     """The key as the user wrote it."""
@@ -157,8 +157,8 @@ EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_wei
 class ProductRule:
     """One entry of `products=`: a pattern that selects GEMMs, and whether they run in fp8 or in the low format.
 
-    A rule for fp8 holds even if fp8 saves no time, and even if the result is read as logits or chooses something, such as an expert. It
-    does not hold for products that stay fp32, sizes that fp8 kernels do not take, and GEMMs that the recipe leaves in the low format.
+    A rule for fp8 applies even if fp8 saves no time, and even if the product returns logits or chooses something, such as an expert. It has
+    no effect on products that stay fp32, sizes that fp8 kernels do not take, and GEMMs that the recipe leaves in the low format.
     """
 
     key: str
@@ -180,7 +180,7 @@ class ProductRule:
 
 @dataclass(frozen=True)
 class ProductPolicy:
-    """The parsed option `products=`."""
+    """The parsed option `products=`: which matrix products may run in fp8."""
 
     name: str
     """Name of the preset."""
@@ -197,7 +197,8 @@ class ProductPolicy:
     def asked(self, name: str, module: str, gemm: str) -> ProductRule | None:
         """Return the rule that decides the GEMM `gemm` of the node `name`, called in `module`; None if no rule matches.
 
-        Rules for nodes take precedence over rules for modules, rules for GEMMs over rules for whole products, longer patterns over shorter.
+        A rule for a node takes precedence over a rule for a module, then a rule for one GEMM over a rule for all GEMMs of a product, then a
+        longer pattern over a shorter one.
         """
         hits = [rule for rule in self.rules if rule.matches(name, module, gemm)]
         return max(hits, key=lambda rule: (rule.scope == "node", bool(rule.gemm), len(rule.pattern)), default=None)
@@ -210,8 +211,8 @@ class ProductPolicy:
 def parse_products(products: Any, fused: bool = False, low: Format = BASE) -> ProductPolicy | None:
     """Parse the option `products=`: the name of a preset, or a mapping of rules whose key "preset" names the preset ("fp8" by default).
 
-    `fused` is True if a compiler runs the graphs. Rules say "fp8" or the name of `low`, the format of products outside of fp8. Returns None
-    for None: no product runs in fp8. Raises PolicyError for anything else.
+    `fused` is True if a compiler runs the graphs. The value of a rule is "fp8" or the name of `low`, the format of all other products.
+    Returns None if `products` is None: then no product runs in fp8. Raises PolicyError for anything else.
     """
     if products is None or isinstance(products, ProductPolicy):
         return products
@@ -257,7 +258,7 @@ class PadRule:
 
 @dataclass(frozen=True)
 class PadPolicy:
-    """The parsed option `pad=`."""
+    """The parsed option `pad=`: which sizes may be padded, and to which multiple."""
 
     default: PadRule = PadRule("auto")
     modules: tuple[PadRule, ...] = ()
