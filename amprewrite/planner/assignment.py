@@ -56,10 +56,10 @@ class _Copies:
 
 @dataclass(frozen=True)
 class _Mixer:
-    """A promoting op that may run in fp32 while all its operands are low, and then pays for a cast of its anchor (rule 3 of this file).
+    """An op that promotes mixed dtypes, and may run in fp32 while all its operands are low (rule 3 of this file).
 
-    A promoting op takes operands of mixed formats and computes in the widest of them. If all its operands are low, casting one of them to
-    fp32 is enough to make it compute in fp32. This operand is the anchor.
+    The op computes in the widest dtype of its operands. If all are low, casting one of them to fp32 is enough to make the op compute in
+    fp32. This operand is the anchor, and the op pays for the cast.
     """
 
     op: int
@@ -83,8 +83,9 @@ class Assignment:
 def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> Assignment:
     """Return the cheapest colours (low or high) of `open_nodes`, given the fixed colours of all other nodes in `colours`.
 
-    The search computes at most 500 cuts, and fewer for a large graph. If that is not enough, the best assignment found so far is returned,
-    with a `gap` above 0. Raises Contradiction if nodes that must share a colour are forced to both colours.
+    The search computes at most 500 cuts, and fewer for a large graph. If that is not enough, the best assignment found so far is returned.
+    Its `gap` is then above 0: a better assignment may save that much. Raises Contradiction if nodes that must share a colour are forced to
+    both colours.
     """
     search = _Search(graph, colours, open_nodes, model)
     try:
@@ -118,7 +119,7 @@ class ColourNetwork:
 class PricedNetwork(ColourNetwork):
     """A flow network in which the cost of a cut is the price of running the ops on the source's side low and all other ops in fp32.
 
-    It leaves out the casts of anchors by promoting ops (the first bound of rule 3 in this file's docstring), so the cost may be too small.
+    The cost may be too small: it leaves out the casts that ops with mixed dtypes need if all their operands are low (rule 3 of this file).
     """
 
     def __init__(self, graph: OpGraph, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode], model: CostModel) -> None:
@@ -143,7 +144,7 @@ class PricedNetwork(ColourNetwork):
             self.network.arc(SOURCE, self.vertices[node.name], max(-more, 0))
 
     def _read(self, node: OpNode) -> None:
-        """Record the copies and casts of its operands that `node` causes if it runs low, and if it runs in fp32."""
+        """Record which casts `node` needs for its operands and their gradients if it runs low, and which if it runs in fp32."""
         own, mixing = self.end(node.name), node.promoted
         mixer = self._mixer(node, own) if mixing else None
         for operand, want in wanted(node, Colour.LOW):
@@ -166,9 +167,10 @@ class PricedNetwork(ColourNetwork):
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
-        """Return the `_Mixer` of the promoting op `node`, if the op may run in fp32 while all its operands are low.
+        """Return a `_Mixer` for the op `node`, which promotes mixed dtypes, if it may run in fp32 while all its operands are low.
 
-        None if that cannot happen: the op always runs low, or an operand is high whenever the op is. `own` is the vertex of the op.
+        Return None if this cannot happen: the op always runs low, or has an operand that is high whenever the op is. `own` is the vertex of
+        the op.
         """
         ends = [self.end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
@@ -198,14 +200,14 @@ class PricedNetwork(ColourNetwork):
 
 
 class _Search(PricedNetwork):
-    """A branch-and-bound search over the colours of the ops that promote types (rule 3 of this file)."""
+    """A branch-and-bound search for the cheapest colours. It branches on operands of ops that promote dtypes (rule 4 of this file)."""
 
     # -- bounds ------------------------------------------------------------------------
     def _forward(self, mixer: _Mixer) -> int:
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Return rule 3's second lower bound on the price of the promoting op `mixer`: (arcs for the network, constant to add to the cut).
+        """Return the second lower bound of rule 3 for the op of `mixer`: (arcs to add to the network, number to add to the cost of a cut).
 
         `fixed` holds the vertices whose colour the search has fixed: True for low, False for high. The result is ([], 0) if an operand
         other than the anchor is fixed to high, because the op then needs no copy.
@@ -224,16 +226,16 @@ class _Search(PricedNetwork):
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if the first bound (rule 3) is too low in the assignment `side`, because the op of `mixer` pays for a copy of its anchor.
+        """True if the op of `mixer` is high and all its operands are low in the assignment `side`.
 
-        The op pays if it is high and all its operands are low.
+        It then pays for an fp32 copy of its anchor, which the first bound of rule 3 leaves out.
         """
         return bool(not side[mixer.op] and side[self.end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 
     def _true_cost(self, side: Side) -> int:
-        """Return the exact price of the assignment `side`, without the costs that are the same for all assignments.
+        """Return the exact price of the assignment `side`, without the costs that all assignments have.
 
-        The bounds leave out the same costs, so that bounds and prices can be compared.
+        The lower bounds of the search leave out the same costs, so that they can be compared with this price.
         """
         side = side.copy()
         for key in {mixer.anchor for mixer in self.mixers}:
@@ -249,9 +251,9 @@ class _Search(PricedNetwork):
 
     # -- search --------------------------------------------------------------------------
     def run(self, cuts: int) -> tuple[Side, int]:
-        """Search with at most about `cuts` minimum cuts.
+        """Search for the cheapest assignment, with at most about `cuts` minimum cuts.
 
-        Return the best assignment found, and the largest number of ticks (the unit of costs) by which another assignment may be cheaper.
+        Return (best assignment found, upper bound on the saving of a better one, in ticks of 0.1 ns).
         """
         self._columns = tuple(np.array(c, np.int64) for c in (self.network.tails, self.network.heads, self.network.capacities))
         members = np.zeros(self.network.size, np.int64)
@@ -293,9 +295,10 @@ class _Search(PricedNetwork):
         return side, value + constant
 
     def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
-        """Yield two subproblems, which fix the colour of one operand to low and to high; none if the bounds are exact for `side`.
+        """Yield two subproblems of the search: one fixes an operand to low, the other fixes it to high.
 
-        A subproblem is (fixed colours, indices in `self.mixers` of the ops whose price has the second bound).
+        Yield nothing if the second bounds of rule 3 equal the true prices in the assignment `side`. A subproblem is (fixed colours, indices
+        in `self.mixers` of the ops for which the second bound is used).
         """
         for index in sorted(second):
             mixer = self.mixers[index]

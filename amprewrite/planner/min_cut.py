@@ -36,7 +36,7 @@ class Contradiction(AmpRewriteError):
     """Raised if every cut contains an infinite arc. `chain` holds the vertices of a path of infinite arcs from source to sink."""
 
     def __init__(self, chain: list[int], names: Sequence[str] = ()) -> None:
-        """Describe the path `chain` in the message: by `names`, the op graph's nodes on the path, or by vertex numbers without `names`."""
+        """Make the message from `names`, the nodes of the op graph on the path `chain`. Without `names` it lists vertex numbers."""
         joined = ", ".join(names) or f"vertices {chain}"
         super().__init__(f"{joined} must share one precision, and what stands at the ends asks for both; remove an override of one of them")
         self.chain = chain
@@ -69,10 +69,12 @@ class Network:
     def once(self, maker: int, readers: Iterable[int], cost: int, outwards: bool, named: bool = False) -> int:
         """Add the cost of one copy of the value of `maker`. It is paid once, however many of the `readers` need the copy.
 
-        With `outwards`, readers on the source's side need the copy if the maker is on the sink's side. Without it, readers on the sink's
-        side need the copy if the maker is on the source's side. Return the vertex of the copy, which is on the side of the readers that
-        need it: the source (with `outwards`) or the sink, if a reader always needs the copy or nothing has to be paid; the reader, if there
-        is only one; otherwise a new vertex. With `named` it is always a new vertex, unless a reader always needs the copy.
+        With `outwards`, readers on the source's side need the copy if the maker is on the sink's side. Without `outwards`, readers on the
+        sink's side need the copy if the maker is on the source's side.
+
+        Return the vertex of the copy. If a reader needs the copy, this vertex is on the reader's side. It is the source (with `outwards`)
+        or the sink if a reader always needs the copy, or if nothing has to be paid. It is the reader if there is only one. Otherwise it is
+        a new vertex. With `named` it is always a new vertex, unless a reader always needs the copy.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):
@@ -127,7 +129,7 @@ def _reached(residual: csr_array) -> npt.NDArray[np.bool_]:
 
 
 def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
-    """Return the capacity that is left on the arcs out of the vertices `side` (a mask). It is an upper bound of the missing flow."""
+    """Return the residual capacity of all arcs out of the vertices `side` (a mask). No more flow than this can still be added."""
     arcs = residual.tocoo()
     return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
 

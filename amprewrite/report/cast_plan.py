@@ -75,8 +75,8 @@ class CastPlan(ModelPlan):
     def counts(self) -> str:
         """Return a few lines of text with numbers of ops and casts.
 
-        They list matmuls and convolutions in fp32. They count ops by colour, casts by kind, and custom ops that are on no op list. The
-        share of FLOPs in the low format, notes, and parts of the model that were not captured follow.
+        They list matmuls and convolutions in fp32. They count ops by colour, casts by kind, and custom ops that are on no op list. They
+        give the share of FLOPs in the low format. Notes and parts of the model that were not captured come last.
         """
         from amprewrite.report.questions.explain import heavy
 
@@ -162,7 +162,7 @@ class CastPlan(ModelPlan):
 
     @staticmethod
     def schema() -> dict[str, dict[str, str]]:
-        """Return {kind of object: {key: meaning}} for the JSON form. Kinds are plan, region, node, cast, skipped and so on.
+        """Return {kind of object: {key: meaning}} for the JSON form of a plan. Kinds are plan, region, node, cast, skipped and so on.
 
         The key `version` of a plan is a number that rises when older files need a migration to be read. New keys have defaults.
         """
@@ -170,7 +170,7 @@ class CastPlan(ModelPlan):
 
 
 class PendingPlan:
-    """The value of `amp.plan` before capture. `skipped` is empty; any other attribute raises PlanError."""
+    """The value of `amp.plan` until the model is captured. `skipped` is empty; any other attribute raises PlanError."""
 
     skipped: tuple[Skipped, ...] = ()
 

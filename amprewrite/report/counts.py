@@ -116,7 +116,7 @@ class ModuleRow:
 
 
 def module_tree(plan: ModelPlan) -> ModuleRow:
-    """Return the row of the root module. The rows of submodules are nested in its `parts`."""
+    """Return the row of the root module: its numbers, and in `parts` the rows of its submodules."""
     root = ModuleRow("")
     for nodes, casts in by_region(plan):
         first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
@@ -136,7 +136,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
 
 
 def _joined(row: ModuleRow) -> ModuleRow:
-    """Return `row`, with each module merged into its only submodule if that submodule has all ops of the module."""
+    """Return `row` with its submodules. A module and its only submodule become one row if they have the same ops."""
     row.parts = {name: _joined(part) for name, part in row.parts.items()}
     if len(row.parts) == 1 and row.name:
         (part,) = row.parts.values()
@@ -271,9 +271,10 @@ def _cast_line(cast: Cast, module: str, prefix: str) -> Line:
 
 
 def _short(value: str, module: str, prefix: str, to: str = "") -> str:
-    """Return the short form of the name `value`: "self.weight" for a value of the reader's own `module`, and ":bf16" added for `to="bf16"`.
+    """Return the short form of the name `value` for a listing of the code of `module`.
 
-    `prefix`, the name of the graph in a plan of several graphs, is removed.
+    A parameter of this module becomes "self.weight". `prefix`, the name of the graph in a plan of several graphs, is removed. If `to` is
+    the format of a cast copy, such as "bf16", ":bf16" is added.
     """
     name = value.removeprefix(prefix)
     name = f"self{name[len(module) :]}" if module and name.startswith(f"{module}.") else name

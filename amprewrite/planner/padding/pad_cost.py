@@ -22,7 +22,7 @@ MARGIN = 1.05
 
 
 def efficiency(size: int, itemsize: int) -> float:
-    """Return the share, from 0 to 1, of the peak rate for rows of `size` elements of `itemsize` bytes."""
+    """Return the share, from 0 to 1, of the peak rate that a matrix product reaches with rows of `size` elements of `itemsize` bytes."""
     return next((share for grain, share in EFFICIENCY if size * itemsize % grain == 0), EFFICIENCY[-1][1])
 
 
@@ -75,7 +75,7 @@ class PadCost:
         return seconds + (self.pad(numel) if self.training else 0)
 
     def inside(self, added: float) -> float:
-        """Return the seconds to write and read `added` elements of padding, in the forward, and in training also in the backward."""
+        """Return the seconds in which a step writes and reads `added` elements of padding. In training this includes the backward."""
         return 2 * added * self.itemsize / self.device.bandwidth * self.passes
 
     def product(self, product: Product) -> float:
@@ -86,7 +86,7 @@ class PadCost:
         return max(arithmetic, moved * self.itemsize / self.device.bandwidth)
 
     def gain(self, product: Product, padded: Product) -> float:
-        """Return the seconds that a step saves if it runs `padded` instead of `product`; 0 if it saves nothing.
+        """Return the seconds that a step saves if it runs the matrix product `padded` instead of `product`; 0 if it saves nothing.
 
         The seconds are measured if `measure` can time both products, otherwise predicted. A predicted saving within `MARGIN` counts as 0.
         """

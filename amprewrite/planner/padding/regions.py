@@ -56,7 +56,7 @@ class Want:
 
 @dataclass
 class Regions:
-    """The calls of one graph, and the padding found so far. Values are called "node", or "node#1" for result 1 of several."""
+    """The calls of one graph, and the padding chosen for them. A value is called "node", or "node#1" if it is result 1 of several."""
 
     calls: dict[str, Call]
     """The calls of the graph by name, in graph order. Planned casts to the low format are calls as well."""
@@ -93,7 +93,7 @@ class Regions:
 
     # -- 1. axes -----------------------------------------------------------------------
     def build(self) -> None:
-        """Find the axes of every dim, from the rules of every call."""
+        """Find the axes of every dim of every value, from the padding rules of all calls."""
         self.axes, self.of_value, self.of_use, self.group, self.rules = Axes(), {}, {}, DisjointSets(), {}
         self.fixed = defaultdict(list)
         for call in self.calls.values():
@@ -157,7 +157,10 @@ class Regions:
         return axis
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """Return the variable (a yes-or-no choice of the cut) that decides if a dim is padded along `axis`; None if it must not be."""
+        """Return the yes-or-no variable of the cut that decides if a dim is padded along `axis`; None if the dim must not be padded.
+
+        `call`, `slot` (the name of an operand or the index of a result) and `dim` select the dim.
+        """
         if (call, slot, dim) not in self.group.parent or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
@@ -182,9 +185,9 @@ class Regions:
         return True
 
     def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
-        """Return the dims of matrix products that are not multiples of `multiple_of(name of the product)`, and set `extent` for their axes.
+        """Return the dims of matrix products that are not multiples of `multiple_of(name of the product)`. Set the padded `extent` of axes.
 
-        Products for which this multiple is None are left out, and so are dims of size 1. A dim that cannot be padded has a `why_not`.
+        Products for which this multiple is None are left out, and so are dims of size 1. If a dim cannot be padded, its `why_not` says why.
         """
         found: list[Want] = []
         for call in self.calls.values():
@@ -220,11 +223,11 @@ class Regions:
         return found
 
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
-        """Choose the axes to pad in a dim that a view merged from several axes (`leaves`). Write them to `want.leaves` and `units`.
+        """Choose which of the axes `leaves` to pad in a dim that a view merged from them. Write the choice to `want.leaves` and `units`.
 
-        `units` holds the multiple to which each axis is padded. If the axes that are padded anyway make the whole dim a multiple of
-        `want.unit`, nothing is added. Otherwise one more axis is padded, or padded further: preferably an axis that may change its extent
-        (not in `fixed`), then an axis that is padded anyway, then the axis that grows least.
+        `units` holds the multiple to which each axis is padded so far. If this already makes the whole dim a multiple of `want.unit`,
+        nothing is added. Otherwise one more axis is padded, or an axis is padded further. An axis that may change its extent (not in
+        `fixed`) is preferred, then an axis that is padded already, then the axis that grows least.
         """
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
@@ -253,10 +256,10 @@ class Regions:
 
     # -- 3. cut ---------------------------------------------------------------------------
     def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadCost) -> None:
-        """Choose the dims to pad and store them in `padded`.
+        """Choose the dims to pad by a minimum cut, and store the choice in `padded`.
 
-        Dims in `asked` are padded at any cost, dims in `weighed` only if the gain exceeds the cost of pads and slices.
-        `gains` holds the seconds that padding saves, by call. `prices` computes the cost of pads and slices.
+        Dims in `asked` are padded at any cost. Dims in `weighed` are padded if the gain exceeds the cost of pads and slices. `gains` holds
+        the seconds that padding saves, by name of the matrix product. `prices` computes the cost of pads and slices.
         """
         network = Network()
         vertices: dict[Variable, int] = {}
@@ -303,15 +306,15 @@ class Regions:
         return [variable for variable in found if variable is not None]
 
     def met(self, want: Want) -> bool:
-        """True if the cut pads all axes that the dim of `want` needs padded."""
+        """True if the cut chose to pad all axes (`want.leaves`) that have to be padded so that the dim of `want` becomes aligned."""
         needs = self._needs(want)
         return bool(needs) and all(variable in self.padded for variable in needs)
 
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
-        """Return, by (dim, value, axis): (variable of the op that makes the value, [(reader, variable of the reader)]).
+        """Return {(dim, value, axis): (variable of the op that makes the value, [(reader, variable of the reader)])}.
 
-        Only axes that some op wants padded are included. A variable is None if its op never has this dim padded. A reader before which
-        padding is cut off (`barriers`) also has the variable None.
+        A variable is the cut's yes-or-no choice whether an op is padded in this dim along the axis. It is None if the op must not be, and
+        also for a reader before which padding is cut off (`barriers`). Only axes that some op wants padded are included.
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
@@ -333,7 +336,10 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Return (value, variable of the reader) for each dim whose padding is cut off before a reader that may be padded itself."""
+        """Return (value, variable of a reader) for each dim whose padding is cut off before the reader, although it may be padded there.
+
+        The variable is the cut's yes-or-no choice whether to pad the reader in this dim. If so, the value is padded anew, with zeros.
+        """
         return [
             (value, variable)
             for value, reader in sorted(self.barriers)
@@ -349,7 +355,7 @@ class Regions:
         return size if isinstance(size, int) else 64
 
     def dims_by_axis(self) -> dict[int, tuple[tuple[str, ...], int]]:
-        """Return {axis that is padded somewhere: (dims of results that are padded along it, number of elements that this adds to them)}."""
+        """Return {padded axis: (dims of results that are padded along it, number of elements that the padding adds to these results)}."""
         dims: dict[int, list[str]] = defaultdict(list)
         added: dict[int, float] = defaultdict(float)
         for call in self.calls.values() if self.padded else ():
@@ -363,7 +369,7 @@ class Regions:
         return {axis: (tuple(sorted(found, key=lambda dim: " -> " in dim)), round(added[axis])) for axis, found in dims.items()}
 
     def touches(self, copy: PadCopy, axis: int) -> bool:
-        """True if `copy`, a change of the size of a value, changes the extent of `axis`."""
+        """True if `copy` (a pad or slice of a value) changes the extent of `axis`, or renews the padding along it."""
         lists = [self.of_value[copy.value], *(self.of_use[copy.value, user] for user in copy.users[:1])]
         return any(
             axis in self.axes.leaves([axes[dim]])
@@ -396,7 +402,10 @@ class Regions:
 
     # -- 4. content ---------------------------------------------------------------------------
     def check(self) -> bool:
-        """Compute the numbers in all padding. Return False if an op cannot take them: the dims to pad must then be chosen again."""
+        """Compute the numbers in the padding of all values. Return True if every op can take the padding of its operands.
+
+        If False, the padding to avoid is recorded in `barriers` and `refused`, and the dims to pad must be chosen again.
+        """
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
         for call in self.calls.values() if self.padded else ():
@@ -427,15 +436,18 @@ class Regions:
         return sound
 
     def _covers(self, call: Call, value: str, use: Layout, out: Layout) -> bool:
-        """True if the operand `value` is padded in all dims in which the result is padded. `use` and `out` are the layouts of the two."""
+        """True if the operand `value` is padded in all dims in which the result of `call` is padded.
+
+        `use` is the padded layout of the operand, `out` that of the result.
+        """
         shift = len(call.shapes[0]) - len(self.of_use[value, call.name])
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
-        """Return the numbers in the padding of `value` that `reader` gets: zeros in padding that is made for the reader, otherwise the
-        numbers that the value's op put there.
+        """Return the numbers that `reader` finds in the padding of `value`.
 
-        `use` is the padded layout in which the reader takes the value, `have` the layout in which the value is made.
+        Padding that is added for the reader holds zeros. Other padding holds the numbers that the value's op put there. `use` is the padded
+        layout in which the reader takes the value, `have` the padded layout in which the op returns the value.
         """
         if not have or (value, reader) in self.barriers:
             return 0.0
@@ -454,10 +466,7 @@ def value_name(call: Call, i: int) -> str:
 
 
 def _merged(factors: Factors) -> Factors:
-    """Return the fewest factors, pairs (size, padded size), that describe the padding of a dim which consists of the axes `factors`.
-
-    An axis without padding is merged into the axis before it.
-    """
+    """Shorten `factors`, pairs (size, padded size) of the axes of one dim: an axis without padding is merged into the axis before it."""
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and n == m:
@@ -476,7 +485,7 @@ def _picoseconds(seconds: float) -> int:
 
 
 def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
-    """Add a gain to the network. It is received only if all vertices in `ends` are on the padded side of the cut."""
+    """Add a gain to the network. A cut receives it only if all vertices `ends` are on the source's side, that is, padded."""
     if not ends:
         return
     wish = network.vertex()

@@ -44,9 +44,10 @@ LARGEST = 1e4
 
 
 class Hazard(Exception):
-    """Raised by a content rule if an op cannot take the padding of its operands, for the reason `why`.
+    """Raised by a padding rule if an op cannot take the numbers in the padding of its operands, such as zeros in a division by them.
 
-    The padding of the operands named in `refs` is then replaced by zeros. Without `refs` no operand and no result of the op is padded.
+    `why` is the reason in words. The padding of the operands named in `refs` is then replaced by zeros. Without `refs` the operands and
+    results of the op are not padded.
     """
 
     def __init__(self, why: str, refs: Sequence[str] = ()) -> None:
@@ -108,8 +109,10 @@ class View:
 
 # -- content -----------------------------------------------------------------------------
 def moved(contents: Contents) -> Content:
-    """Return the number in the padding of the result of an op that only moves elements: the number in the padding of all operands, MIXED if
-    their numbers differ, 0.0 if no operand is padded."""
+    """Return the number in the padding of the result of an op that only moves elements, such as a concatenation.
+
+    It is the number in the padding of all operands. If their numbers differ, it is MIXED; if no operand is padded, 0.0.
+    """
     found = {c for c in contents.values() if c != BROADCAST}
     return 0.0 if not found else found.pop() if len(found) == 1 else MIXED
 
@@ -187,14 +190,14 @@ class Axes:
         return len(self._size) - 1
 
     def find(self, axis: int) -> int:
-        """Return the representative of `axis` and of all axes joined to it."""
+        """Return the number that stands for `axis` and for all axes that were joined to it."""
         return self._joined.find(axis)
 
     def size(self, axis: int) -> Size:
         return self._size[self.find(axis)]
 
     def leaves(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """Return the unsplit axes of which the list `axes` consists now, outer to inner."""
+        """Return the axes in `axes`, outer to inner. An axis that was split is replaced by the axes into which it was split."""
         found: list[int] = []
         stack = list(reversed(axes))
         while stack:
@@ -207,7 +210,7 @@ class Axes:
         return tuple(found)
 
     def unify(self, one: Sequence[int], other: Sequence[int]) -> bool:
-        """Make two lists of axes the same: join axes of equal size, and split an axis where the other list is finer.
+        """Make two lists of axes of one dim the same: join axes of equal size, and split an axis where the other list is finer.
 
         Return False, and change nothing, if the sizes do not allow this.
         """

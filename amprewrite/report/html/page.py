@@ -56,7 +56,7 @@ def asset(name: str) -> str:
 
 # -- facts -----------------------------------------------------------------------------
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
-    """Return the data of the HTML report as values for JSON. The arguments are the same as for `html`.
+    """Return the data that the HTML report draws, as values for JSON. The arguments are the same as for `html`.
 
     Keys of nodes have one letter, since there may be thousands of nodes.
     """
@@ -139,7 +139,8 @@ def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[
     """Return {node: sentences on changes that would give the node its other colour (low or high)}.
 
     Trial plans find the changes, for at most `seconds`: first for high nodes, then for low nodes, and in both groups first for nodes next
-    to casts. For nodes that are not reached in time, a sentence only states the condition that belongs to their reason.
+    to casts. A node for which no time is left gets no trial. It has at most one sentence, on the condition that its recorded reason
+    implies, such as "it would run low in bf16".
     """
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}

@@ -52,7 +52,7 @@ class Box:
 
 @dataclass
 class Nest:
-    """Nested boxes around a list of ops."""
+    """The boxes of modules, nested in each other, around the ops of a picture."""
 
     count: int
     """Number of ops. Ids below this number are ops; ids from this number on are boxes."""
@@ -65,7 +65,7 @@ class Nest:
         return self.boxes[number - self.count]
 
     def path_of(self, op: int) -> list[int]:
-        """Return the ids of an op and all boxes around it, from the op outwards to the root."""
+        """Return the ids of an op and of all boxes around it, from the op outwards to the root box."""
         path, here = [op], self.parent[op]
         while here >= 0:
             path.append(here)
@@ -134,7 +134,8 @@ def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -
 
 
 def _meeting(way: list[int], other: list[int]) -> tuple[int, int, int]:
-    """Return (innermost box around both ends of an edge, part of it with the first end, part of it with the second end), all as ids.
+    """Find the innermost box around both ends of an edge, and return (its id, id of its part with the first end, id of its part with the
+    second end).
 
     `way` and `other` are the paths (`Nest.path_of`) of the two ends.
     """
@@ -168,9 +169,9 @@ def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
 
 
 def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
-    """Add a place for each edge to every layer that the edge passes, and record the edge in `box.chains`.
+    """Reserve space for the edges between parts of `box`: an edge gets a place (an id below 0) in each layer that it passes.
 
-    Edges that pass more than LONGEST_ROUTE layers are left out."""
+    The edge and its places are recorded in `box.chains`. Edges that pass more than LONGEST_ROUTE layers are left out."""
     passing = 0
     for a, b in edges:
         span = range(layer[a] + 1, layer[b])
@@ -268,10 +269,10 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 
 
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
-    """Return the positions (x, y, gutter) of everything inside an open box, by id, and the size of the box.
+    """Return {id: (x, y, gutter)} for everything inside an open box, and (width, height) of the box.
 
-    `extent` has (width, height) of each part, by id. (x, y) is the upper left corner of a part, or the middle of a place for an edge. The
-    gutter is the x of the gap on the left of the column.
+    (x, y) is the upper left corner of a part, or the middle of the space for a passing edge. Layers of a tall box are divided into columns;
+    the gutter is the x of the gap on the left of the column. `extent` has (width, height) of each part, by id.
     """
     if not box.parts:
         return {}, (8 * PAD, HEAD + 2 * PAD)
@@ -318,7 +319,7 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 def _columns(heights: list[float], broad: float) -> list[range]:
     """Divide layers of the given heights into columns of width `broad`. Return the range of layer indices of each column.
 
-    If the heights sum up to at most TALL, there is one column. Otherwise the columns together have a width / height near ASPECT.
+    If the heights sum up to at most TALL, there is one column. Otherwise the number of columns gives a width / height near ASPECT.
     """
     tall = sum(heights)
     count = 1
@@ -337,9 +338,9 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 
 
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
-    """Return x of the middle of each item of a layer, close to `want` but without overlap. `width` has the width of each item.
+    """Return the x of the middle of each item in a layer: close to the wanted x in `want`, but so that no items overlap.
 
-    Each x is the mean of two packings: one from the left, one from the right.
+    Each x is the mean of two packings, one from the left and one from the right. `width` has the width of each item, by id.
     """
     from_left, right = [], float("-inf")
     for item, x in zip(layer, want, strict=True):

@@ -148,7 +148,7 @@ def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
 
 
 def _bundles(drawing: Drawing, placed: Placed) -> dict[tuple[int, int], list[int]]:
-    """Group edges with the same visible ends: {(source id, target id): indices of edges}. Edges inside one closed box are left out."""
+    """Return {(source id, target id): indices of the edges between these visible ops or boxes}. Edges inside a closed box are left out."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, edge in enumerate(drawing.edges):
         ends = _seen(drawing, placed, edge.source), _seen(drawing, placed, edge.target)
@@ -177,9 +177,10 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
 
 
 def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float, float, float]]:
-    """Return the points (x, y, gutter) of an edge between the visible ids `a` and `b`. The gutter is the x of the gap left of the column.
+    """Return the points (x, y, gutter) of an edge from the visible op or box `a` to `b`, both given by id.
 
-    The edge runs out of the boxes around `a`, through its places in the layers in between, and into the boxes around `b`.
+    The edge runs out of the boxes around `a`, through the space kept for it in the layers in between, and into the boxes around `b`. The
+    gutter is the x of the gap on the left of the point's column, in which an edge from the previous column goes up.
     """
     nest = drawing.nest
     way, other = _outwards(drawing, a), _outwards(drawing, b)
@@ -207,7 +208,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """Return SVG marks with the formats of casts: one mark for each group of edges with the same ends, if it has a cast."""
+    """Return SVG marks with the formats of casts. Edges with the same visible ends share one mark if any of them has a cast."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}

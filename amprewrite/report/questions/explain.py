@@ -66,7 +66,7 @@ class Change:
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
     def price(self) -> str:
-        """Return in words the changes in casts, bytes and time, and the number of other nodes that would change colour."""
+        """Return the price of the change in words: casts, bytes and time more or fewer, and how many other nodes would change colour."""
         parts = [_count(self.casts, "cast"), _count(self.weight_casts, "copy of a weight", "copies of weights")]
         said = " and ".join(part for part in parts if part) or "no cast more or fewer"
         sign = "+" if self.cast_bytes > 0 else "-"
@@ -105,7 +105,7 @@ class WhatIf:
         return plan_region(basis)
 
     def forced(self, name: str) -> Change | None:
-        """Return the effect of overriding node `name` to its other colour (low or high); None if it cannot have that colour."""
+        """Return the effect of an override that gives node `name` its other colour (low or high); None if it cannot have that colour."""
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
@@ -139,7 +139,10 @@ class WhatIf:
         yield from islice(same, MOST_TOGETHER)
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
-        """Override `nodes` to the opposite of the colour (low or high) of `name`. Return the effect; None if `name` keeps its colour."""
+        """Try a plan in which `nodes` are overridden to low if the node `name` is high, and to high if it is low.
+
+        Return the effect; None if the node `name` keeps its colour.
+        """
         colour = OTHER.get(self.colours[name])
         if colour is None:
             return None
@@ -174,9 +177,10 @@ def _count(number: int, word: str, words: str = "") -> str:
 
 
 def conditions(node: NodePlan, low: str) -> str:
-    """Return the condition under which the node would have its other colour (low or high); "" if the colours of its neighbours decide.
+    """Return the condition under which `node` would have its other colour (low or high), as its recorded reason implies.
 
-    The text completes the sentence "it would run low …" or "it would run high …" (in fp32).
+    The text completes the sentence "it would run low …" or "it would run high …" (in fp32). It is "" if the reason implies no condition,
+    as when the colours of neighbours decide.
     """
     text = _CONDITIONS.get(node.reason, "")
     return text.format(op=node.op, name=node.name, detail=node.detail, low=low, source=node.source or "its line")
@@ -356,8 +360,8 @@ def bare_name(plan: ModelPlan, node: NodePlan) -> str:
 def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
     """Return sentences on a node's format and reason, its casts, and changes that would alter its format.
 
-    With `asked`, trial plans find such changes. Without it, only a matrix product or convolution in fp32 gets a sentence: the condition
-    under which it would run low.
+    With `asked`, trial plans find these changes. Without `asked`, there is one sentence on changes for a matrix product or convolution in
+    fp32 (the condition under which it would run low), and none for other nodes.
     """
     bare, region = bare_name(plan, node), region_of(plan, node)
     heavy_high = is_heavy_high(region, node)
@@ -374,8 +378,8 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
 def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
     """Return sentences on changes that would give the node its other colour (low or high); [] if it is no op, or has no fp32 values.
 
-    `bare` is the node's name without its region. If a condition belongs to the node's reason, the first sentence states it ("it would run
-    low ..."). With `asked`, trial plans also find overrides that would change the colour, and their price.
+    `bare` is the node's name without its region. The first sentence states the condition that the node's recorded reason implies, if any
+    (such as "it would run low in bf16"). With `asked`, trial plans also find overrides that would change the colour, and their price.
     """
     if node.colour is Colour.PLAIN or node.role != "op":
         return []
@@ -404,7 +408,7 @@ def _and(names: tuple[str, ...]) -> str:
 
 
 def heavy(plan: ModelPlan) -> list[str]:
-    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, and the condition under which each would run low."""
+    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first. Each is followed by the condition for running low."""
     found = by_impact(plan)
     lines = []
     for node in found[:MOST_HEAVY]:

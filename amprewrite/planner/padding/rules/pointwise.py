@@ -109,7 +109,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 def pointwise(view: View) -> Rule:
     """Return the padding rule of an op with one tensor operand. All dims may be padded, unless the call has arguments unknown to the rule.
 
-    The number in the result's padding is the op's result for the number in the operand's padding.
+    The number in the result's padding is computed by applying the op to the number in the operand's padding.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
@@ -164,7 +164,7 @@ def clamp(view: View) -> Rule:
 
 
 def power(view: View) -> Rule:
-    """Return the padding rule of a power. All dims may be padded if the power and its slope are finite in the padding."""
+    """Return the padding rule of a power. All dims may be padded if the op and its derivative are finite for the number in the padding."""
     exponent = view.call.get(1, "exponent")
 
     def content(contents: Contents) -> Content:
@@ -182,8 +182,10 @@ def power(view: View) -> Rule:
 
 
 def where(view: View) -> Rule:
-    """Return the padding rule of `where` and `masked_fill`. A dim along which the condition is broadcast may be padded, if both values to
-    choose from are 0 in the padding."""
+    """Return the padding rule of `where` and `masked_fill`.
+
+    A dim may be padded if the condition is broadcast along it, and if both values to choose from are 0 in the padding.
+    """
     call = view.call
     if call.op == "where":
         condition, sides = call.get(0, "condition"), call.args[1:3]

@@ -38,8 +38,8 @@ def reduction(view: View) -> Rule:
 def batch_norm(view: View) -> Rule:
     """Return the padding rule of batch norm. The channels may be padded.
 
-    A scale (the op's weight) is padded with zeros, so that the padding of the result is zero. Without a scale the padding of the operand
-    must be zero. In training the op pads the running statistics itself.
+    The op's weight is padded with zeros, so that the padding of the result is zero. Without a weight the padding of the operand must be
+    zero. In training the op pads the running statistics itself.
     """
     call = view.call
     names = ("input", "running_mean", "running_var", "weight", "bias")
@@ -75,9 +75,9 @@ def channels(view: View) -> Rule:
 
 # -- matrix products ----------------------------------------------------------------------------------
 def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
-    """Return the function that computes the numbers in the padding of a product with a weight. They are zeros.
+    """Return the content rule of a product with a weight: the padding of the result holds zeros.
 
-    The function raises Hazard if the padding of weight or bias is not zero. The padding of the other operand may hold any finite numbers.
+    The rule raises Hazard if the padding of weight or bias is not zero. The padding of the other operand may hold any finite numbers.
     """
 
     def content(contents: Contents) -> Content:
@@ -191,8 +191,11 @@ def attention(view: View) -> Rule:
 
 
 def einsum(view: View) -> Rule:
-    """Return the padding rule of an einsum of two operands. All dims may be padded if the equation has no ellipsis and no letter twice in a
-    term, otherwise none."""
+    """Return the padding rule of an einsum of two operands.
+
+    No dim may be padded if the equation has an ellipsis, or a term with a letter twice. Otherwise dims with the same letter are padded
+    together.
+    """
     call = view.call
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple) else call.args[1:]
     equation = call.args[0].replace(" ", "") if call.args and isinstance(call.args[0], str) else ""
@@ -218,8 +221,10 @@ def einsum(view: View) -> Rule:
 
 
 def embedding(view: View) -> Rule:
-    """Return the padding rule of an embedding. The features may be padded. If `padding_idx` does not count from the end of the table, the
-    table may also get further rows, which are never looked up."""
+    """Return the padding rule of an embedding. The features may be padded.
+
+    The table may also get further rows, which are never looked up, unless `padding_idx` is negative and thus counts from its end.
+    """
     call = view.call
     weight = call.get(1, "weight")
     shape = view.shape(weight)

@@ -14,7 +14,7 @@ from amprewrite.planner.padding.rule import MIXED, Rule, View, aligned, zero_kee
 
 # -- the same elements in another shape ----------------------------------------------------------
 def _others(view: View, source: Any) -> set[str]:
-    """Return the names of all operands except `source`. The op reads only the dtype or the sizes of these operands."""
+    """Return the names of all operands of a view or conversion except `source`. The op reads only their dtype or sizes."""
     found = {ref.name for ref in (*view.call.args[1:], *view.call.kwargs.values()) if isinstance(ref, Ref)}
     return found - {getattr(source, "name", "")}
 
@@ -101,7 +101,7 @@ def permuted(view: View) -> Rule:
 
 
 def permutation(call: Call, rank: int) -> list[int] | None:
-    """Return, for every dim of the result of a permutation, the dim of its operand; None if the arguments do not determine it."""
+    """Return, for every dim of a permutation's result, the dim of the operand that it was; None if the arguments do not tell it."""
     order = list(range(rank))
     if call.op == "t":
         return order[::-1] if rank <= 2 else [*order[:-2], order[-1], order[-2]]
@@ -122,7 +122,7 @@ def permutation(call: Call, rank: int) -> list[int] | None:
 
 
 def expand(view: View) -> Rule:
-    """Return the padding rule of an expand. The dims along which the operand is not expanded may be padded."""
+    """Return the padding rule of an expand. A dim may be padded if the op does not expand it."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
