@@ -70,7 +70,7 @@ def fit(size: float, low: Format) -> Fit:
 
 
 def means_mask(constant: float) -> bool:
-    """True if a constant in a sum or product is taken for a mask. Only masks may be clamped to the end of the range."""
+    """True if a constant in a sum or product is so large that it is taken for a mask. Only masks may be clamped to the low range."""
     return abs(constant) >= EXTREME or constant <= -MASK
 
 
@@ -177,7 +177,7 @@ def only_blocks(
 ) -> bool:
     """True if `node`, which holds numbers far beyond the range on `sides` of zero, may be clamped to the range of `low`.
 
-    This is the case if all ops downstream use these numbers only to block positions, as masks do. `reads` returns the `Read`s of a value,
+    This is the case if all ops downstream use these numbers as masks do: only to block positions in a softmax. `reads` returns the `Read`s of a value,
     one for each op that reads it. `known` is a cache of the (value, side) pairs for which the answer is True. The call adds to it.
     """
     waiting = [(node, side) for side in sides]
@@ -201,9 +201,9 @@ def near_the_end(largest: float, low: Format) -> bool:
 
 
 def added_values(graph: OpGraph) -> dict[str, bool]:
-    """Return {name: flag} for the values that are added or subtracted. The flag is True if only softmaxes read the sums of the value.
+    """Return {name: flag} for the values that are added or subtracted. A view of a weight counts as the weight.
 
-    A view of a weight counts as the weight.
+    The flag is True if only softmaxes read the sums of which the value is a part.
     """
     scores: set[str] = set()
     for node in reversed(list(graph)):  # readers before makers, so that one pass suffices
@@ -244,7 +244,8 @@ def has_offset(values: Any, scores: bool = False) -> Any:
     """True if the rows of a weight (a tensor or array with dims) have an offset: a mean that is larger than their spread.
 
     Mean and spread are compared as root mean squares. With an offset, a norm subtracts most of the value, so that rounding errors grow.
-    Pass `scores` if softmaxes read the rows: values that block positions are then left out, since an exporter may add a mask to a bias.
+    Pass `scores` if softmaxes read the rows. Far smaller values than the largest are then left out: they are masks, which an exporter may
+    have added to a bias.
     """
     if scores:
         least = values.max() - BLOCKS
