@@ -177,8 +177,9 @@ def only_blocks(
 ) -> bool:
     """True if `node`, which holds numbers far beyond the range on `sides` of zero, may be clamped to the range of `low`.
 
-    This is the case if all ops downstream use these numbers as masks do: only to block positions in a softmax. `reads` returns the `Read`s of a value,
-    one for each op that reads it. `known` is a cache of the (value, side) pairs for which the answer is True. The call adds to it.
+    This is the case if all ops downstream use these numbers as masks do: only to block positions in a softmax. `reads` returns the
+    `Read`s of a value, one for each op that reads it. `known` is a cache of the (value, side) pairs for which the answer is True. The call
+    adds to it.
     """
     waiting = [(node, side) for side in sides]
     seen = set(waiting)
