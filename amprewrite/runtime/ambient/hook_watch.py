@@ -82,7 +82,7 @@ def _places(root: nn.Module) -> list[dict[int, Any]]:
 
 
 def may_differ(root: nn.Module) -> bool:
-    """True if modules of one class may have different hooks: a module below `root` has hooks, or a module is not registered."""
+    """True if modules of one class may have different hooks: a module below `root` has hooks, or is held without being registered."""
     return any(_places(root)) or _holds_unlisted(root)
 
 

@@ -51,8 +51,11 @@ class CacheReadHigh(Exception):
 
 
 class _KeepsLow:
-    """Methods that `_low_class` gives to a layer of a KV cache. They store keys and values low, in an inner layer of the layer's former
-    class, and return them in fp32. An update outside of a captured graph makes the layer store fp32 again."""
+    """Methods that make a layer of a KV cache store keys and values in the low format, and return them in fp32.
+
+    An inner layer, an object of the layer's former class, holds the low tensors. An update outside of a captured graph makes the layer
+    store fp32 again.
+    """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self
@@ -84,7 +87,7 @@ class _KeepsLow:
 
 @functools.cache
 def _low_class(cls: type) -> type:
-    """Return the subclass of the layer class `cls` that stores keys and values low. The inner layer runs all other public methods."""
+    """Return a subclass of the layer class `cls` that stores keys and values low. An inner `cls` object runs other public methods."""
 
     def passed_on(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +182,9 @@ class LowCaches:
 
 
 class CachesOfModel:
-    """Decides whether a rewritten model stores the caches of its `generate()` low.
+    """Decides whether a rewritten model stores the KV caches of its `generate()` in the low format.
 
-    If the user gave a plan (`given`), the plan decides: caches are low if its graphs convert keys or values of low caches.
+    If the user gave a plan (`given`), caches are low if a node of that plan casts keys or values to or from a low cache.
     """
 
     def __init__(self, root: nn.Module, given: ModelPlan | None, note: Callable[[str], None]) -> None:
@@ -189,10 +192,10 @@ class CachesOfModel:
         self.low = given is None or any(_is_conversion(node) for region in given.regions for node in region.nodes)
 
     def of_call(self, low: Format, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LowCaches | None:
-        """Return the low caches of one call of `generate()`; None if its caches stay fp32.
+        """Return a LowCaches that stores the KV caches of one call of `generate()` in the format `low`; None if the caches stay fp32.
 
-        They stay fp32 if the plan reads them in fp32, or if code outside of the model may read them. They also stay fp32 if `low` is fp32
-        or fp16: fp16 would turn large values into infinities. `args` and `kwargs` are the arguments of the call.
+        The caches stay fp32 if the plan reads them in fp32, or if code outside of the model may read them. They also stay fp32 if `low` is
+        fp32 or fp16: fp16 would turn large values into infinities. `args` and `kwargs` are the arguments of the call.
         """
         fits = self.low and low is not FP32 and not low.narrow
         return LowCaches(low.dtype) if fits and not self._seen_outside(args, kwargs) else None
@@ -206,10 +209,11 @@ class CachesOfModel:
         return bool(hooks) or any(each.get("return_dict_in_generate") for each in asked)
 
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
-        """If a planned graph reads keys or values of the low `caches` in fp32, let later calls of `generate()` keep their caches in fp32.
+        """If a planned graph reads keys or values in fp32 from `caches`, which are stored low, keep the caches of later calls in fp32.
 
-        A graph without planned ops counts as such a graph. If `anew`, also raises CacheReadHigh: no code of the present call has run, so
-        it can start again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
+        A graph without planned ops counts as a graph that reads in fp32. `anew` says that no code of the present call of `generate()` has
+        run. Then CacheReadHigh is raised, and the call starts again with fp32 caches. Does nothing if `caches` is None or the user gave a
+        plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
@@ -220,12 +224,12 @@ class CachesOfModel:
 
 
 def reads_high(plan: RegionPlan) -> bool:
-    """True if a planned graph, or a subgraph of it, converts keys or values of a low cache to fp32 and reads them in fp32."""
+    """True if a planned graph, or a subgraph of it, casts keys or values of a low KV cache to fp32, and so reads them in fp32."""
     return any(node.colour is Colour.HIGH and _is_conversion(node) for region in (plan, *plan.bodies) for node in region.nodes)
 
 
 def _is_conversion(node: NodePlan) -> bool:
-    """True if a node converts keys or values of a low cache, that is, if its source line is in this file."""
+    """True if a node casts keys or values to or from a low KV cache. The source line of such a node is in this file."""
     return node.source.startswith(f"{_SOURCE}:")
 
 
@@ -241,13 +245,13 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of `tensor`, keys or values of a marked cache, in which equal sizes get one symbol; () for any other tensor."""
+    """Return the dims of `tensor` in which Dynamo uses one symbol for equal sizes; () unless `mark_growing` found it in a KV cache."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 
 
 def _mark_shared(value: Any) -> None:
-    """If `value` is a cache, mark the dims of its keys and values whose size may share a symbol with equal sizes.
+    """If `value` is a KV cache, store on its keys and values the dims in which Dynamo uses one symbol for equal sizes (`shared_sizes`).
 
     These are the batch and length dims. A size with two meanings in this cache, such as a batch of five and five keys, is left out.
     """
@@ -269,9 +273,9 @@ def _kinds(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
-    """Yield tensors in `value`, each with the dims whose sizes vary. `value` is a tensor, a mapping of tensors, or a cache.
+    """Yield tensors in `value`, each with its dims whose sizes vary in later calls. `value` is a tensor, a mapping of tensors, or a cache.
 
-    A floating tensor is yielded only if it has three dims, as hidden states have, or is in a cache.
+    A floating tensor outside of a KV cache is yielded only if it has three dims, as hidden states have.
     """
     if isinstance(value, Tensor):
         if not value.is_floating_point():
@@ -287,5 +291,5 @@ def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
 
 
 def _in_layer(layer: Any) -> list[Tensor]:
-    """Return the keys and values of a layer of a cache that have the usual four dims."""
+    """Return the keys and values that a layer of a KV cache stores, without tensors that do not have the usual four dims."""
     return [held for held in tensors_of(layer) if isinstance(held, Tensor) and held.dim() == 4]

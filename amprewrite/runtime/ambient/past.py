@@ -34,7 +34,10 @@ def asking_node() -> Any:
 
 
 def asking_number() -> tuple[int, int] | None:
-    """Return (number of the backward, number of the autograd node) while a non-reentrant checkpoint recomputes; otherwise None."""
+    """Return two numbers that identify a recomputation by a non-reentrant checkpoint; None if no such recomputation runs.
+
+    They are the number of the running backward, and the number of the autograd node whose saved tensors are recomputed.
+    """
     node = asking_node()
     return None if node is None else (current_backward(), node._sequence_nr())
 

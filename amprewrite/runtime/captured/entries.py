@@ -92,9 +92,9 @@ class Graphs:
         self._alone = self._compile(beside_hooks=False)
 
     def _compile(self, beside_hooks: bool) -> Callable[..., Any]:
-        """Return the compiled function of the entry, or its original function if `captured` is False.
+        """Return the compiled function of the entry. If the entry's code runs as written (`captured` is False), return it uncompiled.
 
-        `beside_hooks`: the function is for calls while the process has global module hooks.
+        `beside_hooks`: whether the function is for calls that run while the process has global module hooks.
         """
         entry, session = self.entry, self.entry.session
         if not entry.captured:
@@ -112,10 +112,10 @@ class Graphs:
 
     @property
     def compiled(self) -> Callable[..., Any]:
-        """The function that the next call runs. Until there is a graph, it is `_first_call`.
+        """The function that the next call runs. It is `_first_call` until a graph is captured.
 
-        While the process has global module hooks, it is a second compiled function, without guards on these hooks: the guards would cause
-        a new capture for every `with FlopCounterMode():`.
+        While the process has global module hooks, a second compiled function runs. It has no guards on these hooks, which would cause a
+        new capture for every `with FlopCounterMode():`.
         """
         if not any_global_hook():
             return self._alone if self.regions else self._first_call
@@ -147,7 +147,7 @@ class Graphs:
 
     @property
     def outdated(self) -> bool:
-        """True if the plans of these graphs no longer hold, because of a changed weight or another graph. The code is unchanged."""
+        """True if a changed weight or the plan of another graph made the plans of these graphs invalid. The model's code is unchanged."""
         return self.anew in (Anew.WEIGHTS, Anew.AGREED)
 
     def failed(self, failure: Failure) -> None:
@@ -178,9 +178,9 @@ class Graphs:
         raise SkipFrame(HOOKED_INPUT)
 
     def note_break(self, module: torch.fx.GraphModule) -> None:
-        """If Dynamo broke the graph before the end of the code, list the place and the reason in `left_out`.
+        """If a graph break ended the captured graph `module`, list the place and the reason in `left_out`.
 
-        If the reason is a function that is disabled for Dynamo, also warn, or raise CaptureError under `strict`.
+        If Dynamo broke the graph at a function that is disabled for Dynamo, also warn, or raise CaptureError under `strict`.
         """
         reason = getattr(module, "compile_subgraph_reason", None)
         if reason is None or not reason.graph_break:
@@ -253,7 +253,7 @@ class Entry:
         self, session: CallRecord, rewrite_region: RewriteRegion, path: str, function: Callable[..., Any], captured: bool = True,
         home: type[nn.Module] | None = None, key: str = "",
     ) -> None:  # fmt: skip
-        """`path`: the module's path. `key`: the key in `entries`. `home`: the class whose forward is `function`, or None."""
+        """`path`: the module's path. `key`: its key in `session.entries`. `home`: the class whose forward is `function`, or None."""
         self.session, self.rewrite_region, self.path, self.function, self._home = session, rewrite_region, path, function, home
         self.key = key
         self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"
@@ -281,7 +281,7 @@ class Entry:
     def why_anew(self, recomputes: bool) -> Anew | None:
         """Return the reason why this call must capture anew; None if it runs the present graphs.
 
-        `recomputes`: a backward makes the call, to repeat a forward. Then only changed hooks or a changed forward are reasons.
+        `recomputes`: whether a backward makes the call, to repeat a forward. Then only changed hooks or a changed forward are reasons.
         """
         if self.hooks.changed():
             return Anew.HOOKS
@@ -303,8 +303,8 @@ class Entry:
     def capture_anew(self, why: Anew) -> None:
         """Replace the graphs by an empty `Graphs`. Its functions have new code objects, so that Dynamo reuses no earlier graph or failure.
 
-        `why` is the reason. After NOT_CAPTURED, the entry runs as written until the next call of this method. If the old graphs are
-        `outdated` (their decisions changed, not their code), they are kept for recomputations of their forwards.
+        `why` is the reason. If it is NOT_CAPTURED, the entry runs as written until the next call of this method. If the old graphs are
+        `outdated` (their plans no longer hold, but the code is unchanged), they are kept for recomputations of forwards that ran them.
         """
         self.captured = self._to_capture and why is not Anew.NOT_CAPTURED
         before, self.graphs = self.graphs, Graphs(self)

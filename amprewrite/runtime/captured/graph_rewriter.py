@@ -96,7 +96,8 @@ class GraphRewriter(CallRecord):
     ) -> None:
         """Register the module at `path` as an entry: a module that is called from outside of graphs, and so has captured graphs of its own.
 
-        `function` is the code that a call of the module runs. For `captured` and `home` see Entry. `key` replaces `path` as the key.
+        `function` is the code that a call of the module runs. For `captured` and `home` see Entry. `key`, by default `path`, is
+        the key in `entries`.
         """
         key = path if key is None else key
         self.entries[key] = Entry(self, self.rewrite_region, path, function, captured, home, key)
@@ -229,13 +230,13 @@ class GraphRewriter(CallRecord):
         return region
 
     def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:
-        """Return how an emitted graph reads the weights, and warn if it reads fp32 values that freezing dropped."""
+        """Return which weights an emitted graph reads, and how. Warn if it reads fp32 values that freezing has dropped."""
         reads = weight_reads(made, inputs, self.root)
         self.warn_fp32(lost_values(self.root, reads.copies, entry.place))
         return reads
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
-        """Add `regions`, value ranges that LookAhead observed, to the calibration of this session. Return the new calibration."""
+        """Add `regions`, value ranges that LookAhead observed, to the session's calibration, and return it. Sets `overflowed` to True."""
         with self.lock:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
@@ -244,30 +245,33 @@ class GraphRewriter(CallRecord):
     def _cache(self, training: bool, compiled: bool) -> WeightCache | None:
         """Return the cache that keeps low copies of weights for a graph; None if the graph casts its weights anew in each call.
 
-        With gradients (`training`), only eager graphs under `cache_weights="step"` read kept copies. Without gradients, a `compiled` graph
-        reads them only if it is captured while a block keeps copies, as `generate()` does, because it is compiled once for all later calls.
-        With `cache_weights=False`, and if FSDP2 shards the model, no copies are kept.
+        A graph that records gradients (`training`) reads kept copies only if it is not `compiled`, and `cache_weights="step"`. A `compiled`
+        graph without gradients reads them only if it is captured inside a block that keeps copies, such as a call of `generate()`, because
+        it is compiled once for all later calls. With `cache_weights=False`, and if FSDP2 shards the model, no copies are kept.
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
         return self.cache if wanted and not self._sharded() else None
 
     def _sharded(self) -> bool:
-        """True if FSDP2 shards a module. If so, add a note. FSDP2 writes weights for every forward, and version counters do not show it."""
+        """True if FSDP2 shards a module; then also add a note to the plan.
+
+        Low copies cannot be kept under FSDP2: it writes the weights anew for every forward, and their version counters do not show it.
+        """
         if found := any(map(is_sharded, self.root.modules())):
             self.note("low copies of weights are not kept here: FSDP gathers the weights anew for every forward")
         return found
 
     def weight_names(self) -> dict[int, str]:
-        """Return the names of the weights by id. A tied weight has the last of its names."""
+        """Return the name of each weight, by the `id()` of the parameter. A tied weight has the last of its names."""
         return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
 
     def _row(self, device: str) -> Device:
-        """Return the row of the device to plan for: the device named in the options, otherwise `device`, where the model is."""
+        """Return the table row of the device to plan for: the device named in the options, or `device`, where the model is."""
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
-        """Return the policy for a model on `device`, such as "cuda". Its restrictions, such as no fast low matmuls, become notes."""
+        """Return the policy for a model on `device`, such as "cuda". Limits of the device, such as no fast low matmuls, become notes."""
         kept, products = self.cache.block() is not None, self.options.products
         return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 
@@ -293,9 +297,9 @@ class GraphRewriter(CallRecord):
         return any(each.outdated for each in graphs)
 
     def _overflowed(self) -> str | None:
-        """Return the node with the first overflow in the training step that loss scaling is skipping; None if it is not found.
+        """Return in words where the training step that loss scaling is skipping first overflowed; None if the place is not found.
 
-        Before the next call of the model, its weights are checked (`look_at_weights`).
+        Also ask for a check of the weights before the next call of the model (`look_at_weights`).
         """
         self.schedule.due = True
         graphs = [(region.plan, region.module) for region in self.last]
@@ -329,15 +333,15 @@ class Agreement:
                 note("captured anew: another graph keeps high what ran low in this one, and one plan serves all graphs of the model")
 
     def _contradicts(self, plan: RegionPlan) -> bool:
-        """True if an op of the plan has another colour (low or high) than the graphs share, or another decision on fp8."""
+        """True if `plan` gives an op another colour (low or high), or another decision on fp8, than the graphs of the model share."""
         fp8 = self.colours.products
         return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
 
     def follow_weights(self, every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
         """Mark graphs for a new capture if one of their weights moved into or out of the low format's range.
 
-        `note` is called for each such weight. If graphs share colours, all graphs in `every` are marked. Returns a warning if a weight no
-        longer fits, otherwise "".
+        `note` is called with a text for each of these weights. If `on` is True, graphs share the colours of ops, so all graphs in `every`
+        are marked. Returns a warning if a weight no longer fits, otherwise "".
         """
         if not any(graphs.weights for graphs in every):
             return ""
@@ -357,6 +361,6 @@ class Agreement:
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:
-    """Return the nodes that the planner considered for fp8. A node is coloured low if its forward GEMM runs in fp8, otherwise high."""
+    """Return copies of the nodes that the planner considered for fp8: low if the forward GEMM of a node runs in fp8, otherwise high."""
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]

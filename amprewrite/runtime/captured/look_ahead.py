@@ -84,8 +84,8 @@ class LookAhead:
         """In the first CALLS forwards of the model, run the graph in fp32 and observe its values. Then return `run(inputs)`.
 
         Warn if the results are not finite although the fp32 results are. `forward` is the number of the running forward of the model.
-        Nothing is observed while a CUDA graph records, while a checkpoint recomputes, and on tensors without values (meta, fake). If `left`
-        is negative, all forwards to observe are over.
+        Nothing is observed while a CUDA graph records, while a checkpoint recomputes, and on tensors without values (meta, fake). `left`,
+        the number of forwards still to observe, is negative after the last of them.
         """
         if forward != self.forward:
             self.forward, self.left = forward, self.left - 1
@@ -135,9 +135,9 @@ class LookAhead:
         return finite
 
     def _observed(self, inputs: tuple[Any, ...], brief: bool) -> tuple[Mapping[str, RegionRanges], bool]:
-        """Run the graph in fp32. Return (value ranges; True if the results, and the inputs that it writes, are finite on this rank).
+        """Run the graph in fp32. Return (value ranges, True if all results and all written inputs of the graph are finite on this rank).
 
-        If values are sharded, the ranges are merged over all ranks. With `brief` they have no histograms.
+        If values are sharded, the ranges are merged over all ranks. With `brief` the ranges have no histograms.
         """
         with self._aside():
             observer, copies = Observer(weights=False, brief=brief), self._copies(inputs)
@@ -225,8 +225,9 @@ def rewrite_for(
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """Return the edited graph of an exported module, and its plan.
 
-    If the low format is fp16, run the graph in fp32 on `args` and `kwargs`, and plan it with the observed ranges if a value would overflow,
-    or in any case if `overflowed`. Buffers are restored. `learn` adds ranges to the calibration and returns it. `warn` warns the user.
+    If the low format is fp16, run the graph in fp32 on `args` and `kwargs`. Plan it with the observed ranges if a value would overflow, or
+    if `overflowed` (a graph of the model would have overflowed in a first call). Buffers are restored. `learn` adds ranges to the
+    calibration and returns the new calibration. `warn` warns the user.
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
@@ -257,7 +258,7 @@ def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
 
 
 def _of_all_ranks(observer: Observer) -> Mapping[str, RegionRanges]:
-    """Return the observed ranges by graph. If values are sharded over ranks, merge the ranges of all ranks, in one order on all ranks."""
+    """Return the observed ranges of each graph. If values are sharded, merge the ranges of all ranks, in the same order on every rank."""
     seen: dict[str, RegionRanges] = observer.regions
     for group in (group for mesh in observer.meshes for group in mesh.get_all_groups()):
         every: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -269,7 +270,7 @@ def _of_all_ranks(observer: Observer) -> Mapping[str, RegionRanges]:
 
 
 def _hold_numbers(values: Any) -> bool:
-    """True if no tensor in `values` is fake or on the meta device. A model may be exported on such tensors."""
+    """True if all tensors in `values` hold numbers. Fake tensors and meta tensors, on which a model may be exported, hold none."""
     return not any(isinstance(t, FakeTensor) or t.is_meta for t in tree_leaves(values) if isinstance(t, torch.Tensor))
 
 

@@ -83,14 +83,15 @@ class Region:
     def become(
         self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals
     ) -> None:
-        """Replace the running graph by a new rewrite of the same capture. Recomputations of earlier forwards still run the old one."""
+        """Make later calls run `run`, a new rewrite of the same captured graph. Recomputations of earlier forwards run the old one."""
         self._past.keep((self.run, self.reads))
         self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused
 
     def call(self, inputs: tuple[Any, ...], forward: int) -> Any:
         """Run the graph on the inputs of its captured code, and return its results.
 
-        In fp16, each of the first calls first runs the graph in fp32, to find overflows. `forward` is the number of the model's forward.
+        In fp16, each of the model's first calls also runs the graph in fp32 before, to find overflows. `forward` is the number of the
+        model's running call.
         """
         first = self.look_ahead
         with closed_if_raised() if self.enters_regions else contextlib.nullcontext():
@@ -182,16 +183,16 @@ class State(threading.local):
         """The low caches of the innermost running call of `generate()`; None if its caches stay fp32."""
 
     def regions_around(self) -> int:
-        """Return the number of torch.autocast regions around the outermost call, or around the recomputation that runs in it."""
+        """Return the number of torch.autocast regions around the outermost call; during a recomputation in it, around the recomputation."""
         return self.around
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager for a call by a backward inside a running forward, as when a forward takes gradients through a checkpoint.
+        """Context manager for a call that a backward makes while a forward runs, as when a forward takes gradients through a checkpoint.
 
-        `asked`: the `asking_number()` of the recomputation; None in any other call. `around`: the number of torch.autocast regions around
-        the call. In a recomputation they all count as regions around the model, not in its code, because the checkpoint enters regions to
-        restore the autocast state of its forward.
+        `asked`: the result of `asking_number()`, which is None if the call is no recomputation by a non-reentrant checkpoint. `around`: the
+        number of torch.autocast regions around the call. In such a recomputation they all count as regions of the model's caller, not of
+        its code, because the checkpoint enters regions to restore the autocast state of its forward.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around
@@ -202,7 +203,7 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def generates(self, low_caches: LowCaches | None) -> Iterator[None]:
-        """Context manager for a call of `generate()`: sizes are captured as dynamic, and `low_caches` store keys and values low."""
+        """Context manager for a call of `generate()`: its sizes are captured as dynamic, and `low_caches` store low until it ends."""
         outer = self.low_caches
         self.generating, self.low_caches = self.generating + 1, low_caches
         try:
@@ -272,6 +273,6 @@ class CallRecord:
             warnings.warn(message, AmpRewriteWarning, stacklevel=2)
 
     def forget_calls(self) -> None:
-        """Clear `calls`, because graphs of earlier calls are replaced."""
+        """Clear `calls`, which lists the graphs that earlier calls ran, because some of these graphs are replaced."""
         with self.lock:
             self.calls.clear()
