@@ -112,12 +112,12 @@ class Values(TorchDispatchMode):
         return result
 
     def add(self, value: Any) -> None:
-        """Record the tensors in `value` as values of the run."""
+        """Record the tensors in `value`, as if an op of the recorded run had returned them."""
         for tensor in _sketchable(value):
             self.seen[_kind(tensor)].append(_sketch(tensor))
 
     def had(self, value: Any) -> bool:
-        """True if all tensors in `value` are among the recorded values of the run."""
+        """True if each tensor in `value` equals a recorded tensor, up to TOLERANCE."""
         found = ((_sketch(tensor), self.seen.get(_kind(tensor), ())) for tensor in _sketchable(value))
         return all(any(_alike(mine, each) for each in seen) for mine, seen in found)
 
@@ -254,7 +254,7 @@ class CaptureCheck:
             copy.meta = kept_meta(node.meta)
 
     def runs(self, inputs: tuple[Any, ...]) -> None:
-        """Record the inputs on which the checked call will run the captured graph. Buffers are recorded with the values before the call."""
+        """Record the inputs on which the checked call will run the captured graph; for a buffer, its value from before the call."""
         if not self.sound or self.graph is None or self.given:
             return
         self.sound = all(id(inputs[place]) in self.buffers for place in self.written)
@@ -298,7 +298,7 @@ class CaptureCheck:
 
     @contextlib.contextmanager
     def _again(self, grad: bool) -> Iterator[None]:
-        """Context manager that repeats the conditions of the checked call: its random states, grad mode `grad`, no saved-tensor hooks."""
+        """Context manager that sets the random states of the checked call and the grad mode `grad`, and disables saved-tensor hooks."""
         now = random_states(self.devices)
         with random_state_kept(self.devices), unhooked(), torch.set_grad_enabled(grad):
             self.random()
@@ -308,7 +308,7 @@ class CaptureCheck:
                 now()
 
     def _as_written(self, grad: bool, values: Values | None = None) -> list[Tensor]:
-        """Return the floating results of the plain model on copies of the arguments, buffers and random states.
+        """Run the plain model on copies of the arguments and buffers, with the random states of the call. Return its floating results.
 
         `grad`: grad mode of the run. `values`, if given, records the result of every op.
         """

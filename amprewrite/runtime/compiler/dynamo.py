@@ -79,8 +79,8 @@ def compile_afresh(
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a clone of `function`, a forward in the model `root`. Dynamo compiles the clone anew, even if it skipped `function` before.
 
-    Errors of `backend` reach the caller unchanged. Settings that torch.compile has no argument for hold only while Dynamo converts a frame,
-    so that a call of a captured graph does not pay for them:
+    Errors of `backend` reach the caller unchanged. The settings below, for which torch.compile has no arguments, are on only while
+    Dynamo converts a frame, so that a call of a captured graph does not pay for them:
 
     1. LSTM, GRU and RNN modules are captured if `recurrent`; otherwise they break the graph.
     2. Calls of loggers are left out of graphs, as in torch.export. A message about it is passed to `note`.
@@ -209,7 +209,7 @@ def _all_of(filters: Sequence[Callable[[Sequence[Any]], list[bool]]]) -> Callabl
 
 
 def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
-    """Guard filter that drops the guards on the tensors that a frozen weight stores, and on its metadata. Returns a bool for each guard.
+    """Guard filter that drops the guards on a frozen weight's stored tensors and on its metadata. Returns a bool for each guard.
 
     These guards run Python code in every call, 20 us for each weight. They are not needed, because a graph reads the stored tensors anew in
     every run. The guards on the fp32 tensor that a frozen weight looks like are kept.
@@ -237,7 +237,7 @@ _ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DIC
 
 
 def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of `function` with a new code object, because Dynamo stores its caches and skips by code object.
+    """Return a copy of `function` with a new code object, because Dynamo stores graphs, and marks to skip code, by code object.
 
     Dynamo skips the files of PyTorch's own modules. A forward from such a file is wrapped in a function of ours, which Dynamo captures. An
     object that is no Python function is returned unchanged.
@@ -252,7 +252,7 @@ def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_code(inner: Any) -> Callable[..., Any]:
-    """Return a copy of `inner`, a function outside of PyTorch, with a new code object, for which Dynamo has no caches and skips."""
+    """Return a copy of the function `inner` with a new code object, for which Dynamo has no cached graph and no mark to skip it."""
     copy = types.FunctionType(inner.__code__.replace(), inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
     copy.__kwdefaults__, copy.__qualname__, copy.__module__ = inner.__kwdefaults__, inner.__qualname__, inner.__module__
     return copy
@@ -325,7 +325,7 @@ def wants_one_graph() -> bool:
 def inputs_to_hook() -> set[str]:
     """Return the names of the inputs of the graph under capture on which the model sets hooks.
 
-    Dynamo keeps such hooks out of the graph. It registers them after the graph has run, on the values that the inputs have then.
+    Dynamo keeps such hooks out of the graph, and registers them after the graph has run: if the graph writes an input, on the new value.
     """
     now = reading()
     hooks = () if now is None else now.output.side_effects.tensor_hooks.values()
@@ -333,7 +333,7 @@ def inputs_to_hook() -> set[str]:
 
 
 def changes_objects() -> bool:
-    """True if the captured code changes an object that existed before, or hooks a tensor. Dynamo replays both after the graph."""
+    """True if the captured code changes an object that existed before, or sets a hook on a tensor. Dynamo does both after the graph."""
     effects = reading().output.side_effects
     there = (each for each in effects.id_to_variable.values() if isinstance(each.mutation_type, _WAS_THERE))
     return bool(effects.tensor_hooks) or any(effects.is_modified(each) for each in there)
@@ -357,7 +357,7 @@ def at_work() -> bool:
 
 
 def kept_out() -> bool:
-    """True if no setting switches Dynamo off, but it would not capture a function that is called now.
+    """True if Dynamo would not capture a function that is called now, although no setting switches Dynamo off.
 
     This is true, for example, inside a function that `torch.utils.checkpoint` runs uncaptured.
     """
@@ -447,7 +447,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def unselective() -> Iterator[None]:
-    """Context manager for a trial run of a graph: disable dispatch modes of selective checkpoints, which must not store its results."""
+    """Context manager for a trial run of a graph: disable selective checkpoints, which must not store results of that run."""
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = not_selective(outer)
     try:

@@ -103,7 +103,10 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _code(error: BaseException) -> types.CodeType | None:
-    """Return the code of the frame that Dynamo failed on; None if unknown. Dynamo's function that caught `error` has it as `frame`."""
+    """Return the code object that Dynamo could not convert when it raised `error`; None if unknown.
+
+    It is found by the local variable `frame` of the Dynamo function that caught `error`, the first function in the traceback.
+    """
     caught = error.__traceback__
     frame = caught.tb_frame.f_locals.get("frame") if caught is not None else None
     code = getattr(frame, "f_code", None)

@@ -59,9 +59,10 @@ def regions_around() -> int:
 def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool) -> Iterator[None]:
     """Context manager for a conversion of a frame by Dynamo, in which `torch.is_autocast_enabled` and similar functions return True.
 
-    Items 2 to 4 at the top of this file name the exceptions. `root` is the model. `inputs` are the values that the frame reads, nested in
-    lists, tuples and dicts. `around` is the number of autocast regions around the call of the model. If `again`, the call can begin again
-    with its half inputs in fp32. Then a TwoDtypes, wrapped in an Unseen, is raised as soon as the code asks for the autocast state.
+    They return the true answer in the cases 2 to 4 at the top of this file. `root` is the model. `inputs` are the values that the frame
+    reads, nested in lists, tuples and dicts. `around` is the number of autocast regions around the call of the model. If `again`, the call
+    can begin again with its half inputs in fp32. Then a TwoDtypes, wrapped in an Unseen, is raised as soon as the code asks for the
+    autocast state.
     """
     devices = _devices(root, inputs)
 
@@ -96,7 +97,7 @@ def exported_under_autocast(
     """Return `export()`, called under autocast with the dtype fp32, on the devices of the model `root` and its `inputs`.
 
     `export` is called without autocast if a parameter, buffer or input is half. It is called again without autocast if
-    `computes_half(result)` is true, or if it raised a CaptureError. So no value changes its dtype.
+    `computes_half(result)` is true, or if it raised a CaptureError. So autocast never changes the dtype of a value.
     """
     devices, found = _devices(root, inputs), None
     if devices:
@@ -165,7 +166,7 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
-    """Context manager in which equal dynamic sizes get one symbol, in the dims that `shared` returns for a tensor.
+    """Context manager in which Dynamo uses one symbol for equal dynamic sizes. `shared` returns the dims of a tensor for which it does.
 
     Dynamo has no public setting for this. It guards that these sizes stay equal, and captures again if they differ.
     """
@@ -231,7 +232,7 @@ def breaking_at_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
-    """Context manager in which Dynamo infers the fake result of a recurrent layer from one time step, and records the layer as one op."""
+    """Context manager in which Dynamo records a recurrent layer as one op, and infers its fake result (shape, dtype) from one step."""
 
     def handle(layer: Callable[..., Any], _: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = tx.output.create_proxy("call_function", in_one_step(layer), *proxy_args_kwargs(args, kwargs))

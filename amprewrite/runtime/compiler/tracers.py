@@ -73,9 +73,9 @@ def refuse_tracers() -> None:
 
 
 def _was_another_export() -> bool:
-    """Wait until no other thread exports. Return True if symbolic tracing has ended by then.
+    """Wait until no other thread exports. Return True if symbolic tracing has then ended, so that it belonged to such an export.
 
-    All threads share PyTorch's flag for symbolic tracing, which an export in another thread may have set. While it is set, calls of
+    All threads share PyTorch's flag for symbolic tracing, which an export in another thread may have set. While the flag is set, calls of
     functions that Dynamo compiled raise an error.
     """
     with ONE_EXPORT:

@@ -1,6 +1,6 @@
-"""Decide which calls of an ATen graph inductor fuses bit for bit as PyTorch's own kernels compute them, and replace others by such calls.
+"""Decide which calls of an ATen graph inductor may fuse without changing a bit of a result, and replace other calls by such calls.
 
-Inductor computes some calls as the kernels do, if it keeps the casts:
+Inductor's code gives the same bits as PyTorch's own kernels for these calls, if it keeps the casts:
 
 1. Ops that only move or make values: views, copies, gathers, fills. Also casts: each rounds once, to the nearest value.
 2. Arithmetic that rounds each result once, as IEEE 754 requires: sums, products, quotients, comparisons, choices. Kernels for low
@@ -97,7 +97,7 @@ def is_fusible(node: torch.fx.Node) -> bool:
 
 
 def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
-    """True if the call computes in one format, and all operands have this format or are widened to it exactly.
+    """True if the call computes in one format, and each operand has this format or is widened to it exactly, as bf16 to fp32.
 
     A low 0-dim tensor among fp32 operands gives False, because kernels read it as a number, not as a tensor.
     """
@@ -111,11 +111,11 @@ def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
 
 
 def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
-    """True if each number among the arguments is the same in fp32 and in the format of the tensors.
+    """True if inductor and PyTorch's kernel get the same value for each Python number among the arguments, in whatever format they read it.
 
-    Numbers must be exact in the low formats of the tensors. If no tensor is low and the call is in CHOICES (`chooses`), they must be exact
-    in the formats of the tensors. False if a sum has a scale (`alpha`) other than 1, because only inductor rounds the product, and if a
-    quotient has a rounding mode.
+    A number must be exact in the low formats (bf16, fp16) of the tensors. If no tensor is low, it must be exact in their formats only if
+    the call is in CHOICES (`chooses`). False if a sum has `alpha`, a factor of its second operand, other than 1, because only inductor
+    rounds the product. False if a quotient has a rounding mode.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False
@@ -191,7 +191,7 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
 def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> Tensor:
     """Decompose the backward of a slice: pad the gradient with zeros, by one call that inductor fuses.
 
-    Return NotImplemented for symbolic sizes and for a step other than 1: these slices stay calls of the kernel.
+    Return NotImplemented, so that PyTorch's kernel runs, for symbolic sizes and for a step other than 1.
     """
     dim %= len(sizes)
     size, length = sizes[dim], gradient.shape[dim]
@@ -236,9 +236,9 @@ def _is_fp32_on_cpu(node: torch.fx.Node) -> bool:
 
 
 def _has_inexact_number(node: torch.fx.Node) -> bool:
-    """True if a call in one low format has a number argument that this format cannot represent.
+    """True if all tensors of a call have one low format, and a number among the arguments is not exact in this format.
 
-    False if the call has keyword arguments or more than two arguments, such as the scale of a sum.
+    False if the call has keyword arguments or more than two arguments, for instance the factor `alpha` of a sum.
     """
     result = node.meta.get("val")
     operands = [source.meta.get("val") for source in node.all_input_nodes]
