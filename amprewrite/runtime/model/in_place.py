@@ -57,7 +57,7 @@ _ABSENT = object()
 
 
 class Before:
-    """The state of a model before it is rewritten in place: for each module, its class and its attributes in TOUCHED."""
+    """The state of a model before it is rewritten in place: the class of each module, and its attributes that a rewrite sets."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [(weakref.ref(each), type(each), _touched(each)) for each in root.modules()]
@@ -81,12 +81,12 @@ class Before:
 
 
 def _touched(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes in TOUCHED that the module has, with their values."""
+    """Return the attributes of the module that a rewrite sets (TOUCHED), with their present values."""
     return {name: module.__dict__[name] for name in TOUCHED if name in module.__dict__}
 
 
 def _put_back(module: nn.Module, values: dict[str, Any], is_root: bool) -> None:
-    """Set each attribute in TOUCHED to its value in `values`, or delete it if `values` lacks it.
+    """Set each attribute that a rewrite sets (TOUCHED) back to its value in `values`, or delete it if `values` lacks it.
 
     A `forward` that the user set after the rewrite stays. On the root (`is_root`), the effect of a later `compile()` stays, too.
     """
@@ -160,7 +160,7 @@ class _CallsOriginal(type):
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """Return the metaclass for rewritten subclasses, given the metaclass `meta` of the original classes. Register how to pickle them."""
+    """Return the metaclass for the rewritten subclasses of classes with the metaclass `meta`. Register how to pickle these subclasses."""
     if issubclass(meta, _CallsOriginal):
         return meta
     made = _CallsOriginal if meta is type else type(meta.__name__, (_CallsOriginal, meta), {})
@@ -253,7 +253,7 @@ class _Cloning:
             slot.__set__(clone, self._carried(slot.__get__(original)))
 
     def _carried(self, value: Any) -> Any:
-        """Return `value` with the tree's modules replaced by clones. Containers that are in `owned` or hold modules are copied."""
+        """Return `value` with modules replaced by their clones. Containers that a module owns (`owned`) or that hold modules are copied."""
         if id(value) in self.made:
             return self.made[id(value)]
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
@@ -272,7 +272,7 @@ class _Cloning:
         return value
 
     def _copied(self, value: Any) -> Any:
-        """Return a copy of a container. A mutable copy is in `made` before its items are copied, because an item may refer to it."""
+        """Return a copy of a container. A mutable copy enters `made` before its items are copied: an item may refer to the container."""
         if isinstance(value, tuple | frozenset):
             return self._rebuilt(value)
         kind: Any = type(value)
@@ -305,7 +305,7 @@ class _Cloning:
         return made
 
     def _holds(self, value: Any) -> bool:
-        """True if a container holds a module of the tree or a container in `owned`, directly or through other containers."""
+        """True if a container holds, at any depth, a module of the tree or a container that a module owns (`owned`)."""
         if id(value) not in self.holding:
             stack, seen, found = [value], set[int](), False
             while stack and not found:
@@ -352,7 +352,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _filled_slots(value: Any) -> Iterator[Any]:
-    """Yield the descriptor of each `__slots__` attribute that has a value in this object."""
+    """Yield the descriptor of each attribute in `__slots__` of the class of `value` that is set on `value`."""
     for cls in (each for each in type(value).__mro__ if "__slots__" in vars(each)):
         for found in vars(cls).values():
             if isinstance(found, types.MemberDescriptorType):

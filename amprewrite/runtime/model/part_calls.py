@@ -40,7 +40,7 @@ FORWARD = "_amprewrite_forward"
 
 
 def call_as_part(session: Session, path: str, module: nn.Module) -> None:
-    """Make calls of `module`, which is at `path` in a rewritten model, run through `session`."""
+    """Redirect calls of `module`, which is at `path` in a rewritten model, to `session`, which runs captured graphs."""
     module._compiled_call_impl = part_call(session, path, module)
     module.__dict__[REPLICATE] = PartReplicas(session, module)
 
@@ -52,7 +52,7 @@ class PartForward:
         self.session, self.path, self.part = session, path, part
 
     def __reduce__(self) -> Any:
-        """Copy or pickle the forward from before the rewrite, because a copy of the part alone is not rewritten."""
+        """Copy or pickle the module's forward from before the rewrite instead: a copy of a submodule alone is not rewritten."""
         own = self.part.__dict__.get(FORWARD)
         return (getattr, (self.part, "forward")) if own is None else (functools.partial, (own,))
 
@@ -66,7 +66,7 @@ class PartForward:
 class PartReplicas:
     """Callable by which torch.nn.DataParallel gets a replica of `part`, a submodule of a rewritten model.
 
-    A deep copy of `part` alone is not rewritten, so its callable makes plain replicas.
+    A deep copy of `part` alone is not rewritten. The copy of this object that it holds makes plain replicas.
     """
 
     def __init__(self, session: Session | None, part: nn.Module) -> None:
@@ -154,7 +154,7 @@ class _Layers(TorchFunctionMode):
 def call_packed(
     session: Session, path: str, module: nn.RNNBase, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `function` on a packed sequence, and return its result. The layer runs as a captured graph, all other code as written.
+    """Return the result of `function` on a packed sequence. Only its layer op, such as `torch.lstm`, runs as a captured graph.
 
     `function` is the forward of the recurrent `module` at `path`, with or without its hooks. `args` and `kwargs` are its arguments.
     """

@@ -39,7 +39,7 @@ class RewrittenBase(nn.Module):
     """Base of the classes of rewritten models. It drops low copies of weights when parameters change, and keeps copies and pickles of a
     rewritten model rewritten.
 
-    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file get it as `face`.
+    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file take that class as `face`.
     """
 
     # -- changes of the parameters, after which low copies are dropped --------------
@@ -209,7 +209,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def face_of(model: nn.Module) -> type[RewrittenBase]:
-    """Return the class from which a rewritten model has its public methods, such as `plan`."""
+    """Return the class that defines the public methods of a rewritten model, such as `plan`."""
     order = type(model).__mro__  # search all classes, because after `fully_shard` the class of FSDP2 is the first
     return next(cls for cls in order if issubclass(cls, RewrittenBase) and original_of(cls) is None)
 
@@ -248,7 +248,7 @@ def plain_of(model: nn.Module) -> nn.Module:
 
 
 def _twin_before(model: nn.Module) -> nn.Module:
-    """Return a clone of the model without the rewrite, with the same parameter objects, frozen weights included."""
+    """Return a clone of the model without the rewrite, with the same parameter objects. Frozen weights stay frozen."""
     plain = clone_of(model)
     _unwrap(plain)
     return plain
@@ -377,9 +377,9 @@ def _refuse_class(model: nn.Module) -> None:
 
 
 def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
-    """Make calls of `amp` and of its submodules run through `session`. `cls` is the class of `amp` before the rewrite.
+    """Redirect calls of `amp` and its submodules to `session`, which runs captured graphs. `cls` is the class of `amp` before the rewrite.
 
-    If parts of `amp` are captured separately, only calls of `amp`, of these parts and of their submodules run through `session`.
+    If parts of `amp` are captured separately, only calls of `amp`, of these parts and of their submodules are redirected.
     """
     amp.__dict__[SESSION] = session
     parts = part_paths(amp, session.options.granularity)
@@ -398,9 +398,9 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
 
 
 def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, session: Session) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the paths and modules of `amp` that are not in `known`, each once, and add them to `known`.
+    """Yield the path and module of each module of `amp` that is not in `known`, and add it to `known`.
 
-    TorchScript modules are not yielded: the session lists them as unreadable.
+    TorchScript modules are not yielded: the session lists them as modules that cannot be captured.
     """
     scripted = ""
     for path, module in named_modules_in(amp):
@@ -418,7 +418,7 @@ def _take_in(session: Session, parts: tuple[str, ...], known: WeakValueDictionar
     """Rewrite the calls of modules that were added to the model after the rewrite, such as a new head.
 
     `parts` are the paths of the submodules that are captured separately; () if the model is captured whole. `known` are the modules seen
-    before. If there are parts, a new module outside of them that has parameters is listed as unreadable.
+    before. If there are parts, a new module outside of them that has parameters is listed as a module that cannot be captured.
     """
     for path, module in _modules_not_in(known, session.root, session):
         if module._compiled_call_impl is not None or is_rewritten(module):
