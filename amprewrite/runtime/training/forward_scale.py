@@ -46,7 +46,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class ScaleUse:
-    """Decides which forward passes of one model use its loss scale. The rest use 1."""
+    """Decides which forward passes of one model use its loss scale. The other passes use the number 1 in its place."""
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
@@ -107,7 +107,10 @@ class ScaleUse:
 
 
 class _Backward:
-    """One backward pass through the graphs of a forward. Autograd calls this object when the pass ends, and drops it if the pass fails."""
+    """A mark for one backward pass through the graphs of a forward: `over` becomes True when the pass ends.
+
+    Autograd calls this object at the end of the pass. If the pass fails, autograd frees the object without a call.
+    """
 
     def __init__(self) -> None:
         self.over = False
@@ -119,14 +122,14 @@ class _Backward:
 class ForwardScale:
     """The loss scale of one forward, and the inverse of the scale: 0-dim fp32 tensors that graphs of this forward read in a backward.
 
-    When a backward reaches this forward, it calls `entered` with this object, autograd's id of the backward, and a bool. The bool is True
-    if the forward has ended and the backward computes gradients of its weights.
+    When a backward pass first reaches a graph of this forward, `entered` is called with this object, autograd's id of the backward, and a
+    bool. The bool is True if the forward has ended and the backward computes gradients of its weights.
     """
 
     def __init__(self, pair: Pair, copied: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
         """`pair`: the scale and its inverse. `copied`: copy both, so that a backward can set them to 1. `static`: the loss scale is static.
 
-        `heard`: call `entered` even if the scale is 1 or all backward passes use the same scale.
+        `heard`: the caller needs each call of `entered`, even if the scale is 1 or all backward passes use the same scale.
         """
         self.static, self.entered, self.heard = static, entered, heard
         self.copied = False
@@ -145,7 +148,7 @@ class ForwardScale:
     def copy_scale(self) -> None:
         """Copy the scale and its inverse, so that a backward can set the copies to 1. Call it before a graph of this forward runs.
 
-        Does nothing if both are copied already, or if the scale is 1 and `entered` need not be called (`heard` is False).
+        Does nothing if both are copied already, or if the scale is 1 and the caller needs no calls of `entered` (`heard` is False).
         """
         scale, inverse = self._first
         if not self.copied and (self.heard or scale is not inverse):  # scale and inverse are one tensor if both are 1
@@ -168,10 +171,10 @@ class ForwardScale:
         return pair
 
     def watch(self, results: Iterable[Any], weights: Sequence[Tensor], fed: Sequence[Tensor]) -> None:
-        """Put hooks on `results` of a graph, so that each backward pass that reaches one of them chooses the scale or 1.
+        """Put hooks on `results` of a graph: when a backward pass reaches one of them, `enter` decides if the pass uses the scale or 1.
 
         `weights` and `fed` are the weights and the other inputs of the graph that require gradients. Does nothing if all backward passes
-        use the same scale and `entered` need not be called.
+        use the same scale and the caller needs no calls of `entered` (`heard` is False).
         """
         if self.copied or self.heard:
             self.weights += weights
@@ -186,7 +189,7 @@ class ForwardScale:
 
     @uncaptured
     def enter(self) -> None:
-        """If the backward that runs now has just reached this forward, decide if it uses the scale or 1, and call `entered`."""
+        """Decide if the running backward uses the scale or 1, and call `entered`. Only the first call in a backward does this."""
         number = current_backward()
         if number < 0 or self.in_backward():
             return
@@ -216,11 +219,11 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return (kept, taken), two bools about the gradients of `tensors` in the running backward. An autograd node stands for its result.
+    """Return (kept, taken): how the running backward delivers gradients of `tensors`. An autograd node stands for the tensor it computed.
 
-    `kept`: the backward stores the gradient of one of `tensors`, or of a tensor from which one was computed, in `.grad`. `taken`: the
-    backward is a torch.autograd.grad that returns the gradient of one of `tensors`. The search ends at the first kept gradient, usually
-    that of the first tensor.
+    `kept`: True if the backward stores a gradient in `.grad`, of one of `tensors` or of a tensor from which one was computed. `taken`:
+    True if the backward is a torch.autograd.grad that returns the gradient of one of `tensors`. The search ends at the first kept
+    gradient, usually that of the first tensor.
     """
     taken = False
     for each in tensors:

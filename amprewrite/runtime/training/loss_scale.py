@@ -184,7 +184,7 @@ class LossScale:
 
     @property
     def number(self) -> float:
-        """The scale that the schedule has computed, even while forwards use 1 instead. Reading it causes a host sync."""
+        """The scale after all optimizer steps so far, even while forwards use 1 instead. Reading it causes a host sync."""
         self.apply_pending()
         return self._scale.item()
 
@@ -209,7 +209,7 @@ class LossScale:
         return EMPTY if waiting is None else waiting.item()
 
     def stuck(self) -> bool:
-        """True if training must stop now by the rules of the schedule. False for a static scale."""
+        """True if training must stop now, because a dynamic scale cannot shrink below its `floor`. False for a static scale."""
         return False
 
     def report(self) -> LossScaleReport:
@@ -379,9 +379,9 @@ class DynamicLossScale(LossScale):
 
     @classmethod
     def preset(cls, name: str) -> DynamicLossScale:
-        """Return a scale with the schedule of another library: "torch", "tf", "keras", "keras3", "apex", "deepspeed" or "megatron".
+        """Return a scale that grows and shrinks as in another library: "torch", "tf", "keras", "keras3", "apex", "deepspeed" or "megatron".
 
-        With "auto" it has the schedule that fp16 models get by default. Raises PolicyError for any other name.
+        With "auto" it grows and shrinks like the default scale of fp16 models. Raises PolicyError for any other name.
         """
         if not isinstance(name, str) or name not in PRESETS:
             raise PolicyError(f"there is no loss-scale preset {shown(name)}; use one of {', '.join(PRESETS)}")
@@ -426,7 +426,7 @@ class DynamicLossScale(LossScale):
         self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
 
     def _only_counts(self, found_inf: Tensor) -> int:
-        """Return the number to add to the growth tracker if the update changes only this tracker and the counters; 0 if it changes more.
+        """Return the number that `update(found_inf)` adds to the growth tracker, if it changes nothing else but counters; otherwise 0.
 
         The growth tracker counts clean steps since the last change of the scale. Also returns 0 if reading a number needs a host sync.
         """
@@ -453,7 +453,10 @@ class DynamicLossScale(LossScale):
         self._replicas = {}
 
     def _moved_by_where(self, scale: Tensor, overflow: Tensor) -> Tensor:
-        """Return the new scale by the rules of `torch._amp_update_scale_`, extended by hysteresis, rest, search and an infinite cap."""
+        """Return the new scale by the rules of `torch._amp_update_scale_` and the settings that torch lacks.
+
+        These settings are `hysteresis`, `rest`, `search_interval` and an infinite `cap`.
+        """
         back_off = overflow & (self._left <= 1)
         tracker, backed_off = self._growth_tracker + 1, scale * self.backoff_factor
         if self.search_interval is not None:

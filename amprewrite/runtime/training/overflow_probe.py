@@ -63,7 +63,10 @@ class FirstNonFinite:
 
     @property
     def finite(self) -> dict[str, bool]:
-        """Keyword arguments for `StepGate.note`: True or False for `inputs`, `parameters`, `outputs`, `loss`; missing if unknown."""
+        """Return for each of "inputs", "parameters", "outputs" and "loss" whether it was finite. Unknown ones are missing.
+
+        The result is passed to `StepGate.note` as keyword arguments.
+        """
         return _KNOWN[self.kind]
 
 
@@ -85,14 +88,15 @@ class OverflowProbe:
         self.backward: FirstNonFinite | None = None
 
     def disarm(self) -> None:
-        """Stop watching, and forget values found so far. Call this after a clean step."""
+        """Stop the watch over the graphs, and forget the non-finite values found so far. Call this after a step without overflow."""
         self.armed = False
         self.forward = self.backward = None
 
     def find(self, graphs: Sequence[Probed], latest: LatestInputs | None) -> FirstNonFinite | None:
-        """Return the first non-finite value of the step that was just skipped; None if it is not found. Sets `armed`.
+        """Return the first non-finite value of the step that was just skipped; None if it is not found.
 
         `graphs`: the graphs that the latest forward ran. `latest`: the inputs of the graph if the forward ran only one; otherwise None.
+        Also sets `armed` to True, so that the graphs of the next steps are watched.
         """
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:
@@ -283,7 +287,7 @@ def _infinities(t: Tensor, given: bool) -> Tensor:
 
 
 def _written(node: torch.fx.Node) -> tuple[bool, bool]:
-    """Return (nan, inf): True if NaN, and True if an infinity, is among the constant arguments of `node`."""
+    """Return two bools: whether NaN, and whether an infinity, is among the float literals in the arguments of `node`."""
     found = [False, False]
 
     def look(leaf: Any) -> Any:

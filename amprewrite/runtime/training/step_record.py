@@ -229,8 +229,9 @@ known to have overflowed, all are watched."""
 
 
 class BackwardEnd:
-    """Calls `began()` when a backward first enters a watched result, and `ended(number)` when all its gradients are computed.
+    """Notices backward passes through results of a model. `watch` puts the hooks on the results.
 
+    Calls `began()` when a backward first reaches one of the results, and `ended(number)` when all gradients of the backward are computed.
     `number` is autograd's id of the backward.
     """
 
@@ -271,7 +272,8 @@ class Noted:
     """Remembers whether backward passes of one model left inf or NaN in gradients of one optimizer, or of parameters without an optimizer.
 
     Each backward pass gives one overflow flag, a tensor that stays on the device. A CUDA graph merges its flags into one tensor, to which
-    its replays write, too. The host does not see replays, so after a recording no flag counts at more than one step.
+    its replays write, too. Without a CUDA graph, a flag may count at several steps, until its gradients are discarded. Once a CUDA
+    graph was recorded, each flag counts at one step only, because the host does not see replays.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
@@ -330,9 +332,9 @@ class Noted:
         self.waits = self._recorded or self._heard is not None or len(self._flags) > 0
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the overflow flags that an optimizer step of `params` must heed: 0-dim fp32 tensors, above 0 for an overflow.
+        """Return the overflow flags that decide if an optimizer step of `params` is skipped: 0-dim fp32 tensors, above 0 for an overflow.
 
-        Drops the flag of an earlier step whose gradients no longer exist.
+        The flag of an earlier step is included if gradients of that step still exist; otherwise it is dropped.
         """
         flags = self._unheard()
         if self._heard is not None:
@@ -344,9 +346,9 @@ class Noted:
         return flags
 
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
-        """Record that a step of an optimizer that owns `params` has read all overflow flags.
+        """Record that an optimizer step has read all overflow flags. `params` are the parameters of the optimizer.
 
-        `flag`: a tensor above 0 if the step overflowed. `overflow`: its value as a bool; None if the host has not read `flag`.
+        `flag`: a tensor above 0 if the step overflowed. `overflow`: True or False for the same; None if the host has not read `flag`.
         """
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
@@ -363,7 +365,10 @@ class Noted:
         self._heard, self._there, self.waits = flag, _memory(gradients), True
 
     def inherit(self, others: Iterable[Noted]) -> None:
-        """Add the flags of `others`, the `Noted`s of the same model, to this object: they may be about gradients of its optimizer."""
+        """Copy the overflow flags of `others`, which are `Noted`s of the same model, into this object.
+
+        Call this for a newly found optimizer: earlier flags may be about gradients that it owns.
+        """
         for other in others:
             self._flags += other._flags
             if other._recorded and other._place is not None:
@@ -384,7 +389,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """True if one of `gradients` still exists since the latest step: its memory was read by that step and has not been freed."""
+        """True if one of `gradients` lies in memory that held a gradient at the latest step or a later backward and was not freed since."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 

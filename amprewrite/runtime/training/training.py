@@ -114,7 +114,8 @@ class StepGate(StepRecord):
     def snapshot(self, device: torch.device | str, evaluates: bool = False, learns: bool = False) -> tuple[Tensor, Tensor]:
         """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, both 1 if the forward is not scaled (`ScaleUse.pair`).
 
-        `evaluates`: all modules are in eval mode. `learns`: a parameter requires gradients; if False, the parameters are searched for one.
+        `evaluates`: all modules are in eval mode. `learns`: True if the caller knows a parameter that requires gradients; if False, this
+        method searches the model's parameters for one.
         """
         guarded = list(self._guarded)
         for optimizer in guarded:
@@ -128,9 +129,10 @@ class StepGate(StepRecord):
         return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.warned
 
     def heard(self, number: int, weights: Sequence[Tensor]) -> None:
-        """Count a backward that gives `weights` gradients, if `listens` is True. `number` is autograd's id of the backward.
+        """Count a backward pass that gives `weights` gradients, if `listens` is True. `number` is autograd's id of the pass.
 
-        After a few such passes, search for an optimizer once more. If there is none, call `on_unscaled`, once.
+        Once a few passes are counted, search the process for an optimizer of the model again. If there is none, call `on_unscaled`, once
+        only: it warns the user that gradients are not scaled, because no optimizer is known.
         """
         if self.listens and self._alone.enough(number, weights, self.use.evaluates):
             for optimizer in existing_optimizers():
@@ -183,7 +185,10 @@ class StepGate(StepRecord):
                 note.began(share if all(p.grad is None for p in share) else self._own_among(share))
 
     def _backward_ended(self, number: int) -> None:
-        """Check gradients after a backward: the gradients of each known optimizer, and of the parameters that no optimizer owns."""
+        """Check gradients for overflow after the backward with autograd's id `number`.
+
+        The gradients of each known optimizer give one overflow flag. The parameters that no known optimizer owns give another.
+        """
         if self._guarded:
             self._scalers.backward_ended()
         known: set[int] = set()
@@ -200,7 +205,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters whose gradients `note` flags: parameters of its optimizer, or all of the model if it has none."""
+        """Return the parameters whose gradients `note` checks: those of its optimizer, or all of the model if `note` has no optimizer."""
         optimizer = note.owner()
         return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 
@@ -281,7 +286,7 @@ class Training:
     """Loss scaling of one model: its loss scale, the StepGate that guards its optimizers, and the probe that finds its overflows.
 
     `in_parts()` is True if code of the model may run between the graphs of the running forward. `on_overflow` and `on_stuck` are described
-    in StepRecord, `first` in StepGate. `warn` shows a warning to the user.
+    in StepRecord. `first` holds the ids of the model's parameters at the rewrite. `warn` shows a warning to the user.
     """
 
     def __init__(

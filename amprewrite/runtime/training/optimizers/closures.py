@@ -85,7 +85,7 @@ class Checked:
                     p.grad = torch.zeros_like(p.grad)
 
     def rewind(self) -> None:
-        """Restore weights, state and settings of the optimizer, and of optimizers inside it, from before the step. Drop gradients."""
+        """Undo the step: restore weights, state and settings of the optimizer and of optimizers inside it. Set all gradients to None."""
         for start in self._start:
             start.restore()
         for p in params_of(self.optimizer):
@@ -135,9 +135,10 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
 
 # -- the kind of an optimizer, by the source of its step --------------------------------------------
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
-    """Return the closure that the step gets in place of `closure`. It checks gradients by `look`.
+    """Wrap the `closure` of an optimizer step so that the gradients it computes are checked. `look` returns their overflow flag.
 
-    It is an `Evaluated` if the step calls its closure before anything else (kind 1 at the top of this file), otherwise a `Checked`.
+    The result is an `Evaluated`, which runs the closure at once, if the step calls its closure before it does anything else. Otherwise
+    it is a `Checked`.
     """
     first = calls_closure_first(inspect.unwrap(type(optimizer).step))
     return (Evaluated if first else Checked)(optimizer, closure, look)

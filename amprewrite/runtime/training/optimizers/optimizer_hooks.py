@@ -166,8 +166,9 @@ class Guard:
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check gradients before a step, and report the result to the StepRecord of each model that the optimizer trains.
 
-        Returns new (args, kwargs) for the step if it must be skipped or gets a checked closure; otherwise None. Raises LossScaleError if a
-        GradScaler makes the step.
+        PyTorch calls this hook with the arguments of `step`, and uses the (args, kwargs) that it returns in their place. To skip the step,
+        a stand-in without parameters replaces the optimizer in `args`. If the step has a closure, a wrapper that checks its
+        gradients replaces it. Returns None if no argument changes. Raises LossScaleError if a GradScaler makes the step.
         """
         gates, frames = self.gates(), frames_of_step(optimizer)
         if not (gates and frames):
@@ -205,7 +206,10 @@ class Guard:
 
     @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Clean up after a step. If gradients of the step's closure overflowed, undo the step."""
+        """Undo a step if gradients of its closure overflowed: restore the weights and the optimizer's state (`rewind` of the closure).
+
+        Also deletes the `found_inf` that `before` set on the optimizer, and reports the result of a closure to the models' StepRecords.
+        """
         if self._found is None and self._closure is None:
             return
         frames = frames_of_step(optimizer)
@@ -391,10 +395,10 @@ class Arrived:
         self._states: dict[int, Any] = {}
 
     def resume(self, optimizer: Optimizer, scales_of: Callable[[], Sequence[LossScale]]) -> None:
-        """Take the states of a checkpoint out of the optimizer's first group, if there are any, and load them into its scales, in order.
+        """Move a checkpoint's loss-scale states, if any, from the optimizer's first parameter group into its loss scales, in order.
 
         `scales_of` returns the scales of the models that the optimizer trains. A state for which there is no scale yet is kept.
-        Raises PolicyError if the entry or a state in it is invalid. Warns if a state belongs to a scale that is not dynamic.
+        Raises PolicyError if a state or the list of states is invalid. Warns if a state belongs to a scale that is not dynamic.
         """
         if optimizer.param_groups and KEY in optimizer.param_groups[0]:
             found = optimizer.param_groups[0].pop(KEY)

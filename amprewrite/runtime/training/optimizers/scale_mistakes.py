@@ -58,10 +58,10 @@ class UnscaledBackwards:
         self._numbers: list[Tensor] = []
 
     def enough(self, number: int, weights: Sequence[Tensor], evaluates: bool) -> bool:
-        """Count a backward that gave gradients to `weights`. Return True if enough passes were counted to warn of unscaled gradients.
+        """Count a backward pass that gave gradients to `weights`. Return True if enough passes are counted to warn the user.
 
-        `number` is autograd's id of the backward; a repeated id is not counted. `evaluates`: all forwards since the latest step were in
-        eval mode. If so, the backward counts only if the weights have changed since the previous backward.
+        `number` is autograd's id of the pass. A second call with the same id counts nothing and returns False. `evaluates`: all forwards
+        since the latest optimizer step were in eval mode. Then a pass counts only if the weights changed since the previous pass.
         """
         if number == self._latest:
             return False
