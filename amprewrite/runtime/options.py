@@ -178,8 +178,8 @@ class Options:
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:
     """Return the policy for `options` on the device `row`. Call `note` with each restriction, such as "this device gains nothing".
 
-    `kept`: True inside a block that keeps low copies of weights, such as `frozen_weights()`. `products`: the part of `options.products`
-    that the kernels on the device can run (see `fp8_units.runnable`).
+    `kept`: True inside a `with` block that keeps low copies of weights, such as `frozen_weights()`. `products`: the part of
+    `options.products` that the kernels on the device can run (see `fp8_units.runnable`).
     """
     low = options.low
     if low is None:

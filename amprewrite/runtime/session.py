@@ -146,7 +146,7 @@ class Session(GraphRewriter):
         return result
 
     def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """After a call of `entry`, run `gather_low`'s checks. They raise RoundedRead if the call may have read rounded weights in fp32.
+        """Raise RoundedRead if the latest call of `entry` may have read, in fp32, weights that `gather_low` has rounded.
 
         `ran`: the rewritten graphs that ran in the call.
         """
@@ -155,9 +155,10 @@ class Session(GraphRewriter):
             check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Set up the state for an outermost call of the model.
+        """Prepare an outermost call of the model: rewrite new submodules, count the forward, and drop outdated overflow flags.
 
-        `recomputes`: the call repeats a forward in a backward. `given_up`: number of frames that Dynamo failed to capture before this call.
+        `recomputes`: a backward makes the call to repeat a forward (activation checkpointing). `given_up`: number of frames that Dynamo
+        failed to capture before this call.
         """
         state = self.state
         self.cache.look(self.weight_names)
@@ -173,7 +174,8 @@ class Session(GraphRewriter):
     ) -> tuple[Any, tuple[Region, ...], list[Failure]]:
         """Run `entry`, and return its result, the rewritten graphs (regions) that ran, and the failures of Dynamo in this call.
 
-        `recomputes`: a backward repeats a forward. `given_up`: the number of frames that Dynamo failed to capture before this call.
+        `recomputes`: a backward makes the call to repeat a forward (activation checkpointing). `given_up`: the number of frames that Dynamo
+        failed to capture before this call.
         """
         state = self.state
         ran: list[Region] = []
@@ -196,7 +198,7 @@ class Session(GraphRewriter):
                 state.entry = None
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
-        """Update the session after an outermost call that returned `result` and ran the rewritten graphs `ran`."""
+        """After an outermost call with the result `result`, prepare gradient checks for its backward, and record its graphs `ran`."""
         if self.children is None:
             self._take_in_new_modules()
         if self.loss_scale.enabled:
@@ -387,9 +389,10 @@ class Session(GraphRewriter):
         self.warn_fp32(message, cause)
 
     def freeze(self, frozen: tuple[str, ...] | None) -> None:
-        """Drop every graph, so that the next calls capture anew. Call this after the weights were frozen, or unfrozen if `frozen` is None.
+        """Drop every graph, so that the next calls capture anew. Call this after the weights were frozen or unfrozen.
 
-        `frozen`: names of the fp32 parameters that required gradients before freezing. Also drops the low copies of weights.
+        `frozen`: names of the fp32 parameters that required gradients before freezing; None after unfreezing. Also drops the low copies of
+        weights that are kept between calls.
         """
         hook_states(self.root, frozen is not None)
         self.options = replace(self.options, frozen=frozen)

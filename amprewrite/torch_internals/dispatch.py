@@ -94,8 +94,8 @@ def in_forward_mode() -> bool:
 def leave_forward_mode() -> None:
     """Leave the level of forward-mode AD that a graph has entered; do nothing if it entered none.
 
-    Levels do not nest, so one exit is enough. `in_forward_mode` cannot tell whether to exit, because it does not see levels that a graph
-    entered.
+    Levels do not nest, so one exit is enough. `in_forward_mode` does not see a level that a graph has entered, so it cannot tell whether an
+    exit is needed.
     """
     with contextlib.suppress(RuntimeError):  # torch raises it if no level is open, and has no function that says so
         torch._C._exit_dual_level(level=0)

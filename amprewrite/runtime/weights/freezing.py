@@ -165,7 +165,10 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
 
 
 def _loses(weight: FrozenWeight, source: Tensor | None) -> bool:
-    """True if `weight` will have rounded values if unfrozen from the tensor `source`, or from its stored values if `source` is None."""
+    """True if unfreezing `weight` yields rounded values instead of the original fp32 values.
+
+    The values come from the tensor `source`; if it is None, from the frozen weight itself.
+    """
     return not weight.exact if source is None else source.dtype == weight.stored.dtype
 
 
@@ -217,7 +220,7 @@ def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
 def without_frozen_weights(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Context manager that hides the frozen weights of a model from code that changes all its tensors, such as `to(device)`.
 
-    After the block, it applies `change` to each frozen weight, once, and puts the result in its place.
+    After the `with` block, it applies `change` to each frozen weight, once, and puts the result in its place.
     """
     frozen = {id(each): each for each in frozen_in(model).values()}
     held = [(*place, each) for each in frozen.values() for place in _places(model, each)]

@@ -73,7 +73,7 @@ def upcast(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def half_put_back(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Context manager around a call of `upcast`. If the block raises, or if `always`, it makes the parameters and buffers half again."""
+    """Context manager around `upcast(model)`: on an exception, or if `always`, parameters and buffers become half again."""
     held = itertools.chain(parameters_in(model), buffers_in(model))
     before = [(each, each.data, each.grad) for each in held if each.dtype in LOW_DTYPES]
     done = False
@@ -148,11 +148,11 @@ def _of_two_dtypes(node: torch.fx.Node) -> bool:
 
 
 class Widened:
-    """Context manager for a call with `self.args` and `self.kwargs`: the arguments given, with half tensors replaced by fp32 tensors.
+    """Context manager around a call of a model with half inputs: `args` and `kwargs` are its arguments with fp32 in place of half tensors.
 
     Tensors in lists, tuples and dicts are replaced, too. Lists and dicts are not copied, because the model may add to them: they hold the
-    fp32 tensors inside the block, and the half tensors again afterwards. If the call writes to an fp32 tensor, its values are copied into
-    the half tensor at the end.
+    fp32 tensors inside the `with` block, and the half tensors again afterwards. If the model writes to an fp32 tensor, its values are
+    copied into the half tensor at the end.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -53,12 +53,18 @@ class WeightReads:
 
 
 class RoundedRead(CaptureError):
-    """Raised by a check of `ReadChecks`: code may read, in fp32, weights that `gather_low` rounded. Captured graphs stay valid."""
+    """Raised if code may read, in fp32, weights that are rounded because FSDP2 gathers them in the low format (`gather_low`).
+
+    The checks of `ReadChecks` raise it. Captured graphs stay valid.
+    """
 
 
 @dataclass
 class ReadChecks:
-    """Functions that check how the graphs and calls of one model read weights. `gather_low` adds them, because it rounds weights."""
+    """Functions that check how the graphs and calls of one model read weights.
+
+    `gather_low` adds them: it makes FSDP2 gather weights in the low format, so no code may read these weights in fp32.
+    """
 
     graphs: tuple[Callable[[WeightReads, str], None], ...] = ()
     """Functions called before a graph runs. Arguments: how it reads weights, and the name of its code. They raise RoundedRead if the graph
@@ -104,7 +110,10 @@ class Known:
     """The misfits (too large, or all flushed to zero) that keep an op that reads the weight in fp32."""
 
     def judged(self, size: float, low: Format) -> Fit:
-        """Return how a weight whose largest magnitude is `size` fits the low format. A misfit outside `bounds` counts as `Fit.FITS`."""
+        """Return how a weight whose largest magnitude is `size` fits the low format.
+
+        A misfit that keeps no op in fp32 (it is not in `bounds`) counts as `Fit.FITS`.
+        """
         found = fit(size, low)
         return found if found in self.bounds else Fit.FITS
 
@@ -112,7 +121,8 @@ class Known:
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
     """Return the weights among the `inputs` of a captured graph that `moved` must check later.
 
-    Only weights that keep an op in fp32 if they do not fit the low format are returned. `captured.problem.magnitudes` has their sizes.
+    A weight is left out if every op that reads it can run low even though the weight does not fit the low format. The largest magnitudes
+    of the weights are in `captured.problem.magnitudes`.
     """
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = weights_by_path(root)
@@ -126,7 +136,7 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """Yield each misfit (too large, or all flushed to zero) that keeps an op that reads the weight `name` in fp32.
+    """Yield each misfit (too large, or all flushed to zero) of the weight `name` that forces an op that reads it to stay fp32.
 
     Ops in the body graphs of checkpoints count as well.
     """
@@ -152,10 +162,10 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
-    """Return (note for the plan, present fit) for each weight in `known` whose fit has changed since capture.
+    """Find the weights in `known` whose fit to the low format (fits, too large, or flushed to zero) has changed since capture.
 
-    The fit says whether the low format can hold the weight's numbers. `weights`: the present weights by path. For a weight that is sharded
-    over ranks, only one change counts: the local shard now has numbers beyond the range. Returns [] while a CUDA graph is being recorded.
+    Returns (note for the plan, present `Fit`) for each. `weights`: the present weights by path. For a weight that is sharded over ranks,
+    only one change counts: the local shard now has numbers beyond the range. Returns [] while a CUDA graph is being recorded.
     """
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]
