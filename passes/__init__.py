@@ -97,7 +97,7 @@ APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
     SpreadCopies(),  # if many ops read one value, such as a weight of a recurrent cell, let autograd add up its gradients in fp32
-    SuitKernels(),  # give norms fp32 weights of one, pad before convolutions, and run recurrent layers in parts, where low would be inexact
+    SuitKernels(),  # change low norms, convolutions and recurrent layers whose own kernels would give inexact results or wrong gradients
     ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale gradients that leave
     FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share its copies

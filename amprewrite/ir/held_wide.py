@@ -45,7 +45,10 @@ def is_product(node: OpNode) -> bool:
 
 
 def rounds(node: OpNode) -> bool:
-    """True if an op rounds its operands in every plan: it is a matrix product that may run low, or a cast to a low format."""
+    """True if an op counts as rounding its operands: a product that torch.autocast would run low (`is_product`), or a cast to a low format.
+
+    The product counts even if the plan at hand keeps it in fp32.
+    """
     return is_product(node) or (node.op in CONVERTS and node.dtype in LOW_NAMES)
 
 
@@ -76,7 +79,8 @@ def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = No
     """Return the names of the values of `graph` that torch.autocast would hold in fp32 on `device`.
 
     `known` holds the precision (`Held`) of values that are made in other graphs: inputs of a subgraph, and results of subgraphs. `offsets`
-    names the constants whose values have a common part that is larger than their differences.
+    names constants whose numbers differ little around a large mean, for instance 1000.1 and 1000.2. Rounding would erase the differences,
+    so an op on no list of torch.autocast returns fp32 if it reads such a constant.
     """
     kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()
     for node in graph:

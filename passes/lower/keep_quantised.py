@@ -1,10 +1,11 @@
 """Keep the fp8 copies of weights for as long as the bf16 or fp16 copies from which they are made.
 
-    before   w8 = quantise(w, "w", ...)            w is an input: a bf16 or fp16 weight, kept in a block or stored by freeze()
+    before   w8 = quantise(w, "w", ...)            w is an input: the bf16 or fp16 copy of a weight
     after    w8 = from_kept(w, data, scale)        data and scale are further inputs
 
-So a call of a frozen model, or in a block that keeps copies such as `frozen_weights()`, quantises no weight. Only graphs without gradients
-are edited: there a product is one GEMM, which reads no transposed copy.
+The copy w is kept between calls: for a `with` block such as `with amp.frozen_weights():`, or as a weight stored by `amp.freeze()`. So later
+calls quantise no weight. Only graphs without gradients are edited. Their products read the untransposed fp8 copy alone, and `from_kept`
+returns no other. Transposed copies are for the GEMMs that compute gradients.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ def quantise_input(value: Tensor, how: tuple[Any, ...]) -> Scaled:
 
 
 def with_quantised_weights(run: Callable[..., Any], quantised: Sequence[QuantisedInput]) -> Callable[..., Any]:
-    """Return a callable that calls `run` with its inputs, followed by fp8 copies of weights.
+    """Return a callable that calls `run` with its inputs, followed by the data and the scale of each fp8 copy of a weight.
 
-    Each fp8 copy is kept between calls until the bf16 or fp16 copy of which it is made changes.
-    `quantised` lists the fp8 copies: (position of the bf16 or fp16 copy among the inputs, further arguments of `quantise`).
+    Each fp8 copy is made from an input that holds a weight in bf16 or fp16, and is kept between calls until this input changes.
+    `quantised` lists the fp8 copies: (position of this input, arguments of `quantise` after the first, from `role` on).
     """
     kept = WeakIdKeyDictionary()
 

@@ -87,7 +87,10 @@ _Ways = dict[str, dict[str, _Way]]
 
 
 class _Sums:
-    """Finds the sums of one graph that update one value many times. A set of values is an int with one bit for each value."""
+    """Finds the sums of one graph that update one value many times, for instance `x = x + dx` in each step of a solver.
+
+    A set of values is stored as an int with one bit for each value.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.graph, self.in_file = problem, problem.graph, problem.device == FILE

@@ -54,7 +54,8 @@ def rewrite_onnx(
         overrides: as for `rewrite`. Op names may be ONNX names ("Softmax"). Module paths are as torch's exporter recorded them.
         products: as for `rewrite`: which matrix products with a constant matrix read fp8 copies of their operands, in fp16 and bf16 files.
             Needs `calibration`, which gives the scales, and opset 21, to which the file is raised.
-        device: name of the device by whose prices a preset of `products` decides, such as "h100". "fp8-all" needs none.
+        device: name of the device for which `products` is decided, such as "h100". The presets choose the matrix products that are faster
+            in fp8 by the cost table of this device. Only "fp8-all" needs no device.
         plan: a plan of this model, edited or not. The conversion follows this plan instead of deciding by itself.
         calibration: a sample, or an iterable of samples, which are read one at a time. A sample is a mapping of input names to arrays, or
             the path of an .npz file. Runs on the samples give the ranges of values, which decide what fits the low format. The first
@@ -62,7 +63,8 @@ def rewrite_onnx(
         keep_io: whether inputs and outputs stay fp32.
         external_data: whether to write weights into a separate file next to `out`. "auto" does so if they do not fit one protobuf (2 GB).
         plan_path: a path to write the plan to as JSON.
-        verify: whether to run onnx.checker's full check, to run the result in ONNX Runtime, and to measure the error under true rounding.
+        verify: whether to run onnx.checker's full check, to run the result in ONNX Runtime, and to measure the error under true rounding:
+            in a run that computes in fp32 and rounds each low result. Kernels may keep more digits.
         max_rel_err: largest relative L2 error of the outputs under true rounding. A larger error raises AccuracyError, and nothing is
             written.
         time_limit: limit in seconds for one sample run; a run under true rounding may take four times as long. None sets no limit.

@@ -82,7 +82,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
     if Count.LARGE in given or op in TOTALS or (row is not None and row.kind is OpKind.ALLOW):
         return Count.LARGE
     if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
-        return Count.LARGE  # indices, sizes of tensors, inputs of the graph: their magnitude is unknown
+        return Count.LARGE  # an integer such as a result of argmax, a size of a tensor or an input of the graph may have any magnitude
     return Count.LARGE if op in GROWS and max(sizes, default=0) > limit else small
 
 

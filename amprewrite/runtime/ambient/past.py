@@ -70,9 +70,11 @@ class CallsInRegions:
 
 
 class Past(Generic[T]):
-    """Former values of one variable, so that a recomputation can use the value from the time of its forward.
+    """Former values of one variable, such as the graphs of a module, for recomputations by activation checkpoints.
 
-    Each value is stored with the number of the first autograd node that was made after the value was replaced. Lower numbers are older.
+    A recomputation needs the value that the variable had when its forward ran.
+    Autograd numbers its nodes in the order of creation. Each former value is stored with the number of the next node at the time when the
+    value was replaced. So a node with a lower number was made while the variable still had this value, or an older one.
     """
 
     def __init__(self) -> None:

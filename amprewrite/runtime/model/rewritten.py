@@ -248,7 +248,10 @@ def plain_of(model: nn.Module) -> nn.Module:
 
 
 def _twin_before(model: nn.Module) -> nn.Module:
-    """Return a clone of the model without the rewrite, with the same parameter objects. Frozen weights stay frozen."""
+    """Return a clone of the model without the rewrite, with the same parameter objects.
+
+    Weights that `amp.freeze()` stored in the low format stay in this format.
+    """
     plain = clone_of(model)
     _unwrap(plain)
     return plain

@@ -1,10 +1,11 @@
 """Find fx nodes that share memory written in place, and count the writes to a value before each of its readers.
 
 Capture replaces PyTorch's own code of some ops by Python code. Their results then share memory differently: `dropout(x, 0.0)` returns
-`x` itself in eager PyTorch and a copy in capture; `x @ y` is a view only in capture. So `real_value` runs PyTorch's own code on fake
-tensors if the memory of a result matters.
+`x` itself in eager PyTorch and a copy in capture. For batched `x` and `y`, `x @ y` is a new tensor in eager PyTorch, but in capture
+a view of a tensor inside the op. So `real_value` runs PyTorch's own code on fake tensors if the memory of a result matters.
 
-This file has special code for `getitem`, which picks one result of a kernel with several.
+This file has special code for `getitem`. If an op returns several results, a `getitem` node picks one of them, and must have the same
+colour (low or high) as the op.
 """
 
 from __future__ import annotations

@@ -137,9 +137,10 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str]]:
-    """Return (model, notes). The model has the lowest opset, not below `least`, at which its ops that may run low take `low`.
+    """Return (the model at the lowest opset at which its ops may return the type `low`, for instance bf16; notes on the change).
 
-    If the opset cannot be raised, the model is returned unchanged, with a note. Ops that take `low` at no opset do not count.
+    Ops that `lists` keep in fp32 do not count, and neither do ops that return `low` at no opset. The new opset is at least `least`, and
+    never lower than before. If the opset cannot be raised, the model is returned unchanged, with a note.
     """
     opset = model.opset_imports[""]
     nodes = [node for graph in model.graphs() for node in graph if not node.domain]

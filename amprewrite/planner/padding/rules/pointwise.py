@@ -69,9 +69,9 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """Return the function that computes the number in the result's padding from the operands' `Contents`.
+    """Return a function from {name of an operand: number in its padding} (`Contents`) to the number in the padding of the result of `op`.
 
-    `op` takes two tensors, or a tensor and a number.
+    `op` is arithmetic on two tensors, or on a tensor and a number, for instance `add`.
     """
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
