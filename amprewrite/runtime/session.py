@@ -367,7 +367,7 @@ class Session(GraphRewriter):
         if not (switched_off or said) and (own or (not ran and entry.graphs.empty)):
             return  # nothing is wrong: another thread is capturing, or the entry has no tensor op to rewrite
         if own and self.runs_recurrent_eagerly and said.startswith(dynamo.RECURRENT):
-            self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
+            self.note(dynamo.RUNS_RECURRENT)
             return
         if entry.graphs.full and not switched_off:
             self._left_out(entry, past_the_limit(entry))

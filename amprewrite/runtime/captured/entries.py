@@ -188,6 +188,9 @@ class Graphs:
         where = reason.user_stack[-1] if reason.user_stack else None
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
+        if why == dynamo.RECURRENT and self.entry.session.runs_recurrent_eagerly:  # since torch 2.15, where Dynamo breaks the graph there
+            self.entry.session.note(dynamo.RUNS_RECURRENT)
+            return
         self.left_out[place] = Skipped(place, f"graph break: {why}")
         # Warn only for a disabled function, because all of its code stays uncaptured. At other breaks Dynamo captures the code before and
         # after. Functions that this package disables (DISABLE_REASON) need no warning.

@@ -54,8 +54,12 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """True if torch.compile takes a recompile limit for one function; in earlier versions the limit is one setting of the process."""
 _PYTHON = os.__file__.removesuffix("os.py")
 _PACKAGES = tuple(f"{_PYTHON}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-RECURRENT = "Attempted to wrap RNN"
-"""Beginning of Dynamo's reason for a graph break at an LSTM, GRU or RNN module."""
+RECURRENT = "capture stops at LSTM, GRU and RNN modules"
+"""Our text for Dynamo's reason for a graph break at such a module."""
+RUNS_RECURRENT = "LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time"
+"""Note of a plan whose model has such modules and a compiler as its backend."""
+_RECURRENT = "RNN, GRU, or LSTM"
+"""Words in Dynamo's reason for a graph break at such a module; since torch 2.15 they are not in its first line."""
 _WAS_THERE = (AttributeMutationExisting, ValueMutationExisting)
 """Dynamo's classes for changes of objects that existed before the captured code ran."""
 COUNTS_FROM = 4
@@ -416,8 +420,8 @@ def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
 
 
 def first_line(text: object) -> str:
-    """Return the first line of a message of Dynamo, in plain words."""
-    return plain_reason(str(text).strip().partition("\n")[0].strip())
+    """Return the first line of a message of Dynamo, in plain words; RECURRENT for a recurrent module."""
+    return RECURRENT if _RECURRENT in str(text) else plain_reason(str(text).strip().partition("\n")[0].strip())
 
 
 class _Aside(threading.local):

@@ -190,7 +190,7 @@ _AUTOCAST_HIGH = {
     "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits binary_cross_entropy dist pdist "
     "cdist renorm logsumexp upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
     "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa prod softmax log_softmax cumprod "
-    "cumsum linalg_vector_norm linalg_matrix_norm sum norm",
+    "cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_sqrth sum norm",
     "cpu": "avg_pool3d binary_cross_entropy grid_sample grid_sampler_2d grid_sampler_3d polar prod quantile nanquantile stft "
     "cdist trace view_as_complex cholesky cholesky_inverse cholesky_solve linalg_inv lu_solve linalg_householder_product ormqr "
     "pinverse max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d "
@@ -200,7 +200,7 @@ _AUTOCAST_HIGH = {
     "fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond linalg_matrix_rank "
     "linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv_ex linalg_cholesky_ex "
     "linalg_tensorinv linalg_tensorsolve fake_quantize_per_tensor_affine geqrf lu qr svd triangular_solve fractional_max_pool2d "
-    "fractional_max_pool3d adaptive_max_pool3d linalg_qr linalg_svd linalg_eig linalg_eigh linalg_lstsq",
+    "fractional_max_pool3d adaptive_max_pool3d linalg_qr linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_matrix_sqrth",
 }
 """By device: ops that torch.autocast registers with the policy fp32, fp32_set_opt_dtype or fp32_append_dtype, so that they run in fp32. On
 CUDA torch.autocast refuses binary_cross_entropy; the list holds it nevertheless."""

@@ -254,6 +254,8 @@ ROWS = (
         "linalg_cond",
         "linalg_matrix_rank",
         "linalg_matrix_power matrix_power",
+        "linalg_matrix_sqrth",
+        "linalg_polar",
         "lobpcg",
         no_kernel=NOWHERE,
     ),
