@@ -229,7 +229,7 @@ the kind of these several ops."""
 
 @cache
 def autocast_kinds(device: str) -> Mapping[str, OpKind]:
-    """Return op name → kind in the lists of torch.autocast (torch 2.13) on `device`. Devices other than "cpu" have CUDA's lists.
+    """Return op name → kind in the lists of torch.autocast (torch 2.11 to 2.15) on `device`. Devices other than "cpu" have CUDA's lists.
 
     An op that is missing from the lists runs in the dtype of its inputs.
     """
