@@ -28,6 +28,7 @@ from amprewrite.passes.normalise.free_backwards import FreeBackwards
 from amprewrite.passes.normalise.fuse_patterns import FusePatterns
 from amprewrite.passes.normalise.mark_leaving import MarkLeaving
 from amprewrite.passes.normalise.open_grad_regions import OpenGradRegions
+from amprewrite.passes.normalise.part_summands import PartSummands
 from amprewrite.passes.normalise.restore_hooks import RestoreHooks
 from amprewrite.passes.normalise.strip_checks import StripChecks
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
@@ -66,6 +67,7 @@ NORMALISE: tuple[Normalising, ...] = (
     FreeBackwards(),  # let the backward of a user's autograd Function run in the grad mode of its caller, so that it can be differentiated
     RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
     FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
+    PartSummands(),  # write a product and a summand that counts something apart, so that the product may run low and the sum stays exact
     FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each, whose kernel computes in fp32 inside
     MarkLeaving(),  # insert a no-op conversion after returned values that share memory or have other readers; a cast there serves all
 )

@@ -31,6 +31,7 @@ from amprewrite.graphs.fx.read.number_facts import factors, magnitudes, offsets,
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.observer import exchanges_infinities
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
+from amprewrite.ir.evidence.counts import Count
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.follow_plan import match_region
 from amprewrite.ir.held_wide import held
@@ -73,11 +74,13 @@ def read_problem(
     keep_high: KeepHigh | None = None,
     agreed: Agreed = NOTHING_AGREED,
     given: ModelPlan | None = None,
+    handed: Sequence[Count | None] = (),
 ) -> Captured:
     """Return a captured graph with its `Problem`, the planner's input: op graph, properties of its ops, and policy. Nothing is decided yet.
 
     `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the names of the
-    model's positional parameters. `given` is the plan to follow. The other arguments are fields of `Problem`.
+    model's positional parameters. `given` is the plan to follow. `handed` is for a body graph: the `Count` of each input, None where
+    it is not known. The other arguments are fields of `Problem`.
 
     With `policy.parity` a graph without gradients is read as if it recorded gradients, so that colours are forced as in training.
     """
@@ -86,10 +89,10 @@ def read_problem(
     normalised = EditedGraph(module, {})
     alike = policy.parity is not None
     grad = torch.is_grad_enabled() or (alike and not turns_grad_on(module.graph))
-    reading = Reading(lists, policy.low, training or alike, grad, any(map(is_opaque, module.graph.nodes)))
+    reading = Reading(lists, policy.low, training or alike, grad, any(map(is_opaque, module.graph.nodes)), inputs, handed)
+    note_held(module.graph)
     run_passes(NORMALISE, reading, normalised, name)
     module = normalised.module
-    note_held(module.graph)
     graph, nodes = read_graph(module, policy.low, lists, entry, names, reading.training, grad, device)
     trained = trained_values(nodes)
     problem = Problem(
@@ -102,7 +105,7 @@ def read_problem(
         matrix_products=read_matrix_products(graph, nodes, trained) if _asks_of_products(policy, given) else {},
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
-    read_counts(captured, inputs)
+    read_counts(captured, inputs, handed)
     captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), **_read_attention(captured))
     captured.factors = factors(captured, inputs)
     captured.know(summands=read_summands(graph, nodes, captured.factors))
@@ -275,16 +278,15 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     for inner, outer in given:
         if "grapharg" in outer.meta:
             inner.meta["grapharg"] = kept_meta(outer.meta)["grapharg"]
-    around = captured.problem
+    around, outer_of = captured.problem, dict(given)
+    counts = [captured.counts.get(outer_of[inner]) if inner in outer_of else None for inner in body.graph.find_nodes(op="placeholder")]
     part = read_problem(
         body, policy, name=name, entry=around.entry, training=around.training, calibration=around.calibration,
-        keep_high=around.keep_high, agreed=around.agreed,
+        keep_high=around.keep_high, agreed=around.agreed, handed=counts,
     )  # fmt: skip
     inside, outside = part.names, captured.names
     copies = dict(zip(body.graph.find_nodes(op="placeholder"), part.module.graph.find_nodes(op="placeholder"), strict=True))
     pairs = [(inside[copies[inner]], outside.get(outer, "")) for inner, outer in given]
-    handed = {copies[inner]: captured.counts[outer] for inner, outer in given if outer in captured.counts}
-    read_counts(part, (), handed)
     known = {**part.problem.magnitudes, **_handed_on(around.magnitudes, pairs)}
     part.factors = {**part.factors, **_handed_on(captured.factors, pairs)}
     part.know(

@@ -8,7 +8,8 @@ of the fused op reads and writes the low format and computes in fp32 inside. The
 3. layer norm:        (x − mean) / √(mean((x − mean)²) + ε), times weight, plus bias    layer_norm
 4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm (stays fp32 on a CPU)
 
-A pattern is fused only if no node outside it reads its intermediate values, and the lists allow its op to run low. Patterns in the model's
+A pattern is fused only if no node outside it reads its intermediate values, and the lists allow its op to run low. A norm over a dim of
+symbolic size is not fused, because the kernels take numbers. Patterns in the model's
 own autocast regions and in torch.func transforms stay written out. If gradients are recorded, no later node may write to the operands or
 the result of a pattern, because the kernel may save them for backward. Conversions to fp32 inside a pattern are left out, because the
 kernel makes them. The pass edits a copy of the captured graph.
@@ -31,10 +32,9 @@ import torch.nn.functional as F
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.graphs.fx.node_facts import (
     CONVERSIONS,
-    ENTER_AUTOCAST,
-    EXIT_AUTOCAST,
     comparable,
     example_value,
+    in_autocast,
     memory_of,
     transformed_nodes,
     written,
@@ -104,7 +104,7 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
             sought.setdefault(end, []).append(match)
     if not sought:
         return
-    taken = _in_autocast(graph) | transformed_nodes(graph)
+    taken = in_autocast(graph) | transformed_nodes(graph)
     last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
         matches = sought.get(ops[node])
@@ -116,16 +116,6 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
                 taken |= unit.inside | {node}
                 yield unit
                 break
-
-
-def _in_autocast(graph: torch.fx.Graph) -> set[Node]:
-    """Return the nodes in the model's own autocast regions. These regions fix the format of their ops, so nothing in them is fused."""
-    found, depth = set[Node](), 0
-    for node in graph.nodes:
-        depth += {ENTER_AUTOCAST: 1, EXIT_AUTOCAST: -1}.get(op_name(node.target), 0)
-        if depth:
-            found.add(node)
-    return found
 
 
 def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
@@ -343,7 +333,7 @@ def _layer_norm(end: Node) -> Pattern | None:
             return None
         product, bias = biased[0]
     parts = _scaled(_factors(product, inside, pair is None), width)
-    if parts is None:
+    if parts is None or width is None:
         return None
     centred, root, weight = parts
     difference, spread = _two(_bare(centred, inside), "sub"), _plus(root, inside)
@@ -393,7 +383,7 @@ def _rms_norm(end: Node) -> Pattern | None:
     parts = _scaled(_factors(end, inside), width)
     spread = _plus(parts[1], inside) if parts is not None else None
     squares = _mean_over_last(spread[1], inside) if spread is not None else None
-    if parts is None or spread is None or not isinstance(squares, Node):
+    if parts is None or width is None or spread is None or not isinstance(squares, Node):
         return None
     x, factors = _bare(parts[0], inside), _factors(squares, inside)
     if len(factors) != 2 or not all(_same(f, x, inside) for f in factors) or not _is_fp32(x):

@@ -304,6 +304,9 @@ COUNTS = (
     ),
     *(("count_alibi", f"{_PLACES}{{v}} = torch.softmax({{lin}}({{x}}) @ {{x}}.mT - {slope} * ({distance}).abs(), -1) @ {{x}}")
       for slope in (0.5, 0.01) for distance in ("t{n}[None] - t{n}[:, None]", "torch.cdist(t{n}[:, None], t{n}[:, None])")),
+    *(("count_alibi", f"{_PLACES}{{v}} = torch.softmax({scores}, -1) @ {{x}}") for scores in (
+        "torch.baddbmm(0.5 * t{n}[None, None], {lin}({x}), {x}.mT, beta=1.0, alpha=0.25)", "torch.addmm(0.5 * t{n}, {lin}({x}), {x}.mT)",
+    )),
     ("count_mask", "{v} = {x} * (0.37 * ({x} > 0).float().cumsum(-2)).cos()"),
     ("count_mask", "t{n} = F.one_hot({x}.argmax(-1), {x}.shape[-1]).float()\n{v} = {x} + (0.5 * t{n}.cumsum(-2)).sin()"),
     ("count_places", f"{_PLACES}{{v}} = {{x}} + {{lin}}(torch.log2(t{{n}}[:, None].expand(-1, {{x}}.shape[-1]) + 1))"),

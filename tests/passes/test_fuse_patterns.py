@@ -14,6 +14,7 @@ import amprewrite.tables.formats
 import amprewrite.tables.ops.op_lists
 from amprewrite.accuracy.verify import verify
 from amprewrite.passes.normalise import fuse_patterns
+from amprewrite.tables.vocabulary import Colour
 
 Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 C = math.sqrt(2 / math.pi)
@@ -171,6 +172,20 @@ NEARLY: dict[str, Body] = {
 @pytest.mark.parametrize("name", NEARLY)
 def test_what_only_looks_like_a_unit_is_left_alone(name: str) -> None:
     assert not set(ops(Between(NEARLY[name]), torch.randn(6, 24))) & {"layer_norm", "softmax", "gelu", "rms_norm"}
+
+
+@pytest.mark.parametrize("body", [bare_norm, lambda x, w, b: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)])
+def test_a_norm_over_rows_of_any_number_stays_written_out(body: Body) -> None:
+    """One graph serves all numbers of rows, and the kernel of a norm takes a number."""
+    model, x = Between(lambda h, w, b: body(h.mT, w, b).mT), torch.randn(6, 24)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert {"layer_norm", "rms_norm"}.isdisjoint(ops(model, x))
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    for rows in (6, 9):
+        x = torch.randn(rows, 24)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        assert (amp(x) - model(x)).norm() < 2e-2 * model(x).norm()
+    assert [node.op for node in amp.plan.nodes if node.colour is Colour.LOW][:1] == ["linear"]
 
 
 @pytest.mark.parametrize(

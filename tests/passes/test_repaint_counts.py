@@ -83,6 +83,7 @@ KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
         lambda m, x: x @ m.weight * (m.ones @ (x[:, :1] > 0).float()), {"ones": torch.tril(torch.ones(64, 64))}),
     "lengths": (lambda m, x: x @ m.weight / ((x > 0).float().mT @ (x > 0).float()).clamp(min=1), {}),
     "one-hot rows counted": (lambda m, x: x @ m.weight * (F.one_hot(x.argmax(-1), 64).float() + 1).mT.mm(torch.ones(64, 1)), {}),
+    "positions added to a sum of products": (lambda m, x: torch.addbmm(torch.arange(4096.0)[::64], x[None], m.weight[None]), {}),
     "scaled positions": (lambda m, x: (torch.arange(4096).view(64, 64).float() / 3) @ m.weight + x, {}),
 }  # fmt: skip
 FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
@@ -138,6 +139,48 @@ def test_an_override_has_the_last_word() -> None:
     model = Function(lambda m, x: x.topk(64, -1).indices.float() @ m.weight)
     amp = amprewrite.rewrite(model, dtype="bf16", device="h100", overrides={"op:matmul": "allow"}, example_inputs=(torch.randn(64, 64),))
     assert [node.colour for node in amp.plan.nodes if node.flops] == [Colour.LOW]
+
+
+def scores(summed: Callable[[Tensor, Tensor, Tensor], Tensor], checkpointed: bool = False) -> Callable[[Function, Tensor], Tensor]:
+    """Attention scores of two heads, and what `summed` adds to them, (places, queries, keys): multiples of positions, as ALiBi does."""
+
+    def forward(m: Function, x: Tensor) -> Tensor:
+        keys = torch.stack([x, x.flip(-1)])
+        queries, places = keys @ m.weight, torch.tensor([0.5, 0.25])[:, None, None] * torch.arange(x.shape[0])
+        if checkpointed:
+            return torch.utils.checkpoint.checkpoint(summed, places, queries, keys.mT, use_reentrant=False).softmax(-1) @ keys
+        return summed(places, queries, keys.mT).softmax(-1) @ keys
+
+    return forward
+
+
+SUMMED: dict[str, Callable[[Function, Tensor], Tensor]] = {
+    "baddbmm": scores(torch.baddbmm),
+    "a method with factors": scores(lambda places, q, k: places.baddbmm(batch1=q, batch2=k, beta=1.0, alpha=0.5)),
+    "a factor of the summand": scores(lambda places, q, k: torch.baddbmm(places, q, k, beta=2)),
+    "addmm": scores(lambda places, q, k: torch.stack([torch.addmm(*each) for each in zip(places, q, k, strict=True)])),
+    "in a checkpoint": scores(torch.baddbmm, checkpointed=True),
+}
+
+
+@pytest.mark.parametrize(("low", "length"), [("bf16", 1024), pytest.param("fp16", 4097, marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", SUMMED)
+def test_a_product_runs_low_and_what_counts_is_added_in_fp32(case: str, low: str, length: int) -> None:
+    """torch.autocast rounds the positions together with the scores."""
+    model, x = Function(SUMMED[case]), torch.randn(length, 64)
+    amp = amprewrite.rewrite(model, dtype=low, device="h100", example_inputs=(x,))
+    assert {node.colour for node in amp.plan.nodes if node.flops} == {Colour.LOW}
+    with torch.autocast("cpu", LOW[low]):
+        auto = model(x)
+    ours, theirs = ((got.float() - model(x)).norm() / model(x).norm() for got in (amp(x), auto))
+    assert ours < 0.02 and ours < 0.2 * theirs
+    assert ratio_to_autocast(model, x, low) < 0.2
+
+
+def test_a_sum_with_what_counts_stays_whole_where_the_user_names_it() -> None:
+    model, x = Function(SUMMED["baddbmm"]), torch.randn(1024, 64)
+    amp = amprewrite.rewrite(model, dtype="bf16", device="h100", overrides={"op:baddbmm": "deny"}, example_inputs=(x,))
+    assert [node.colour for node in amp.plan.nodes if node.op == "baddbmm"] == [Colour.HIGH]
 
 
 def test_counts_reach_the_body_of_a_checkpoint() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,6 +106,10 @@ class Reading:
     """True if gradients are enabled at the start of the graph. Passes read this field only if `training` is True."""
     higher_order: bool = True
     """Whether the graph may call higher-order ops, which run body graphs or set hooks."""
+    inputs: Sequence[Any] = ()
+    """The real tensors that the graph takes; () if they are not available."""
+    handed: Sequence[Count | None] = ()
+    """For a body graph, the `Count` of each input, None where it is not known; () for a graph that is no body."""
 
 
 @dataclass(frozen=True)

@@ -492,6 +492,16 @@ def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
             fact.autocast = stack[-1][1]
 
 
+def in_autocast(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the nodes in the model's own autocast regions, enabled or not. These regions fix the formats of their ops."""
+    found, depth = set[torch.fx.Node](), 0
+    for node in graph.nodes:
+        depth += {ENTER_AUTOCAST: 1, EXIT_AUTOCAST: -1}.get(op_name(node.target), 0)
+        if depth:
+            found.add(node)
+    return found
+
+
 def transform_regions(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
     """Return {node: node that opens the outermost transform around it} for all nodes inside torch.func transforms (vmap, grad, jvp)."""
     return {node: around[0] for node, around in transform_openings(graph).items()}

@@ -8,12 +8,13 @@ Positions, distances, lengths, indices and time steps are whole numbers. fp32 ho
 2. A counted value is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements,
    integers of more than 8 bits, and copies, sums and multiples of such values. It is SMALL if it cannot exceed them but may have fractions:
    sines, shares, frequencies. It is WHOLE if it cannot exceed them and has no fractions: booleans, bytes, remainders, one-hot rows, masks.
-3. A product runs in fp32 if one of its factors is LARGE. A product that sums over at most `FEW` elements also runs in fp32 if all of its
-   factors are counted: its result needs exact operands, and costs few FLOPs. For example, angles are positions times frequencies.
+3. A product runs in fp32 if one of its factors is LARGE, or its summand, unless `passes/normalise/part_summands.py` has written the
+   two apart. A product that sums over at most `FEW` elements also runs in fp32 if all of its factors are counted: its result needs exact
+   operands, and costs few FLOPs. For example, angles are positions times frequencies.
 4. A product also runs in fp32 if all of its factors are WHOLE: a triangle of ones times a mask gives positions, a mask times itself gives
    lengths. The low format holds the factors exactly, but not the result.
 
-Attention and recurrent layers do not count as products here, and summands, such as masks, do not count as factors.
+Attention and recurrent layers do not count as products here.
 """
 
 from __future__ import annotations
@@ -97,15 +98,15 @@ def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[O
 
 
 def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
-    """Return the name of the factor that forces the matrix product `node` into fp32; "" if `node` may run low, or is no product.
+    """Return the name of the operand that forces the matrix product `node` into fp32; "" if `node` may run low, or is no product.
 
-    The factor holds whole numbers, such as positions, that the product would round if it ran low (rules 3 and 4 of this file).
+    The operand holds whole numbers, such as positions, that the product would round if it ran low (rules 3 and 4 of this file).
     """
     if node.kind is not OpKind.ALLOW or not node.flops or node.op in NO_FACTORS:
         return ""
-    factors = [operand.value for operand in node.operands if not operand.summand]
-    large = next((each for each in factors if counts.get(each) is Count.LARGE), None)
+    large = next((operand.value for operand in node.operands if counts.get(operand.value) is Count.LARGE), None)
     if large is not None:
         return large
+    factors = [operand.value for operand in node.operands if not operand.summand]
     least = min((counts.get(each, Count.NOT) for each in factors), default=Count.NOT)
     return factors[0] if least is Count.WHOLE or (least and summed(node) <= FEW) else ""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,28 +133,33 @@ Counts = Mapping[torch.fx.Node, Count]
 """By node: the `Count` of its value, which says whether the value is made of whole numbers, and how large it may be."""
 
 
-def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None = None) -> None:
+def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Count | None]) -> None:
     """Mark the matrix products of a captured graph that multiply counts, which a low format would round, so that they stay fp32.
 
     A count is a value made of whole numbers, such as positions and lengths (rule 1 in `ir/evidence/counts.py`). Sets the field `counted` of
-    these products in the problem's graph, and `captured.counts` to the `Count` of every value.
-
-    `inputs` are the real inputs of the graph; () if they are not available. `around` has the `Count` of each input that an outer graph
-    passes to a body graph. Constants are read on the host only if a product depends on their values, once for each device. Nothing is set
-    for a graph without products and body graphs.
+    these products in the problem's graph, and `captured.counts` to the `Count` of every value. Nothing is set for a graph without products
+    and body graphs. The other arguments are those of `find_counts`.
     """
-    low, nodes = captured.problem.policy.low, captured.module.graph.nodes
-    if not any(node.flops for node in captured.problem.graph) and not any(map(is_opaque, nodes)):
-        return
-    held = _held(captured.module.graph, inputs)
-    # First suppose that all constants are large counts. If this marks a product, read their values, for which the host must wait.
-    supposed = _propagate(nodes, {**dict.fromkeys(held, Count.LARGE), **(around or {})}, low)
-    graph = _kept(captured, supposed)
-    if any(node.counted for node in graph):
-        supposed = _propagate(nodes, {**_look(held, low), **(around or {})}, low)
-        graph = _kept(captured, supposed)
-    captured.counts = supposed
-    captured.know(graph=graph)
+    graph, low = captured.module.graph, captured.problem.policy.low
+    if any(node.flops for node in captured.problem.graph) or any(map(is_opaque, graph.nodes)):
+        captured.counts = find_counts(graph, inputs, handed, low, lambda counts: any(node.counted for node in _kept(captured, counts)))
+        captured.know(graph=_kept(captured, captured.counts))
+
+
+def find_counts(
+    graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[Count | None], low: Format, matters: Callable[[Counts], Any]
+) -> Counts:
+    """Return the `Count` of every value of a graph.
+
+    `inputs` are the real inputs of the graph; () if they are not available. `handed` has the `Count` of each input of a body graph, None
+    where the outer graph does not know it; () for a graph that is no body. `matters` tells whether any of the counts matters. If none
+    does although all constants are supposed to be large counts, the values of the constants are not read. To read them, the host waits
+    once for each device.
+    """
+    held = _held(graph, inputs)
+    around = {node: count for node, count in zip(graph.find_nodes(op="placeholder"), handed, strict=False) if count is not None}
+    supposed = _propagate(graph.nodes, {**dict.fromkeys(held, Count.LARGE), **around}, low)
+    return _propagate(graph.nodes, {**_look(held, low), **around}, low) if matters(supposed) else supposed
 
 
 def _kept(captured: Captured, counts: Counts) -> Any:
