@@ -3,8 +3,9 @@
     before   y = baddbmm(alibi, q, k, alpha=0.1)
     after    p = bmm(q, k); y = add(alibi, p, alpha=0.1)
 
-torch.autocast rounds the summand. ALiBi adds multiples of positions to attention scores, and in bf16 positions beyond 256 become equal.
-`amprewrite/ir/evidence/counts.py` defines which values count something. In-place calls are left alone; their products run in fp32.
+torch.autocast rounds the summand and the sum. ALiBi adds multiples of positions to attention scores. Beyond 256, bf16 makes neighbouring
+positions equal, and fp16 rounds a sum to quarters.
+`amprewrite/ir/evidence/counts.py` defines which values count something. In-place calls are left alone.
 
 Op names hard-coded in this pass: `bmm`, `mm`, `baddbmm`, `addmm`, `add`, `mul`.
 """
@@ -43,7 +44,7 @@ class PartSummands(Pass[Reading, EditedGraph]):
             return [node for node, (summand, _, beta, _) in parts.items() if counts.get(summand) is Count.LARGE and beta != 0]
 
         fixed = in_autocast(graph) | transformed_nodes(graph)
-        counts = find_counts(graph, reading.inputs, reading.handed, reading.low, that_count)
+        counts = find_counts(graph, reading.inputs, reading.handed, that_count)
         found = [node for node in that_count(counts) if node not in fixed]
         if found:
             copy_of = edited.make_own()

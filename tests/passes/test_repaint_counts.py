@@ -129,10 +129,11 @@ def test_positions_that_a_product_of_masks_counts_are_exact(ones: str, low: str,
     assert torch.equal(amp(torch.randn(length, 64))[:, -1], torch.arange(1, length + 1).float())
 
 
-def test_what_fp16_holds_is_low_there() -> None:
-    """1024 positions: fp16 holds whole numbers up to 2048."""
-    assert colours(lambda m, x: torch.arange(1024.0).view(16, 64) @ m.weight, torch.randn(64, 64), "fp16")[0][0] is Colour.LOW
-    assert colours(lambda m, x: torch.arange(1024.0).view(16, 64) @ m.weight, torch.randn(64, 64), "bf16")[0][0] is Colour.HIGH
+@pytest.mark.parametrize("low", LOW)
+def test_numbers_up_to_256_may_run_low(low: str) -> None:
+    """fp16 holds whole numbers up to 2048, but not the sums of their products."""
+    assert colours(lambda m, x: torch.arange(1024.0).view(16, 64) @ m.weight, torch.randn(64, 64), low)[0][0] is Colour.HIGH
+    assert colours(lambda m, x: torch.arange(256.0).view(4, 64) @ m.weight, torch.randn(64, 64), low)[0][0] is Colour.LOW
 
 
 def test_an_override_has_the_last_word() -> None:
@@ -163,7 +164,7 @@ SUMMED: dict[str, Callable[[Function, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(("low", "length"), [("bf16", 1024), pytest.param("fp16", 4097, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("low", "length"), [("bf16", 1024), ("fp16", 1024), pytest.param("fp16", 4097, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", SUMMED)
 def test_a_product_runs_low_and_what_counts_is_added_in_fp32(case: str, low: str, length: int) -> None:
     """torch.autocast rounds the positions together with the scores."""

@@ -234,7 +234,7 @@ class Job:
         """Decide the plan, edit the model by it, write and check the result. Raises Crash if ONNX Runtime crashes on the result."""
         asked = frozenset(o.pattern for o in self.policy.overrides if o.scope == "op")
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
-        reading.graph = with_counts(reading, self.model, self.low)
+        reading.graph = with_counts(reading, self.model)
         if self.torch_plan is not None:
             self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]))
         self.notes += keep_out(self.kept_out, reading)

@@ -5,9 +5,10 @@ Positions, distances, lengths, indices and time steps are whole numbers. fp32 ho
 
 1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and rows
    looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter.
-2. A counted value is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements,
-   integers of more than 8 bits, and copies, sums and multiples of such values. It is SMALL if it cannot exceed them but may have fractions:
-   sines, shares, frequencies. It is WHOLE if it cannot exceed them and has no fractions: booleans, bytes, remainders, one-hot rows, masks.
+2. A counted value is LARGE if it may exceed 256: positions, sums over many elements, integers of more than 8 bits, and copies, sums and
+   multiples of such values. fp16 holds numbers up to 2048, but not the sums of their products, so the bound is the same. A value is SMALL
+   if it cannot exceed 256 but may have fractions: sines, shares, frequencies. It is WHOLE if it cannot exceed 256 and has no fractions:
+   booleans, bytes, remainders, one-hot rows, masks.
 3. A product runs in fp32 if one of its factors is LARGE, or its summand, unless `passes/normalise/part_summands.py` has written the
    two apart. A product that sums over at most `FEW` elements also runs in fp32 if all of its factors are counted: its result needs exact
    operands, and costs few FLOPs. For example, angles are positions times frequencies.
@@ -24,13 +25,14 @@ from dataclasses import replace
 from enum import IntEnum
 
 from amprewrite.ir.op_graph import OpGraph, OpNode
-from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FEW = 16
 """A product of counted factors stays fp32 if it sums over at most this many elements. Products of coordinates sum over two or three
 elements, products of positions and frequencies over one."""
+EXACT = 256
+"""The largest n such that all low formats hold all whole numbers up to n exactly. It is bf16's; fp16's is 2048."""
 RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
@@ -52,39 +54,34 @@ class Count(IntEnum):
     NOT = 0
     """Not counted."""
     SMALL = 1
-    """Counted, no larger than the whole numbers that the low format holds exactly, perhaps with fractions."""
+    """Counted, at most EXACT, perhaps with fractions."""
     WHOLE = 2
-    """Counted, no larger than the whole numbers that the low format holds exactly, without fractions."""
+    """Counted, at most EXACT, without fractions."""
     LARGE = 3
-    """Counted, perhaps larger than the whole numbers that the low format holds exactly."""
+    """Counted, perhaps larger than EXACT."""
 
 
-def most_exact(low: Format) -> int:
-    """Return the largest n such that `low` holds all whole numbers up to n exactly: 256 for bf16, 2048 for fp16."""
-    return int(2 / low.eps)
-
-
-def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[float], low: Format) -> Count:
+def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[float]) -> Count:
     """Return the `Count` of an op's result: whether it is made of whole numbers and constants only, and how large it may be.
 
     `op` is the ATen base name of the op. `dtype` is the name of the result's dtype; "" if the result is no tensor. `given` holds the
     `Count`s of the op's operands, and `numbers` the Python numbers among its arguments.
     """
     whole = not dtype.startswith(FRACTIONS)
-    row, sizes, limit = find_op(op), [abs(number) for number in numbers], most_exact(low)
+    row, sizes = find_op(op), [abs(number) for number in numbers]
     exact = op in STAYS_WHOLE and all(each >= Count.WHOLE for each in given) and all(float(number).is_integer() for number in numbers)
     small = Count.WHOLE if whole or exact else Count.SMALL
     if dtype in BYTES:
         return Count.WHOLE
     if not whole and (row is None or op in RANDOM | LOOKS_UP or Count.NOT in given):
         return Count.NOT
-    if op in WITHIN_ONE or (op in BELOW and sizes and max(sizes) <= limit):
+    if op in WITHIN_ONE or (op in BELOW and sizes and max(sizes) <= EXACT):
         return small
     if Count.LARGE in given or op in TOTALS or (row is not None and row.kind is OpKind.ALLOW):
         return Count.LARGE
     if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
         return Count.LARGE  # an integer such as a result of argmax, a size of a tensor or an input of the graph may have any magnitude
-    return Count.LARGE if op in GROWS and max(sizes, default=0) > limit else small
+    return Count.LARGE if op in GROWS and max(sizes, default=0) > EXACT else small
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import example_value, held_values, is_held, is_opaque, tensors, value_dtype
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.counts import Count, keep_counts, made_of, most_exact
+from amprewrite.ir.evidence.counts import EXACT, Count, keep_counts, made_of
 from amprewrite.ir.evidence.range_rules import ADDS_UP, added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.op_graph import OpGraph, OpNode
-from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.dispatch import FakeTensor
@@ -140,14 +139,14 @@ def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Coun
     these products in the problem's graph, and `captured.counts` to the `Count` of every value. Nothing is set for a graph without products
     and body graphs. The other arguments are those of `find_counts`.
     """
-    graph, low = captured.module.graph, captured.problem.policy.low
+    graph = captured.module.graph
     if any(node.flops for node in captured.problem.graph) or any(map(is_opaque, graph.nodes)):
-        captured.counts = find_counts(graph, inputs, handed, low, lambda counts: any(node.counted for node in _kept(captured, counts)))
+        captured.counts = find_counts(graph, inputs, handed, lambda counts: any(node.counted for node in _kept(captured, counts)))
         captured.know(graph=_kept(captured, captured.counts))
 
 
 def find_counts(
-    graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[Count | None], low: Format, matters: Callable[[Counts], Any]
+    graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[Count | None], matters: Callable[[Counts], Any]
 ) -> Counts:
     """Return the `Count` of every value of a graph.
 
@@ -158,8 +157,8 @@ def find_counts(
     """
     held = _held(graph, inputs)
     around = {node: count for node, count in zip(graph.find_nodes(op="placeholder"), handed, strict=False) if count is not None}
-    supposed = _propagate(graph.nodes, {**dict.fromkeys(held, Count.LARGE), **around}, low)
-    return _propagate(graph.nodes, {**_look(held, low), **around}, low) if matters(supposed) else supposed
+    supposed = _propagate(graph.nodes, {**dict.fromkeys(held, Count.LARGE), **around})
+    return _propagate(graph.nodes, {**_look(held), **around}) if matters(supposed) else supposed
 
 
 def _kept(captured: Captured, counts: Counts) -> Any:
@@ -188,22 +187,22 @@ def _learns(*values: Any) -> bool:
     return any(isinstance(each, torch.nn.Parameter) or (isinstance(each, Tensor) and each.requires_grad) for each in values)
 
 
-def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node, Count]:
+def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
     """Return the `Count` of each constant of `held`, from its values.
 
-    LARGE: whole numbers, some too large for `low` to hold exactly. WHOLE: smaller whole numbers. SMALL: fractions, and unknown values.
+    LARGE: whole numbers, some larger than EXACT. WHOLE: smaller whole numbers. SMALL: fractions, and unknown values.
     """
     asked = dict[torch.fx.Node, Tensor]()
     with torch.no_grad(), unselected():
         for node, value in held.items():
             plain = type(value) in (Tensor, torch.nn.Buffer) and not isinstance(value, FakeTensor) and value.layout == torch.strided
             if plain and value.device.type != "meta" and value.numel():
-                asked[node] = torch.stack([(value == value.round()).all(), value.abs().amax() > most_exact(low)])
+                asked[node] = torch.stack([(value == value.round()).all(), value.abs().amax() > EXACT])
         kinds = [(Count.LARGE if beyond else Count.WHOLE) if whole else Count.SMALL for whole, beyond in on_host(list(asked.values()))]
     return dict.fromkeys(held, Count.SMALL) | dict(zip(asked, kinds, strict=True))
 
 
-def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Count]:
+def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
     """Return the `Count` of every value of a graph, from the `Count` of each input and constant (`known`)."""
     found = dict[torch.fx.Node, Count]()
     for node in nodes:
@@ -213,10 +212,10 @@ def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Co
         elif node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator):
             given = [found[each] for each in node.all_input_nodes]
             numbers = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if type(leaf) in (int, float)]
-            found[node] = made_of(op_name(node.target), _dtype(value), given, numbers, low)
+            found[node] = made_of(op_name(node.target), _dtype(value), given, numbers)
         else:
             floating = any(each.is_floating_point() or each.is_complex() for each in tensors(value))
-            found[node] = Count.NOT if floating or node.op == "output" else made_of("", _dtype(value), (), (), low)
+            found[node] = Count.NOT if floating or node.op == "output" else made_of("", _dtype(value), (), ())
     return found
 
 

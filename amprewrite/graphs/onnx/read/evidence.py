@@ -23,11 +23,11 @@ from amprewrite.graphs.onnx.ops import bodies, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.run.samples import elements
 from amprewrite.ir.cost import MatrixProduct
-from amprewrite.ir.evidence.counts import FRACTIONS, Count, keep_counts, made_of, most_exact
+from amprewrite.ir.evidence.counts import EXACT, FRACTIONS, Count, keep_counts, made_of
 from amprewrite.ir.evidence.range_rules import added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.evidence.summands import Factor, Summands, summands
 from amprewrite.ir.op_graph import OpGraph, OpNode
-from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
@@ -72,8 +72,8 @@ def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
     return found
 
 
-def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
-    """Return the op graph of `reading` with a mark (`OpNode.counted`) on each matrix product in which `low` would round whole numbers.
+def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
+    """Return the op graph of `reading`, in which each matrix product is marked (`OpNode.counted`) that would round whole numbers if low.
 
     Such numbers are positions, lengths, indices and time steps: if they are rounded, neighbouring numbers become equal. Marked products run
     in fp32.
@@ -82,15 +82,15 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
         return reading.graph
     found = dict[ir.Value, Count]()
     for value in model.graph.inputs:
-        found[value] = _entering(value, low)
+        found[value] = _entering(value)
     for node in model.graph.all_nodes():
-        given = [_read(value, found, low) for value in node.inputs if value is not None]
+        given = [_read(value, found) for value in node.inputs if value is not None]
         numbers = [number for value in node.inputs if value is not None and (number := scalar(value)) is not None]
         op = "one_hot" if node.op_type == "OneHot" else op_of(node)
         for body in bodies(node):
-            found |= {value: _entering(value, low) for value in body.inputs}
-        found |= {value: made_of(op, format_of(value), given, numbers, low) for value in node.outputs}
-    counts = {name: _read(value, found, low) for name, value in reading.values.items()}
+            found |= {value: _entering(value) for value in body.inputs}
+        found |= {value: made_of(op, format_of(value), given, numbers) for value in node.outputs}
+    counts = {name: _read(value, found) for name, value in reading.values.items()}
 
     def summed(node: OpNode) -> int:
         return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
@@ -98,17 +98,17 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
     return keep_counts(reading.graph, counts, summed)
 
 
-def _entering(value: ir.Value, low: Format) -> Count:
+def _entering(value: ir.Value) -> Count:
     """Return the `Count` of an input of a graph or subgraph: whether it is counted (a whole number), and how large it may be.
 
     Values of floating or unknown dtype have Count.NOT, booleans and integers of at most 8 bits Count.WHOLE. Wider integers have
     Count.LARGE, because they may be positions of any magnitude.
     """
     dtype = format_of(value)
-    return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), (), low)
+    return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), ())
 
 
-def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
+def _read(value: ir.Value, found: dict[ir.Value, Count]) -> Count:
     """Return the `Count` of `value` (whether it is made of whole numbers, and how large it may be), and store it in `found`.
 
     If `found` has no entry for the value, the elements of a constant decide; other values get Count.NOT (not counted).
@@ -117,7 +117,7 @@ def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
         held = constant_tensor(value)
         numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)
         whole = numbers.size > 0 and np.array_equal(numbers, np.round(numbers))
-        beyond = whole and np.abs(numbers).max() > most_exact(low)
+        beyond = whole and np.abs(numbers).max() > EXACT
         found[value] = Count.NOT if held is None else Count.LARGE if beyond else Count.WHOLE if whole else Count.SMALL
     return found[value]
 
