@@ -170,6 +170,33 @@ class Rows(nn.Module):
         return functional.binary_cross_entropy(chance, torch.ones_like(chance))
 
 
+class HidesItsLoop(nn.Module):
+    """Products in a loop overflow in fp16, to infinities without NaN. The rest of the graph makes finite numbers of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = map_op(lambda row: functional.linear(row * 2.0**15, 9 * self.layer.weight) * 2.0**-15, x)
+        if self.how == "clamps them":
+            return self.layer(x) * rows.clamp(-9, 9)
+        unread = rows.clone()
+        unread[0].add_(1)
+        return self.layer(x) * (rows > 0)
+
+
+@pytest.mark.parametrize("how", ["clamps them", "reads signs"])
+def test_an_overflow_in_a_loop_is_found_where_the_graph_hides_it(how: str):
+    torch.manual_seed(0)
+    model, x = HidesItsLoop(how), torch.randn(4, 8).clamp(-1.9, 1.9).requires_grad_()
+    exact = torch.autograd.grad(model(x).square().sum(), model.layer.weight)[0]
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    assert (amp(x) - model(x)).norm() < 0.01 * model(x).norm()
+    amp(x).square().sum().backward()
+    assert (model.layer.weight.grad - exact).norm() < 0.01 * exact.norm()
+
+
 def test_an_op_that_refuses_what_overflowed_in_a_body_that_is_not_seen():
     model, x = Rows(), torch.randn(4, 8)
     with torch.no_grad():

@@ -7,7 +7,8 @@
 3. Then run the call itself, once. If the fp32 run raised an error and the call succeeds, warn that no value was observed.
 
 The values in the body graphs of loops and conditions are not observed. If the plan runs ops low in such a body, the rewritten graph also
-runs on copies, and its results are checked for NaN and infinities.
+runs on copies. Its results, and without a compiler those of each body, are checked for NaN and infinities. The graph may hide an infinity
+of a body: `loop(x) > 0` is finite, but the gradients of the loop are not.
 
 If values are sharded over ranks, as under tensor parallelism, each rank observes its own shard. Then the ranks merge their ranges, so that
 all decide alike: the operands of a collective must have the same format on every rank.
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 from torch.fx._pytree import tree_flatten_spec
+from torch.overrides import TorchFunctionMode
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import differentiates, example_value, tensors, written_inputs
+from amprewrite.graphs.fx.node_facts import BODIES, differentiates, example_value, tensors, written_inputs
 from amprewrite.graphs.fx.ops.on_device import local_part, recording
 from amprewrite.graphs.fx.run.observer import Observer, dangers, too_large, unobserved
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
@@ -42,6 +44,7 @@ from amprewrite.tables.errors import one_line
 from amprewrite.tables.vocabulary import Reason
 from amprewrite.torch_internals.dispatch import FakeTensor
 from amprewrite.torch_internals.graph_modules import force_recompile
+from amprewrite.torch_internals.operators import HigherOrderOperator
 from amprewrite.torch_internals.trees import tree_leaves
 
 CALLS = 3
@@ -115,8 +118,11 @@ class LookAhead:
         """
         self.failed = ""
         try:
-            seen, finite = self._observed(inputs, brief=not always)
-            broken = always or any(dangers(self.captured, self.plan, seen)) or (finite and self._breaks_unobserved(run, inputs))
+            exact, unseen = _BodyResults(), unobserved(self.captured, self.plan)
+            with exact if unseen else contextlib.nullcontext():
+                seen, finite = self._observed(inputs, brief=not always)
+            broken = always or any(dangers(self.captured, self.plan, seen))
+            broken = broken or (unseen and finite and self._breaks_unobserved(run, inputs, exact))
             if broken and not always:
                 seen, finite = self._observed(inputs, brief=False)  # repeat the run with the costly histograms that planning needs
         except torch.OutOfMemoryError:
@@ -153,21 +159,18 @@ class LookAhead:
                 "overflow does not help; dtype='bf16' has fp32's range"
             )
 
-    def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> bool:
+    def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], exact: _BodyResults) -> bool:
         """True if the rewritten graph, in a trial run on copies of `inputs`, raises an error or gives NaN or infinities.
 
-        The fp32 run of the graph observes no values inside the body graphs of loops and conditions. If no body has low ops, the trial run
-        is not needed, and the result is False.
+        `exact` has the results of the bodies in the fp32 run, which observes no values inside the bodies of loops and conditions.
         """
-        if not unobserved(self.captured, self.plan):
-            return False
         try:
-            with self._aside():
+            with self._aside(), _BodyResults() as rounded:
                 copies = self._copies(inputs)
                 if not self.differentiates:  # pass the weights themselves, because the cache of low copies finds them by identity
                     pairs = enumerate(zip(inputs, copies, strict=True))
                     copies = tuple(copied if place in self.written else value for place, (value, copied) in pairs)
-                return not all_finite((run(copies), [copies[place] for place in self.written]))
+                return not all_finite((run(copies), [copies[place] for place in self.written])) or rounded.overflow_beside(exact)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError):  # the fp32 run raised nothing, so an op must have refused an overflowed value
@@ -213,6 +216,27 @@ class LookAhead:
             each.left_bodies[""] = Reason.OUT_OF_RANGE, unseen
         captured.note(f"a first call would overflow in {self._low} where fp32 does not: decided anew with the ranges seen in it")
         self.plan = self.again(inputs)
+
+
+class _BodyResults(TorchFunctionMode):
+    """Context manager that records, for each call of an op that runs body graphs, whether all its results are finite.
+
+    Such an op runs a loop, a condition or an autograd Function. Compiled code calls none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator) and func.name() not in BODIES:
+            self.found.append((func.name(), all_finite(result)))
+        return result
+
+    def overflow_beside(self, exact: _BodyResults) -> bool:
+        """True if a result is not finite here although the same result is finite in `exact`, the fp32 run of the same graph."""
+        return any(wide == (name, True) and not finite for wide, (name, finite) in zip(exact.found, self.found, strict=False))
 
 
 def rewrite_for(
