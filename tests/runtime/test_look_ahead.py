@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import warnings
 from typing import Any
@@ -195,6 +196,30 @@ def test_an_overflow_in_a_loop_is_found_where_the_graph_hides_it(how: str):
     assert (amp(x) - model(x)).norm() < 0.01 * model(x).norm()
     amp(x).square().sum().backward()
     assert (model.layer.weight.grad - exact).norm() < 0.01 * exact.norm()
+
+
+class HidesItsBranch(nn.Module):
+    """As `HidesItsLoop`, in a branch of a condition, which inductor compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = functools.partial(functional.linear, weight=9 * self.layer.weight)
+        rows = torch.cond(x.sum() > -99, lambda rows: scaled(rows * 2.0**15) * 2.0**-15, lambda rows: rows + 1, (x,))
+        return self.layer(x) * rows.clamp(-9, 9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grad", [True, False])
+def test_with_a_compiler_bodies_stay_fp32_because_their_results_cannot_be_seen(grad: bool):
+    torch.manual_seed(0)
+    model, x = HidesItsBranch(), torch.randn(4, 8).clamp(-1.9, 1.9)
+    with torch.set_grad_enabled(grad):
+        amp = amprewrite.rewrite(model, dtype="fp16", backend="inductor")
+        assert (amp(x) - model(x)).norm() < 0.01 * model(x).norm()
+    assert "compiled code does not show" in str(amp.plan)
 
 
 def test_an_op_that_refuses_what_overflowed_in_a_body_that_is_not_seen():

@@ -7,8 +7,9 @@
 3. Then run the call itself, once. If the fp32 run raised an error and the call succeeds, warn that no value was observed.
 
 The values in the body graphs of loops and conditions are not observed. If the plan runs ops low in such a body, the rewritten graph also
-runs on copies. Its results, and without a compiler those of each body, are checked for NaN and infinities. The graph may hide an infinity
-of a body: `loop(x) > 0` is finite, but the gradients of the loop are not.
+runs on copies. Its results and those of each body are checked for NaN and infinities, because the graph may hide an infinity of a body:
+`loop(x) > 0` is finite, but the gradients of the loop are not. Compiled code does not show the results of bodies, so with a compiler
+bodies stay fp32.
 
 If values are sharded over ranks, as under tensor parallelism, each rank observes its own shard. Then the ranks merge their ranges, so that
 all decide alike: the operands of a collective must have the same format on every rank.
@@ -121,9 +122,11 @@ class LookAhead:
             exact, unseen = _BodyResults(), unobserved(self.captured, self.plan)
             with exact if unseen else contextlib.nullcontext():
                 seen, finite = self._observed(inputs, brief=not always)
+            hidden = ""
             broken = always or any(dangers(self.captured, self.plan, seen))
-            broken = broken or (unseen and finite and self._breaks_unobserved(run, inputs, exact))
-            if broken and not always:
+            if not broken and unseen and finite:
+                broken, hidden = self._breaks_unobserved(run, inputs, exact)
+            if (broken or hidden) and not always:
                 seen, finite = self._observed(inputs, brief=False)  # repeat the run with the costly histograms that planning needs
         except torch.OutOfMemoryError:
             self.warn(
@@ -134,8 +137,8 @@ class LookAhead:
         except Exception as error:  # do not raise it: if the model refuses these inputs, the call itself raises the same error
             self.failed = f"{type(error).__name__}: {one_line(error)}"
             return False
-        if broken:
-            self._decide_anew(seen, inputs)
+        if broken or hidden:
+            self._decide_anew(seen, inputs, hidden)
             if found := next(too_large(self.captured, self.plan, seen, room=1), None):
                 self._no_help(f" ({found})")
         return finite
@@ -159,10 +162,11 @@ class LookAhead:
                 "overflow does not help; dtype='bf16' has fp32's range"
             )
 
-    def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], exact: _BodyResults) -> bool:
-        """True if the rewritten graph, in a trial run on copies of `inputs`, raises an error or gives NaN or infinities.
+    def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], exact: _BodyResults) -> tuple[bool, str]:
+        """Run the rewritten graph on copies of `inputs`. Return (True if it overflows, why this cannot be told).
 
-        `exact` has the results of the bodies in the fp32 run, which observes no values inside the bodies of loops and conditions.
+        It overflows if it raises an error, or gives NaN or infinities. `exact` has the results of the bodies in the fp32 run, which
+        observes no values inside the bodies of loops and conditions. The reason is "" if the run shows the results of the bodies.
         """
         try:
             with self._aside(), _BodyResults() as rounded:
@@ -170,11 +174,13 @@ class LookAhead:
                 if not self.differentiates:  # pass the weights themselves, because the cache of low copies finds them by identity
                     pairs = enumerate(zip(inputs, copies, strict=True))
                     copies = tuple(copied if place in self.written else value for place, (value, copied) in pairs)
-                return not all_finite((run(copies), [copies[place] for place in self.written])) or rounded.overflow_beside(exact)
+                finite = all_finite((run(copies), [copies[place] for place in self.written]))
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError):  # the fp32 run raised nothing, so an op must have refused an overflowed value
-            return True
+            return True, ""
+        unseen = f"compiled code does not show whether values in there overflow in {self._low}"
+        return not finite or rounded.overflow_beside(exact), unseen if exact.found and not rounded.found else ""
 
     def _copies(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the inputs for a trial run: without autograd history and hooks, and copied if the graph writes them."""
@@ -207,14 +213,18 @@ class LookAhead:
     def _low(self) -> str:
         return self.captured.problem.policy.low.name
 
-    def _decide_anew(self, seen: Mapping[str, RegionRanges], inputs: tuple[Any, ...]) -> None:
-        """Plan and emit the graph anew with the ranges `seen`. Body graphs whose values were not observed are left in fp32."""
+    def _decide_anew(self, seen: Mapping[str, RegionRanges], inputs: tuple[Any, ...], hidden: str) -> None:
+        """Plan and emit the graph anew with the ranges `seen`. Body graphs whose values were not observed are left in fp32.
+
+        `hidden` tells why no run shows whether they overflow; "" if a first call would overflow.
+        """
         captured, calibration = self.captured, self.learn(tuple(seen.values()))
+        unseen = f"a first call would overflow in {self._low}, and the values in there are not observed"
         for each in captured.with_parts():
             each.know(calibration=calibration)
-            unseen = f"a first call would overflow in {self._low}, and the values in there are not observed"
-            each.left_bodies[""] = Reason.OUT_OF_RANGE, unseen
-        captured.note(f"a first call would overflow in {self._low} where fp32 does not: decided anew with the ranges seen in it")
+            each.left_bodies[""] = (Reason.OPAQUE, hidden) if hidden else (Reason.OUT_OF_RANGE, unseen)
+        if not hidden:
+            captured.note(f"a first call would overflow in {self._low} where fp32 does not: decided anew with the ranges seen in it")
         self.plan = self.again(inputs)
 
 
