@@ -9,10 +9,10 @@ of the fused op reads and writes the low format and computes in fp32 inside. The
 4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm (stays fp32 on a CPU)
 
 A pattern is fused only if no node outside it reads its intermediate values, and the lists allow its op to run low. A norm over a dim of
-symbolic size is not fused, because the kernels take numbers. Patterns in the model's
-own autocast regions and in torch.func transforms stay written out. If gradients are recorded, no later node may write to the operands or
-the result of a pattern, because the kernel may save them for backward. Conversions to fp32 inside a pattern are left out, because the
-kernel makes them. The pass edits a copy of the captured graph.
+symbolic size is not fused, because the kernels take numbers. Patterns in the model's own autocast regions and in torch.func transforms
+stay written out. If gradients are recorded, no later node may write to the operands or the result of a pattern, because the kernel may
+save them for backward. Conversions to fp32 inside a pattern are left out, because the kernel makes them. The pass edits a copy of the
+captured graph.
 
 Op names hard-coded in this pass, as parts of the patterns: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `mean`,
 `var`, `amax`, `max`, `getitem`, `detach`.

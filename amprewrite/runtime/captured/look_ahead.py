@@ -166,7 +166,7 @@ class LookAhead:
         """Run the rewritten graph on copies of `inputs`. Return (True if it overflows, why this cannot be told).
 
         It overflows if it raises an error, or gives NaN or infinities. `exact` has the results of the bodies in the fp32 run, which
-        observes no values inside the bodies of loops and conditions. The reason is "" if the run shows the results of the bodies.
+        observes no values inside the bodies of loops and conditions. The reason is "" if the run tells it.
         """
         try:
             with self._aside(), _BodyResults() as rounded:
@@ -179,8 +179,10 @@ class LookAhead:
             raise
         except (RuntimeError, ValueError, IndexError):  # the fp32 run raised nothing, so an op must have refused an overflowed value
             return True, ""
+        if not finite or rounded.overflow_beside(exact):
+            return True, ""
         unseen = f"compiled code does not show whether values in there overflow in {self._low}"
-        return not finite or rounded.overflow_beside(exact), unseen if exact.found and not rounded.found else ""
+        return False, unseen if exact.found and not rounded.found else ""
 
     def _copies(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the inputs for a trial run: without autograd history and hooks, and copied if the graph writes them."""
