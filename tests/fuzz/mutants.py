@@ -269,7 +269,7 @@ MUTANTS = (
     ),
     Mutant(
         "written-copy-read", "a sum in place is written to a copy of its operand, which others read later without it", ("programs",), ("write",),
-        (("amprewrite/graphs/fx/read/aliasing.py", "if before and all(each.role == \"op\" for each in before) and max(readers, default=0) <= fact.position:", "if before and all(each.role == \"op\" for each in before):"),),
+        (("amprewrite/graphs/fx/read/aliasing.py", "if before and movable and max(readers, default=0) <= fact.position:", "if before and movable:"),),
     ),
     Mutant(
         "step-of-body-low", "what a body gives to a comparison alone overflows in it, and gradients are zero times infinity", ("programs",), ("large_unread", "'fp16'"),

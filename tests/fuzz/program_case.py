@@ -404,6 +404,15 @@ def _backward(program: Program, record: Record, index: int, result: Any, inputs:
         sum(terms).backward()  # type: ignore[union-attr]
     for place, each in enumerate(found):
         record.keep(f"{index} gradient_of_result kept{place}", _unscaled(each.grad, scale))
+        if _is_cut(each):
+            record.cut.add(f"{index} gradient_of_result kept{place}")
+
+
+def _is_cut(value: torch.Tensor) -> bool:
+    """Whether it is a view that took a new history: the write is not in the history, so it was made where none is recorded."""
+    if not value._is_view() or value.grad_fn is None or value.grad_fn.name() != "AsStridedBackward0":
+        return False
+    return all(before is not None and before.name() != "CopySlices" for before, _ in value.grad_fn.next_functions)
 
 
 def _write(record: Record, index: int, result: Any) -> None:

@@ -137,6 +137,21 @@ def test_results_and_gradients_are_those_of_fp32(how: str, dtype: str) -> None:
     assert bool(low & {"linear", "einsum"}) == (how in COPIES)
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (2, 2, 4)])
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_hook_before_a_write_is_called_where_pytorch_calls_it(shape: tuple[int, ...], alike: bool) -> None:
+    def run(net: Net, x: Tensor, bias: Tensor) -> Tensor:
+        y = net.lin(x.view(shape))  # on 3 dims the result is a view, and a write to a view drops its hooks
+        same = y.contiguous() if alike else y
+        same.register_hook(lambda gradient: gradient * 8)
+        y.mul_(2)
+        return net.other(y)
+
+    want, got, plan = both(run, "bf16", lists="o2")
+    assert all(map(torch.equal, want, got))
+    assert any(node.op == "linear" and node.colour is Colour.LOW for node in plan.nodes)
+
+
 def test_a_sum_that_runs_low_is_written_where_the_product_lies() -> None:
     plan = amprewrite.plan(Net(COPIES["a sum"]), (torch.ones(4, 4), torch.ones(4, 4)), dtype="bf16", lists="o2")
     assert not any(cast.value == "linear" and cast.users != ("output",) for cast in plan.regions[0].casts)

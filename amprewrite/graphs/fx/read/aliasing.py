@@ -242,7 +242,8 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the sum writes to the cast between them. Writes to
     inputs and weights of the model are left out, because they must change these tensors. Also left out are writes in another grad mode
-    than the mode in which the tensor was made, because a copy would have another autograd history.
+    than the mode in which the tensor was made, because a copy would have another autograd history, and writes to tensors with hooks:
+    PyTorch drops the hooks if the tensor is a view (the result of a linear op on 3 dims is one), and calls them if it is none.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)
@@ -259,7 +260,8 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
         for storage in _lies_in(fact) & memory_of(fact.writes[0]):
             before = [each for each in lies_in[storage] if each.position < fact.position]
             readers = [facts[user].position for each in before for user in each.node.users if user in facts]
-            if before and all(each.role == "op" for each in before) and max(readers, default=0) <= fact.position:
+            movable = all(each.role == "op" and each.node.target is not hooked for each in before)
+            if before and movable and max(readers, default=0) <= fact.position:
                 found[storage].append(fact.position)
     return found
 
