@@ -5,7 +5,7 @@ rely on that: `(x - mean) / std` of large values, `1 - sigmoid(y.float())`, diff
 op about which nothing is known. An op runs low only if rounding its result and its operands does no harm.
 
 Rounding a value does no harm if products alone read it, directly or through views, because products round their operands anyway. It does
-no harm either if four conditions hold:
+no harm either if five conditions hold:
 
 1. The value has no offset of unknown size (`ir/held_wide.py`), because a product or a norm made it, or because it is learnt.
 2. No reader magnifies the rounding. Differences and batch norms magnify it, and so do ops that pass the value on to such a reader. If
@@ -16,6 +16,10 @@ no harm either if four conditions hold:
 4. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
    a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
    If the value stays fp32, `plan-casts` lets fp32 add up the gradients of its readers, two by two.
+
+5. In training, no other op broadcasts the same weight (`Roundings.sums`). The gradient of such a weight is a sum over many elements, and a
+   low op rounds this sum. The sums of two ops may cancel. An example is the scale of a quantiser: `(x / s).round() * s` divides and
+   multiplies by it, and 0.4 % of one sum can be 14 % of their difference.
 
 A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Forced colours and overrides stay. Tied nodes
 (with shared memory or a shared kernel) get one colour.
@@ -28,8 +32,10 @@ Op names hard-coded in this pass: `getitem`. If it reads an integer result of an
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from amprewrite.ir.held_wide import AVERAGES, AWAY, CONVERTS, FACTORS, LOGS, NORMS, data_of, held, is_product, rounds
-from amprewrite.ir.op_graph import OpNode
+from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Held, OpKind, Reason
@@ -48,7 +54,9 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
         for node in problem.graph:
             if node.role != "op" or found.held[node.name] is Held.LOW or is_product(node):
                 continue
-            if not found.is_free(node):
+            if node.name in found.sums:
+                decisions.keep_high(problem, node.name, Reason.LOW_BACKWARD, because_of=found.sums[node.name])
+            elif not found.is_free(node):
                 reader = found.magnifies.get(node.name, "")
                 decisions.keep_high(problem, node.name, Reason.MAGNIFIED if reader else Reason.UNROUNDED, because_of=reader)
             elif node.name in problem.read_by_many:
@@ -74,6 +82,8 @@ class Roundings:
             whole = node.op not in LOOKS_UP and all(self.graph[each].numel == node.numel for each in given)
             if whole or node.kind is not OpKind.CLEAR:
                 self.of_weights.add(node.name)
+        self.sums = self._sums() if problem.training or problem.policy.parity is not None else {}
+        """Maps ops that broadcast a weight to that weight, if other ops broadcast it, too. Empty if no gradients are recorded."""
         data = {node.name: {operand.value for operand in data_of(node)} for node in self.graph}
         moved_on: set[str] = set()
         """Ops that round their operands, and views or moves whose results only such ops read."""
@@ -86,6 +96,26 @@ class Roundings:
                 self.rounded_anyway.add(node.name)
             if rounds(node) or (node.name in self.rounded_anyway and self._moves(node)):
                 moved_on.add(node.name)
+
+    def _sums(self) -> dict[str, str]:
+        """Map ops that broadcast a weight, or a value computed from one weight or more, to the weight, if there are several such ops.
+
+        Norms, which take their weights as side arguments, and products are left out: their kernels add up gradients.
+        """
+        behind: dict[str, set[str]] = {}
+        readers: dict[str, set[str]] = defaultdict(set)
+        for node in self.graph:
+            given = [each for each in node.operands if each.value in behind]
+            if node.role == "parameter" and node.name in self.trained:
+                behind[node.name] = {node.name}
+            elif given and len(given) == len(node.operands):
+                behind[node.name] = set().union(*(behind[each.value] for each in given))
+            elif node.name in self.trained and not is_product(node):
+                for each in given:
+                    if each.demand is Demand.PROMOTE and self.graph[each.value].numel < node.numel:
+                        for weight in behind[each.value]:
+                            readers[weight].add(node.name)
+        return {name: weight for weight, names in readers.items() if len(names) > 1 for name in names}
 
     def is_free(self, node: OpNode) -> bool:
         """True if an op may run in the low format, because rounding its result and its operands does no harm."""

@@ -285,6 +285,36 @@ def test_an_input_among_scores_keeps_its_bits(scores: str, dtype: str) -> None:
     check(net, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.rand(ROWS, WIDTH) > 0.3), dtype)
 
 
+BROADCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a quantiser": lambda y, s: (lambda q: (q + (q.round() - q).detach()) * s)(y / (0.1 * s)),
+    "a periodic activation": lambda y, s: y + torch.sin(s * y) ** 2 / s,
+    "a bounded activation": lambda y, s: torch.tanh(s * y) / s,
+    "a mix with what was before": lambda y, s: y * s + y.roll(1, 0) * (1 - s),
+    "in a checkpoint": lambda y, s: checkpoint(lambda t, scale: torch.tanh(scale * t) / scale, y, s, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("dtype", sorted(LOW))
+@pytest.mark.parametrize("read", ["an input", "a product"])
+@pytest.mark.parametrize("size", [1, WIDTH])
+@pytest.mark.parametrize("how", BROADCAST)
+def test_gradients_of_one_weight_from_two_ops_may_cancel(how: str, size: int, read: str, dtype: str) -> None:
+    net = Net(lambda net, x: net.b(BROADCAST[how](x if read == "an input" else net.a(x), net.scale)))
+    found: list[list[Tensor]] = [[], [], []]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        net.scale = nn.Parameter(0.3 + 0.4 * torch.rand(size))
+        x, weight = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+        for place, run in enumerate((net, copy.deepcopy(net), amprewrite.rewrite(copy.deepcopy(net), dtype=dtype))):
+            with torch.autocast("cpu", dtype=LOW[dtype], enabled=place == 1):
+                result = run(x)
+            (result.float() * weight).sum().backward()
+            found[place].append(dict(run.named_parameters())["scale"].grad.clone())
+        net.zero_grad()
+    want, theirs, ours = map(torch.cat, found)
+    assert error(ours, want) <= max(FLOOR[dtype] / 2, 1.5 * error(theirs, want))
+
+
 # recurrences -----------------------------------------------------------------------------------------------------------
 
 
