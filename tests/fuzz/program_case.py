@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 import amprewrite
@@ -179,12 +180,15 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
     """
     start_clean()
     raised: list[BaseException] = []
+    hooked = _Hooked()
     with _quiet():
-        eager = _tried(lambda: run(program, initialised(program)))
+        eager = _tried(lambda: run(program, initialised(program), within=lambda: hooked))
         with torch._dynamo.config.patch(suppress_errors=True):  # as the rewrite does: code that Dynamo fails on runs as written
             compiled = _tried(lambda: run(program, _compiled(initialised(program))), raised)
     if eager is None or judged(eager) is not None or REENTRANT in problem.text:
         return None
+    if "gradient" in problem.where and any(map(_is_cut, hooked.tensors)):  # it drops these hooks, against its notes on in-place writes
+        return replace(problem, kind=f"PyTorch alone: {problem.kind}")
     alike = any(failure(each).text == problem.text for each in raised)
     if compiled is None and (alike or "region." in problem.where or "outside" in problem.where):
         return replace(problem, kind=f"PyTorch alone: {problem.kind}")  # no capture failed, so there is nothing to fall back to
@@ -202,6 +206,19 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
         if alone is not None and (alone.kind, alone.where) == (problem.kind, problem.where):
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
     return problem
+
+
+class _Hooked(TorchFunctionMode):
+    """Collects the tensors on which the model registers hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook:
+            self.tensors.append(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _compiled(model: nn.Module) -> nn.Module:
