@@ -233,8 +233,8 @@ def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
     """Return the row whose rounding caused the error of `row`.
 
     The search goes upstream, from each row to the operand with the largest absolute error. It stops at the first row whose own rounding
-    introduces more than a tenth of its error; if that row is a cast copy, the result is the row of the value that was cast. If there is no
-    such row, the result is the last row reached, or `row` if the last row is a cast copy without rounding error.
+    introduces more than a tenth of its error. A row may stand for a cast: the result is then the row of the value that was cast. If there
+    is no such row, the result is the last row reached, or `row` itself if the last one is an exact cast.
     """
     here, seen = row, {row.name}
     while True:

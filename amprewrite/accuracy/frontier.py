@@ -43,7 +43,8 @@ from amprewrite.tables.errors import AccuracyError, PolicyError
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
-"""Number of faster plans, just before the plan found, that are also tried, because the error does not always fall along the chain."""
+"""Number of plans that the search tries after it has found one: the next faster ones. They may be exact enough, too, because a slower plan
+is not always more exact."""
 
 
 @dataclass(frozen=True)

@@ -317,9 +317,9 @@ class GatheredLow:
                 raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
     def check_call(self, path: str, place: str, whole: bool) -> None:
-        """Raise RoundedRead if code other than its graph may have read rounded weights in a call of the module at `path`.
+        """Raise RoundedRead if the module at `path` ran code outside its graph in this call, since that code may have read rounded weights.
 
-        `whole` is True if the call ran one graph, and this graph is all of the module's forward. `place` names the module in the message.
+        `whole` is True if one graph ran the module's whole forward, without graph breaks. `place` names the module in the message.
         """
         gather = self.gathers.get(path)
         if gather is None or not gather.concerns_this_call():

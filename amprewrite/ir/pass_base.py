@@ -123,7 +123,8 @@ class Problem:
     """Name of an attention call → the ops that repeat the heads of its keys and values. Only calls without a mask, or with a mask in
     `masks`, are listed."""
     strided_masks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Value → the attention calls that can have a fused GPU kernel if the value, which is their mask or its source, is contiguous."""
+    """Value → attention calls. A fused GPU kernel refuses their mask for its strides, and would take it if the value were contiguous. The
+    value is the mask itself, or a tensor of which the mask is a view."""
     bare_norms: tuple[str, ...] = ()
     """Norms without weights on a CPU. The kernel computes their mean and variance in the input's dtype, which is inexact if that is low."""
     bare_taps: tuple[str, ...] = ()

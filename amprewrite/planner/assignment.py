@@ -207,10 +207,11 @@ class _Search(PricedNetwork):
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Return the second lower bound of rule 3 for the op of `mixer`: (arcs to add to the network, number to add to the cost of a cut).
+        """Return (arcs to add to the network, number to add to the cost of a cut), so that the cut counts the cast of the anchor.
 
-        `fixed` holds the vertices whose colour the search has fixed: True for low, False for high. The result is ([], 0) if an operand
-        other than the anchor is fixed to high, because the op then needs no copy.
+        This is the second lower bound of rule 3 of this file. The op of `mixer` casts one operand to fp32, its anchor, if it is high and
+        all its operands are low. `fixed` holds the vertices whose colour the search has fixed: True for low, False for high. If one of
+        the other operands is fixed to high, no cast is needed, and the result is ([], 0).
         """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0

@@ -75,10 +75,11 @@ class Colour(Enum):
 
 
 class Held(IntEnum):
-    """The precision with which torch.autocast would hold a value. A larger number means a less exact value."""
+    """How exactly torch.autocast would hold a value. A larger number means a less exact value."""
 
     EXACT = 0
-    """In fp32, and rounding may harm it: its elements may differ little around a large offset, or have far smaller errors than products."""
+    """In fp32, and rounding may harm it: its elements may differ little around a large offset, or be far more exact than results of
+    low products."""
     PLAIN = 1
     """In fp32, without an offset, and more exact than results of products: weights, rows of a table, results of norms, sums with these."""
     ROUNDED = 2

@@ -62,8 +62,10 @@ def spread(copy: torch.fx.Node, openings: Openings) -> None:
 
 
 def _linked(copy: torch.fx.Node) -> torch.fx.Node:
-    """Insert a linked copy of `copy`: the same memory, with an autograd node that leads to the source of `copy`. If `copy` is a padded
-    low-precision copy, link the unpadded copy and pad it again."""
+    """Insert a tensor with the memory of `copy` and an autograd node of its own, which sends gradients to the value that `copy` copies.
+
+    If `copy` is a padded low-precision copy, link the unpadded copy and pad it again.
+    """
     source = copy.args[0]
     if copy.target is resize and isinstance(source, torch.fx.Node):
         again = _linked(source)

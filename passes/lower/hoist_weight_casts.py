@@ -63,9 +63,9 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """Give low-precision copies of weights the requires_grad flags of the weights, if products that read them choose kernels by this flag.
+    """Set `requires_grad` of the low-precision copy of a weight as on the weight itself, if a product chooses its kernel by this flag.
 
-    `chosen(position)` is False for inputs to leave out.
+    `chosen(position)` is False for the inputs of the graph to leave out.
     """
     found = [
         (node, cast)

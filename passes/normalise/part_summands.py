@@ -54,10 +54,10 @@ class PartSummands(Pass[Reading, EditedGraph]):
 
 
 def _parts(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...], Any, Any]:
-    """Return (summand, factors, factor of the summand, factor of the product) of a product plus a summand."""
+    """Return (summand, matrices, beta, alpha) of an op that computes `beta * summand + alpha * (product of the matrices)`."""
     given = {name: value for name, value in named_arguments(node).items() if value is not None}
-    factors = tuple(given[name] for name in FACTORS if name in given)
-    return given.get("input", given.get("self")), factors, given.get("beta", 1), given.get("alpha", 1)
+    matrices = tuple(given[name] for name in FACTORS if name in given)
+    return given.get("input", given.get("self")), matrices, given.get("beta", 1), given.get("alpha", 1)
 
 
 def _part(node: torch.fx.Node) -> None:

@@ -237,8 +237,8 @@ def copies_of(
 ) -> tuple[QuantisedCopy, ...]:
     """Return the copies that fp8 GEMMs read. All readers of a value in one format with the same scales share one copy.
 
-    `largest` holds the largest magnitudes of values. An x in `largest` gets a constant scale if it has one scale for the whole tensor. If
-    some products read a matrix as w and others read it as wᵀ, it has two copies.
+    `largest` holds the largest magnitudes of values. A left operand in `largest` gets a scale that is fixed now, if it has one scale for
+    the whole tensor. A weight has two copies if some products read it and others read its transpose.
     """
     found: dict[tuple[str, str, int, str, str, bool], list[Key]] = {}
     for plan in plans:

@@ -132,7 +132,7 @@ class Roundings:
         return not of_weights and all(self.held[each] > Held.EXACT and not self._harms(node, each) for each in given)
 
     def _moves(self, node: OpNode) -> bool:
-        """True if rounding before an op equals rounding after it, because it only moves, selects or scales the elements of one value."""
+        """True if rounding the operand is about as exact as rounding the result: the op moves, selects or scales elements of one tensor."""
         if node.kind is not OpKind.CLEAR and node.op not in FACTORS:
             return False
         return sum(not each.scalar for each in node.operands) == 1 and not self._turns(node)

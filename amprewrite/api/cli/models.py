@@ -253,7 +253,7 @@ SIZE = re.compile(rf"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|({FUNCTIONS}
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 """Allowed types of containers for inputs and results."""
 MOST_BYTES = 2**36
-"""Largest total size, in bytes, of the parts of a file. A larger file is refused."""
+"""Largest size, in bytes, of all entries of a saved model (a zip archive) when unpacked. A larger model is refused."""
 
 
 class NotPlain(Exception):

@@ -29,8 +29,8 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FEW = 16
-"""A product of counted factors stays fp32 if it sums over at most this many elements. Products of coordinates sum over two or three
-elements, products of positions and frequencies over one."""
+"""A product of numbers that count something, such as positions, stays fp32 if each element of its result sums at most this many products.
+Coordinates are summed over two or three, positions times frequencies over one."""
 EXACT = 256
 """The largest n such that all low formats hold all whole numbers up to n exactly. It is bf16's; fp16's is 2048."""
 RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)

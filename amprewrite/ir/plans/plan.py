@@ -51,7 +51,7 @@ class NodePlan:
     role: str = "op"
     """"op", or for a value that enters or leaves the graph: "input", "parameter", "buffer", "constant", "output"."""
     inputs: tuple[str, ...] = ()
-    """Names of the nodes whose fp32 values this node reads."""
+    """Names of the nodes whose results this node reads, if these are fp32 in the model as written."""
 
     def sentence(self) -> str:
         """Return one sentence about the node's format and the reason for it."""

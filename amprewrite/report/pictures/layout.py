@@ -227,7 +227,7 @@ class Placed:
     rects: dict[int, Rect]
     """Rectangle of every visible op and box."""
     passes: dict[tuple[int, int], tuple[float, float]]
-    """(x, y) of the middle of each place for a passing edge, by (id of the box, id of the place)."""
+    """(x, y) of the middle of each gap that is kept free for an edge across a column of a box, by (id of the box, id of the gap)."""
     open: set[int]
     """Ids of the open boxes."""
     gutters: dict[tuple[int, int], float] = field(default_factory=dict)

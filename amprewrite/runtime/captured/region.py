@@ -165,7 +165,7 @@ class State(threading.local):
         self.ran: list[Region] = []
         """Regions that the innermost running call has run so far."""
         self.entry: str | None = None
-        """Key, in the `entries` of the GraphRewriter, of the module that the outermost running call calls; None if no call runs."""
+        """Which module was called from outside, by its key in `GraphRewriter.entries`; None if no call runs."""
         self.forwards = 0
         """Number of outermost calls that have begun, without recomputations."""
         self.given_up = 0

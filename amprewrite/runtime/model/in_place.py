@@ -18,10 +18,10 @@ A class that a user derives from the subclass is an ordinary class.
 
 A clone of a module tree has new module objects of the same classes that hold the same parameter and buffer objects. Lists, dicts, sets and
 tuples that modules hold are copied, and so are bound methods and hooks. The copies refer to the modules of the clone. Dataclasses,
-namespaces and namedtuples count as configurations: they are copied only if they hold a module or a copied container. A container that
-several modules share is copied once: if layers share a cache, their clones share one copy of it. The clone shares all other attributes
-with the original, including attributes in `__slots__`, as `copy.copy` does. So `clone.eval()` or a hook on the clone does not change the
-original, but an optimizer step on the clone changes the original, too.
+namespaces and namedtuples count as configurations: they are copied only if they hold a module, or a container that is copied anyway because
+a module holds it. A container that several modules share is copied once: if layers share a cache, their clones share one copy of it. The
+clone shares all other attributes with the original, including attributes in `__slots__`, as `copy.copy` does. So `clone.eval()` or a hook
+on the clone does not change the original, but an optimizer step on the clone changes the original, too.
 
 A container among the bound arguments of a hook, as in `functools.partial(save, store)`, belongs to the code that made the hook. It is
 copied only if a module holds the container, too, or the container holds a module. Objects of other classes, closures and weak references

@@ -172,11 +172,11 @@ class StepGate(StepRecord):
                 note.began(self._share(note))
 
     def _backward_began(self) -> None:
-        """Drop the overflow flags of gradients that were discarded. Call this when a backward begins.
+        """Drop the overflow flags of gradients that have been set to None. Call this when a backward begins.
 
-        Only gradients of the model's own parameters count. An optimizer may also step a head outside the model, and this backward may
-        already have given the head new gradients. Raises LossScaleError if a GradScaler has handled an optimizer of this model since the
-        previous backward.
+        The method looks at gradients of the model's own parameters alone: the optimizer may also hold parameters of a head outside the
+        model, to which this backward may have given new gradients already. Raises LossScaleError if a GradScaler has handled an optimizer
+        of this model since the previous backward.
         """
         self._scalers.refuse(self._guarded)
         for note in self._notes:

@@ -92,7 +92,7 @@ def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> We
 
 
 BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
-"""All misfits: a weight may be too large for the low format, or all of its values may be flushed to zero."""
+"""The two ways in which a weight may not fit the low format: a value is too large, or all values are flushed to zero."""
 FIRST_LOOK, LAST_DOUBLING = 16, 1024
 """Weights are checked at call FIRST_LOOK, at each doubling of this number up to LAST_DOUBLING, and at every multiple of LAST_DOUBLING."""
 

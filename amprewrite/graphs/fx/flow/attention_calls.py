@@ -52,7 +52,7 @@ class Way:
     spread: torch.fx.Node
     """The `expand` that repeats each head."""
     between: tuple[torch.fx.Node, ...]
-    """Conversions, and ops that scale gradients, between `lined` and `spread`, the last one first."""
+    """Conversions, and ops that scale gradients, that run after `lined` and before `spread`. The last one comes first."""
     lined: torch.fx.Node
     """The first op, `unsqueeze` or `getitem`, which returns the heads with one more dim."""
 

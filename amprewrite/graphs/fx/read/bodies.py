@@ -137,9 +137,8 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
     """Return the ops of `body` that lead neither to a result with a gradient nor to state that a loop passes to its next iteration.
 
-    `node` runs `body`, which is its attribute `name`. Such ops should stay fp32: autograd gives a result a gradient of zeros if nothing
-    that passes a gradient reads the result, and zero times an infinity in such an op would be NaN. The forward of an autograd Function
-    returns results and saved values. The saved values do not count as results.
+    `node` runs `body`, which is its attribute `name`. Such ops should stay fp32. Their results get gradients of zeros from autograd, and
+    zero times an infinity would be NaN. If `body` is the forward of an autograd Function, the values that it saves are no results.
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):

@@ -155,7 +155,7 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
         """Return the `Factor` of a product with `given` (`how` is ""), or of a division by `given` (`how` is "divided by").
 
         None unless `given` is a number (not 0 for a division), a constant that varies along one dim at most, or a schedule: a value of one
-        element that is computed without products, such as a step size.
+        element that is computed without matrix products, such as a step size.
         """
         tensor = constant_tensor(given) if isinstance(given, ir.Value) else None
         if tensor is not None:

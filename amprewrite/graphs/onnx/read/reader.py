@@ -71,8 +71,8 @@ class OnnxReading:
     kept: dict[str, Loss] = field(default_factory=dict)
     """Constants that stay fp32 whatever the passes decide: {name: error that a low copy would have}."""
     masks: set[str] = field(default_factory=set)
-    """Constants, and ConstantOfShape nodes, that only mask attention scores. Their low copies block a position by less than half of the
-    format's lowest number (`BLOCKED` in constants.py)."""
+    """Constants, and ConstantOfShape nodes, that only mask attention scores. Where they block a position, their low copies hold a number
+    just above half of the format's lowest (`BLOCKED` in constants.py), so that the sum of two masks stays finite."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
     """Value ranges by op-graph node: of results in sample runs, and of constants that the low format does not hold exactly."""
     walls: Counter[str] = field(default_factory=Counter)
