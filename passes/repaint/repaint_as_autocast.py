@@ -41,7 +41,7 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Held, OpKind, Reason
 
 STEPS, SLOPES, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.SLOPE_VARIES), ops_with(Trait.TAKES_BATCH_MEAN)
-LOOKS_UP = ops_with(Trait.LOOKS_UP)
+LOOKS_UP, PATCHES = ops_with(Trait.LOOKS_UP), ops_with(Trait.ADDS_PATCHES)
 LEVEL = AVERAGES | NORMS
 """Averages and norms. Batch norms magnify every rounding, the others only the rounding of a value with an offset (`Held.EXACT`)."""
 WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
@@ -151,7 +151,7 @@ class Roundings:
             return False
         if node.op in LEVEL or self._is_norm(node):
             return exact is Held.EXACT or node.op in BATCH_NORMS
-        if node.op in AWAY:
+        if node.op in AWAY | PATCHES:
             return True
         whole = node.role == "output" or node.kind in (OpKind.DENY, None) or node.op in WHOLE
         return exact < Held.ROUNDED and (whole or self._turns(node))

@@ -601,7 +601,7 @@ GATHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "index": lambda weight: torch.ops.aten.index.Tensor(weight, [ROW]),
     "_unsafe_index": lambda weight: torch.ops.aten._unsafe_index.Tensor(weight, [ROW]),
     "gather": lambda weight: weight.gather(0, ROW[:, None].expand(4000, 16)),
-    "index_select": lambda weight: weight.index_select(0, ROW),
+    "index_select": lambda weight: weight.view(2, 4, 4, 4).index_select(2, ROW % 4),
     "repeat": lambda weight: weight.repeat(500, 1),
     "expand": lambda weight: weight.expand(500, 8, 16),
     "add": lambda weight: torch.zeros(4000, 16, dtype=weight.dtype) + weight[0],
@@ -616,7 +616,19 @@ GATHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "grid_sample": lambda weight: F.grid_sample(weight[None, None], CENTRE.to(weight.dtype), align_corners=False),
     "grid_sampler_2d": lambda weight: torch.grid_sampler_2d(weight[None, None], CENTRE.to(weight.dtype), 0, 0, False),
     "grid_sampler_3d": lambda weight: torch.grid_sampler_3d(weight.view(1, 8, 4, 2, 2), CUBE.to(weight.dtype), 0, 0, False),
-    "unfold": lambda weight: weight.unfold(1, 8, 1),
+    "unfold": lambda weight: F.unfold(weight.repeat(8, 3)[None, None], 91, padding=45),
+    "as_strided": lambda weight: weight.repeat(1, 64).as_strided((4000, 4000), (1, 1)),
+    "avg_pool1d": lambda weight: F.avg_pool1d(weight.repeat(1, 40).view(1, 5120), 1000, 1),
+    "avg_pool2d": lambda weight: F.avg_pool2d(weight.repeat(8, 4)[None], 31, 1, 15),
+    "max_pool1d": lambda weight: F.max_pool1d(F.pad(weight, (400, 400)), 401, 1),
+    "max_pool2d": lambda weight: F.max_pool2d(F.pad(weight[None], (100, 100, 100, 100)), 101, 1),
+    "max_pool3d": lambda weight: F.max_pool3d(F.pad(weight.view(1, 8, 4, 4), (10, 10, 10, 10, 10, 10)), 15, 1),
+    "adaptive_avg_pool1d": lambda weight: F.adaptive_avg_pool1d(weight, 4000),
+    "adaptive_avg_pool2d": lambda weight: F.adaptive_avg_pool2d(weight[None], 200),
+    "adaptive_avg_pool3d": lambda weight: F.adaptive_avg_pool3d(weight.view(1, 2, 4, 4, 4), 40),
+    "adaptive_max_pool1d": lambda weight: F.adaptive_max_pool1d(weight, 4000),
+    "adaptive_max_pool2d": lambda weight: F.adaptive_max_pool2d(weight[None], 200),
+    "adaptive_max_pool3d": lambda weight: F.adaptive_max_pool3d(weight.view(1, 2, 4, 4, 4), 40),
 }
 
 
@@ -640,7 +652,7 @@ def test_only_some_kernels_add_up_gradients_in_low(op: str, fmt: Format) -> None
     want.backward(grad.float())
     assert low.grad is not None and high.grad is not None
     error = (low.grad.float() - high.grad).norm() / high.grad.norm() / fmt.eps
-    assert error > 1.5 if "cpu" in OPS[op].low_backward else error < 0.6
+    assert error > 1.2 if "cpu" in OPS[op].low_backward else error < 0.6
 
 
 PROMOTE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -473,9 +473,11 @@ def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
         return tuple(argument.name for argument in target._schema.arguments)
     if callable(target) and not isinstance(target, OpOverloadPacket):
         try:
-            return tuple(inspect.signature(target).parameters)
+            names = tuple(inspect.signature(target).parameters)
         except (ValueError, TypeError):
-            pass  # a builtin has no signature, so read its ATen schema below
+            names = ()  # a builtin has no signature
+        if names and names != ("args", "kwargs"):  # `F.max_pool2d` has these two, because it picks one of two functions
+            return names
     packet = getattr(torch.ops.aten, op_name(target), None)
     return _parameters(getattr(packet, packet.overloads()[0])) if packet is not None else ()
 

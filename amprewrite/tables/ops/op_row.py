@@ -79,6 +79,8 @@ class Trait(Enum):
     WITHIN_ONE = "its result lies between minus one and one"
     STAYS_BELOW = "its result is no larger than a number among its arguments"
     LOOKS_UP = "looks up rows of a learnt table"
+    READS_WINDOWS = "each of its windows reads many elements, and an element may lie in many windows"
+    ADDS_PATCHES = "adds up overlapping patches, on a CPU in the low format"
     JOINS = "linear in all operands that it joins or adds up; numbers among its arguments are positions"
     LINEAR_IN_EACH = "linear in each of two operands while the other stays"
     LINEAR_IN_FIRST = "linear in its first operand while all else stays"

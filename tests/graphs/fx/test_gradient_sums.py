@@ -68,10 +68,32 @@ class Framed(nn.Module):
         return self.last(framed).sum(1).mean()
 
 
+class Windowed(nn.Module):
+    """What a gain holds in fp32 under torch.autocast, read in windows that overlap: an element gets a gradient from every window."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+        self.first, self.gain, self.last = nn.Linear(64, 64), nn.Parameter(torch.randn(64)), nn.Conv2d(1, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.read((self.first(x[:512]) * self.gain).unflatten(1, (1, 8, 8)))).sin().mean()
+
+
+WINDOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "averages": lambda image: F.avg_pool2d(image, 5, 1, 2),
+    "maxima": lambda image: F.max_pool2d(image, 5, 1, 2),
+    "a larger image": lambda image: F.adaptive_avg_pool2d(image, 30),
+    "windows": lambda image: image.flatten(2).unfold(2, 32, 1),
+    "patches": lambda image: F.unfold(image, 5, padding=2)[:, None],
+    "patches, added up": lambda image: F.fold(F.unfold(image, 5, padding=2), 8, 5, padding=2),
+    "chosen columns": lambda image: image.index_select(3, torch.arange(100) % 3),
+}
 NETS: dict[str, Callable[[], nn.Module]] = {
     "a norm": Normed,
     "a frame": Framed,
     **{name: lambda read=read: Picked(read) for name, read in PICKED.items()},
+    **{name: lambda read=read: Windowed(read) for name, read in WINDOWED.items()},
 }
 
 
@@ -102,6 +124,12 @@ def test_sums_of_gradients_are_as_exact_as_under_autocast(name: str, dtype: str)
 
 def reasons(net: nn.Module, x: Tensor, **options: object) -> dict[str, tuple[Colour, Reason]]:
     return {node.op: (node.colour, node.reason) for node in amprewrite.plan(net, (x,), dtype="bf16", **options).nodes}
+
+
+@pytest.mark.parametrize(("stride", "colour"), [(1, Colour.HIGH), (2, Colour.LOW), (3, Colour.LOW)])
+def test_windows_that_hardly_overlap_run_low(stride: int, colour: Colour) -> None:
+    net = Windowed(lambda image: F.avg_pool2d(image, 3, stride, 1))
+    assert reasons(net, torch.randn(ROWS, 64))["avg_pool2d"][0] is colour
 
 
 def test_a_norm_stays_low_where_its_weights_are_not_trained() -> None:

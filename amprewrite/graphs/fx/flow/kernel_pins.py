@@ -21,6 +21,7 @@ This file has special code for `getitem`, which may take its indices from tensor
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Set
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import Fact, arguments, device_of, differentiable, example_value, hint, named_arguments, tensors
+from amprewrite.graphs.fx.node_facts import Fact, arguments, device_of, differentiable, example_value, hint, hints, named_arguments, tensors
 from amprewrite.graphs.fx.run.recurrent_layers import LAYERS, STEPS, is_packed_call
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format
@@ -153,12 +154,24 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
         return None
     device = device_of(fact.value) if fact.row.low_backward else ""
     sums = device in fact.row.low_backward and (fact.op != "getitem" or _takes_places(fact.node))
+    sums = sums and (fact.op not in _WINDOWS or _windows_over(fact.node) > MOST_READERS)
     exact = learning if sums and autocast_kinds(device).get(fact.op) is OpKind.DENY else trained
     read = Counter(node for parameter, node in arguments(fact.node) if node in exact and parameter not in fact.row.data)
     times = max(read.values(), default=0)
     if (sums and times) or times > MOST_READERS:
         return Colour.HIGH, Reason.LOW_BACKWARD, f"{fact.op} on {device}" if sums else f"{fact.op} reads one value {times} times"
     return None
+
+
+def _windows_over(node: torch.fx.Node) -> float:
+    """Return how many windows of an op such as `avg_pool2d` or `unfold` contain one element of its operand, on average.
+
+    An average over 3 x 3 elements gives nine with stride 1 and one with stride 3. Symbolic sizes count by their value at capture.
+    """
+    (read, *_), (made, *_) = tensors(example_value(node.all_input_nodes[0])), tensors(example_value(node))
+    given, dims = named_arguments(node), 0 if made.dim() != read.dim() else _POOLED.get(op_name(node.target), 0)
+    inside = math.prod(map(hint, per_dim(given.get("kernel_size") or 1, dims)))
+    return inside * math.prod(hints(made)) / max(math.prod(hints(read)), 1)
 
 
 def _takes_places(node: torch.fx.Node) -> bool:
@@ -179,7 +192,9 @@ def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
     return Colour.HIGH, Reason.UNEVEN, f"{fact.op} on {device}"
 
 
-_STOP = ops_with(Trait.STOPS_GRADIENT)
+_STOP, _WINDOWS = ops_with(Trait.STOPS_GRADIENT), ops_with(Trait.READS_WINDOWS)
+_POOLED = {f"{kind}_pool{dims}d": dims for kind in ("avg", "max") for dims in (1, 2, 3)}
+"""Dims of the windows of ops with an argument `kernel_size`. The windows of adaptive pools share their elements out."""
 MOST_READERS = 8
 """Largest number of gradients of one value that may be added up in a low format.
 

@@ -71,6 +71,7 @@ ROWS = (
         "adaptive_avg_pool1d",
         "adaptive_avg_pool2d _adaptive_avg_pool2d mkldnn_adaptive_avg_pool2d",
         "adaptive_avg_pool3d _adaptive_avg_pool3d",
+        low_backward=("cpu",),
     ),
     *rows(INTERNAL, "averages in fp32 inside the kernel", "avg_pool3d", no_kernel=ON_CPU),
     *rows(

@@ -71,6 +71,9 @@ TRAITS: dict[Trait, str] = {
     "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d tanh sigmoid erf erfc softsign",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
+    Trait.READS_WINDOWS: "avg_pool1d avg_pool2d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d unfold as_strided",
+    Trait.ADDS_PATCHES: "fold",
     # these traits say how large whole numbers (positions, lengths, steps) may be in the result; `ir/evidence/counts.py` reads them
     Trait.NUMBERS: "arange linspace",
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
