@@ -19,7 +19,7 @@ no harm either if five conditions hold:
 
 5. In training, no other op broadcasts the same weight (`Roundings.sums`). The gradient of such a weight is a sum over many elements, and a
    low op rounds this sum. The sums of two ops may cancel. An example is the scale of a quantiser: `(x / s).round() * s` divides and
-   multiplies by it, and 0.4 % of one sum can be 14 % of their difference.
+   multiplies by it, and 0.2 % of one sum may be 20 % of their difference.
 
 A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Forced colours and overrides stay. Tied nodes
 (with shared memory or a shared kernel) get one colour.

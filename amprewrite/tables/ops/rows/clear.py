@@ -69,9 +69,9 @@ ROWS = (
         view=True,
     ),
     *rows(CLEAR, "moves or copies numbers, rounds none", "getitem", low_backward=("cpu",), view=True),
-    *rows(CLEAR, "only looks at the same numbers in another shape", "as_strided", low_backward=("cpu",), view=True),
-    # low_backward=BOTH, because the backward of `Tensor.unfold` adds up in the tensor's format on CUDA, too (UnfoldBackwardKernel.cu)
-    *rows(CLEAR, "only looks at the same numbers in another shape", "unfold im2col", low_backward=BOTH, view=True),
+    # low_backward=BOTH, because these backwards add up in the tensor's format on CUDA, too: that of `as_strided` by `index_add`, that of
+    # `Tensor.unfold` by itself (UnfoldBackwardKernel.cu)
+    *rows(CLEAR, "only looks at the same numbers in another shape", "as_strided", "unfold im2col", low_backward=BOTH, view=True),
     *rows(CLEAR, "moves or copies numbers, rounds none", "detach", "_get_data_attr", view=True),
     *rows(
         CLEAR,
