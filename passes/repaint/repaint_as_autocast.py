@@ -16,7 +16,6 @@ no harm either if five conditions hold:
 4. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
    a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
    If the value stays fp32, `plan-casts` lets fp32 add up the gradients of its readers, two by two.
-
 5. In training, no other op broadcasts the same weight (`Roundings.sums`). The gradient of such a weight is a sum over many elements, and a
    low op rounds this sum. The sums of two ops may cancel. An example is the scale of a quantiser: `(x / s).round() * s` divides and
    multiplies by it, and 0.2 % of one sum may be 20 % of their difference.
