@@ -16,9 +16,9 @@ no harm either if five conditions hold:
 4. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
    a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
    If the value stays fp32, `plan-casts` lets fp32 add up the gradients of its readers, two by two.
-5. In training, no other op broadcasts the same weight (`Roundings.sums`). The gradient of such a weight is a sum over many elements, and a
-   low op rounds this sum. The sums of two ops may cancel. An example is the scale of a quantiser: `(x / s).round() * s` divides and
-   multiplies by it, and 0.2 % of one sum may be 20 % of their difference.
+5. In training, the op broadcasts no weight that other ops broadcast, too (`Roundings.sums`). The gradient of such a weight is a sum over
+   many elements, and a low op rounds this sum. The sums of two ops may cancel. An example is the scale `s` of a quantiser, which divides
+   and multiplies by it: `(x / s).round() * s`. Then 0.2 % of one sum may be 20 % of their difference.
 
 A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Forced colours and overrides stay. Tied nodes
 (with shared memory or a shared kernel) get one colour.

@@ -237,7 +237,7 @@ MUTANTS = (
     Mutant(
         "magnified-rounding", "what torch.autocast holds in fp32 behind a product is rounded before it is taken from a number", ("programs",), ("magnified",),
         (("amprewrite/ir/held_wide.py", "return Held.PLAIN if bent or node.kind", "return Held.PLAIN if node.kind"),
-         ("passes/repaint/repaint_as_autocast.py", "        if node.op in AWAY:\n            return True\n", "")),
+         ("passes/repaint/repaint_as_autocast.py", "        if node.op in AWAY | PATCHES:\n            return True\n", "")),
     ),
     Mutant(
         "rounded-shares", "shares are rounded in front of a loss of probabilities", ("programs",), ("shares",),
