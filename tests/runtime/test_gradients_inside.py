@@ -479,6 +479,32 @@ def test_sensitivity_says_that_it_cannot_cut_such_a_model_apart(kind):
     assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
 
 
+class HookedAsked(nn.Module):
+    """Takes a gradient with respect to a hooked tensor, by the name that an op gave it that returns it unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-1, 2, parameter.shape).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        hidden.register_hook(lambda gradient: gradient * 2)
+        same = hidden.contiguous()
+        return torch.autograd.grad(self.b(same).relu().sum(), same, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("lists", ["default", "o3"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_gradient_of_a_hooked_tensor_passes_the_hook(captured: bool, dtype: str, lists: str) -> None:
+    model, x = HookedAsked(), torch.randint(-2, 3, (4, 8)).float()
+    with torch._dynamo.config.patch(trace_autograd_ops=captured):
+        got = amprewrite.rewrite(copy.deepcopy(model), dtype=dtype, lists=lists)(x)
+    assert torch.equal(got, model(x)) and float(got.abs().max())
+
+
 class Refused(nn.Module):
     """In a torch.func transform, an op that refuses what overflows in fp16."""
 

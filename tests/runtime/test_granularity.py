@@ -179,6 +179,18 @@ def test_a_model_that_computes_nothing_has_an_empty_plan():
     assert not amp.plan.nodes
 
 
+def test_many_parts_with_patched_forwards_are_captured():
+    """Dynamo compiles each forward that is no Python function through code that all of a process share, up to a limit."""
+    for _ in range(4):
+        model = net()
+        for block in model.blocks:
+            block.forward = functools.partial(nn.functional.gelu)
+        amp = amprewrite.rewrite(model, dtype="bf16", granularity="blocks")
+        with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+            amp(TOKENS)
+        assert not amp.plan.skipped and sum(node.op == "gelu" for node in amp.plan.nodes) == len(model.blocks)
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("patched", [False, True])
 def test_a_copy_of_a_part_is_the_part_before_the_rewrite(patched, how):

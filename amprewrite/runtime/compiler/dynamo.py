@@ -22,7 +22,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
-from amprewrite.graphs.fx.read.names import AROUND, frame_around
+from amprewrite.graphs.fx.read.names import AROUND, frame_around, frame_around_object
 from amprewrite.graphs.fx.uncaptured import not_selective, unselected
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.log_quiet import Unlogged, has_logger
@@ -243,12 +243,13 @@ _ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DIC
 def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of `function` with a new code object, because Dynamo stores graphs, and marks to skip code, by code object.
 
-    Dynamo skips the files of PyTorch's own modules. A forward from such a file is wrapped in a function of ours, which Dynamo captures. An
-    object that is no Python function is returned unchanged.
+    Dynamo skips the files of PyTorch's own modules. A forward from such a file is wrapped in a function of ours, which Dynamo captures. So
+    is an object that is no Python function, such as a `functools.partial`: Dynamo would wrap it in a function whose code all such objects
+    of the process share, and after 256 graphs it captures none.
     """
     inner = function.__func__ if isinstance(function, types.MethodType) else function
     if not isinstance(inner, types.FunctionType):
-        return function
+        return with_own_code(frame_around_object(function))
     if torch._dynamo.trace_rules.check(inner):
         inner = frame_around(inner)
     copy = with_own_code(inner)
@@ -269,7 +270,7 @@ def is_whole(module: torch.fx.GraphModule, function: Callable[..., Any]) -> bool
         return False
     inner = function.__func__ if isinstance(function, types.MethodType) else function
     at = reason.user_stack[0]
-    codes = [code for code in (getattr(inner, "__code__", None), AROUND) if code is not None]
+    codes = [code for code in (getattr(inner, "__code__", None), *AROUND) if code is not None]
     return any(
         (at.filename, at.name) == (code.co_filename, code.co_name) and at.lineno in {line for *_, line in code.co_lines()} for code in codes
     )

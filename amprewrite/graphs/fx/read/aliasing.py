@@ -280,6 +280,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
     hidden = _hidden_writes(facts) if training and writes else {}
     moves = _moves(facts) if writes and not hidden else {}
     union, state, kept = DisjointSets[torch.fx.Node](), set(), set()
+    with_hooks: set[torch.fx.Node] = set()
     first: dict[tuple[int, int], torch.fx.Node] = {}
     for node, fact in facts.items():
         if fact.dtype != "fp32" or fact.role == "output":
@@ -294,6 +295,10 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             while (before := same_tensor(inner)) is not None:
                 union.join(inner, before)
                 inner = before
+            with_hooks.add(node)
+        elif not with_hooks.isdisjoint(node.all_input_nodes) and (hooked_too := same_tensor(node)) is not None:
+            union.join(node, hooked_too)  # a gradient that the model takes of this tensor passes the hook, too
+            with_hooks.add(node)
         for storage in _memory(fact) if writes else ():
             if fact.position <= max(writes.get(storage, (-1,))):  # a value made after the last write never changes: it needs no group
                 home = sum(position <= fact.position for position in moves.get(storage, ()))

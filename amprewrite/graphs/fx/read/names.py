@@ -18,7 +18,7 @@ import re
 import textwrap
 import types
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import PurePath
 from typing import Any
@@ -155,13 +155,23 @@ def frame_around(function: types.FunctionType) -> types.FunctionType:
     return forward
 
 
-AROUND = frame_around(frame_around).__code__  # type: ignore[arg-type]
-"""The code object of every function that `frame_around` returns."""
+def frame_around_object(called: Callable[..., Any]) -> types.FunctionType:
+    """Return a function that only calls `called`, an object without Python code of its own such as a `functools.partial`."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return called(*args, **kwargs)
+
+    assert isinstance(forward, types.FunctionType)
+    return forward
+
+
+AROUND = tuple(around(frame_around).__code__ for around in (frame_around, frame_around_object))  # type: ignore[arg-type, operator]
+"""The code objects of the functions that `frame_around` and `frame_around_object` return."""
 
 
 def location(stack_trace: str | None) -> tuple[str, int]:
-    """Return (file, line) of the innermost frame; ("", 0) if there is none. Frames of `frame_around` are skipped."""
-    frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND.co_filename]
+    """Return (file, line) of the innermost frame; ("", 0) if there is none. Frames of AROUND are skipped."""
+    frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND[0].co_filename]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
 
 
