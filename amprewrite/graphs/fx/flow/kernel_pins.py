@@ -168,7 +168,7 @@ def _windows_over(node: torch.fx.Node) -> float:
 
     An average over 3 x 3 elements gives nine with stride 1 and one with stride 3. Symbolic sizes count by their value at capture.
     """
-    (read, *_), (made, *_) = tensors(example_value(node.all_input_nodes[0])), tensors(example_value(node))
+    read, made = (next(t for each in nodes for t in tensors(example_value(each))) for nodes in (node.all_input_nodes, (node,)))
     given, dims = named_arguments(node), 0 if made.dim() != read.dim() else _POOLED.get(op_name(node.target), 0)
     inside = math.prod(map(hint, per_dim(given.get("kernel_size") or 1, dims)))
     return inside * math.prod(hints(made)) / max(math.prod(hints(read)), 1)
