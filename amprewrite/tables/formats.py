@@ -206,7 +206,8 @@ class Preset:
 
     recipe: Recipe
     priced: bool = True
-    """True if GEMMs run in fp8 only where this saves time and the model does not need more bits; False if all GEMMs of the recipe do."""
+    """True: a GEMM runs in fp8 only if this saves time and no rule keeps its operands in more bits. False: every GEMM that the recipe names
+    runs in fp8."""
 
 
 PRESETS = {"fp8": Preset(TENSORWISE), "fp8-safe": Preset(SAFE), "fp8-rowwise": Preset(ROWWISE), "fp8-all": Preset(TENSORWISE, priced=False)}

@@ -112,8 +112,9 @@ def with_frozen_weights(
 ) -> CompiledFn:
     """Return a callable that calls `run` with the stored copies of the frozen weights among its inputs.
 
-    `compiled` says that a compiler made `run`. `quiet` says that nothing in the graph takes a gradient. Then no gradients are recorded, and
-    the copies keep the requires_grad flags of their weights, by which PyTorch chooses kernels (see WeightCache).
+    `frozen` maps places of inputs to their weights. `compiled` says that a compiler made `run`. `quiet` says that nothing in the graph
+    needs gradients. Then none are recorded. The copies still have the requires_grad flags of their weights, because PyTorch chooses kernels
+    by this flag (see WeightCache).
     """
     stored, places = list(edited.stored), list(frozen)
 

@@ -41,7 +41,7 @@ from amprewrite.torch_internals.trees import tree_map
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of `StrictRun.rounded`: rows and errors of one rounded run."""
+    """Result of `StrictRun.rounded`: a row for each value of a run with emulated rounding, and the errors of outputs and gradients."""
 
     rows: tuple[Row, ...]
     """Rows (`Row`) of results and cast copies, in running order."""

@@ -32,7 +32,7 @@ SECONDS = 5.0
 
 
 def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None) -> Path:
-    """Write the HTML report to `path`, and return the path. Raises EmitError if `path` cannot be written."""
+    """Write the HTML report of `html(plan, title, report)` to `path`, and return the path. Raises EmitError if `path` cannot be written."""
     return write_text(path, html(plan, title, report))
 
 

@@ -135,7 +135,7 @@ class ForwardScale:
         self.copied = False
         self.under_way = True
         self._backward: weakref.ref[_Backward] | None = None
-        """Weak reference to the latest backward that entered the forward. Autograd keeps the backward until it ends."""
+        """Weak reference to the last backward pass that reached a result of this forward. Autograd keeps the object until the pass ends."""
         self.weights: list[Tensor] = []
         """Weights that graphs of this forward read and that require gradients: parameters, or tensors computed from them."""
         self._fed: list[Node] = []

@@ -183,7 +183,10 @@ class Widened:
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
-        """Return the object to pass in place of the argument `value`: an fp32 tensor, a tuple with fp32 tensors, or `value` itself."""
+        """Return `value` with its half tensors in fp32: a new tensor or tuple, or `value` itself if it has none or is a list or dict.
+
+        What to change in lists and dicts is recorded in `_items`.
+        """
         kind = type(value)
         if kind is tuple:
             inside = tuple(map(self._wide, value))

@@ -194,7 +194,7 @@ class _Times(torch.autograd.Function):
 
 
 class _CrossDual(_Cross):
-    """`_Cross` with a forward-mode derivative. A tangent is computed like the value, without the loss scale."""
+    """`_Cross` with a forward-mode derivative: the tangent is cast or multiplied as the value is. No loss scale touches it."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]

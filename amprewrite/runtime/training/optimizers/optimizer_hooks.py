@@ -5,12 +5,12 @@ Before each step:
 1. Check the gradients of all parameters of the optimizer for inf and NaN, as torch.amp.GradScaler does (torch/amp/grad_scaler.py), with
    the same multi-tensor kernel. Combine the result with the flags of earlier backward passes (step_record.py) and with the
    results of the ranks that hold the other shards (nonfinite.py).
-2. Pass this flag to the gates: the StepRecord of each model that the optimizer trains. Their loss scales are updated once per set of steps
-   (loss_scale.py). A scale is not updated if the gradients come from a forward that used 1 in its place.
+2. Pass this flag to the StepRecord of each model that the optimizer trains. The model's loss scale is updated once for all optimizers that
+   step between two forwards (loss_scale.py). It is not updated if the gradients come from a forward that used 1 in its place.
 3. Give the flag to a fused optimizer as its `found_inf` tensor. Its kernel skips the step, without a host sync.
-4. For any other optimizer read the flag. To skip the step, let a stand-in make it: a hook may replace the arguments of `Optimizer.step`,
-   including `self`, so the code of the class runs once, with no parameters and a temporary state. Parameters, state, step counts and
-   gradients of the real optimizer stay the same, and its learning-rate scheduler sees that `step` was called.
+4. For any other optimizer read the flag. To skip the step, pass another object as `self` of `Optimizer.step`, which a hook may do. It has
+   no parameters and a temporary state. Parameters, state, step counts and gradients of the real optimizer stay the same, and its
+   learning-rate scheduler sees that `step` was called.
 5. If the step has a closure, check the gradients that the closure computes (closures.py).
 6. Tell wrappers that control a schedule whether the step was skipped, so that they do not advance it after a skipped step. accelerate's
    AcceleratedOptimizer stores whether a GradScaler skipped the step in `_is_overflow`, and its schedulers and transformers' Trainer read
