@@ -12,6 +12,7 @@ from amprewrite.graphs.fx.node_facts import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
     GRAD_SWITCHES,
+    PULL_BACK,
     example_value,
     is_opaque,
     tensors,
@@ -59,7 +60,7 @@ class _DryRun(torch.fx.Interpreter):
         if n.op == "output":
             return super().run_node(n)
         op = op_name(n.target)
-        if n in self.transformed or n.target is torch.autograd.grad or op in GRAD_SWITCHES:
+        if n in self.transformed or n.target in (torch.autograd.grad, PULL_BACK) or op in GRAD_SWITCHES:
             return example_value(n)  # the value at capture: these nodes need gradients, which a dry run does not record
         want = self.expected.get(n)
         always = op in (ENTER_AUTOCAST, EXIT_AUTOCAST) or is_opaque(n)  # run these in any case: their subgraph may have changed

@@ -505,6 +505,27 @@ def test_a_gradient_of_a_hooked_tensor_passes_the_hook(captured: bool, dtype: st
     assert torch.equal(got, model(x)) and float(got.abs().max())
 
 
+class PulledBack(nn.Module):
+    """A pullback of a value that is written in place and that a transform made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slopes = torch.func.grad(lambda t: torch.tanh(self.b(t)).sum())(self.a(x)).mT
+        slopes.mul_(2)
+        return torch.func.vjp(lambda t: t * t, slopes)[1](slopes)[0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_pullback_of_a_written_view_is_rewritten(dtype: str) -> None:
+    model, x = PulledBack(), torch.randn(4, 8)
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype=dtype)
+    assert error(amp(x), model(x)) < (2e-2 if dtype == "bf16" else 2e-3)
+    assert not amp.plan.skipped and any(node.op == "linear" and node.colour.value == "low" for node in amp.plan.nodes)
+
+
 class Refused(nn.Module):
     """In a torch.func transform, an op that refuses what overflows in fp16."""
 

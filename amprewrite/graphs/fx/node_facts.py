@@ -418,6 +418,10 @@ def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Ite
     return list(dict.fromkeys(found))
 
 
+PULL_BACK = torch._functorch.eager_transforms._autograd_grad
+"""The function with which a pullback, the function that torch.func.vjp returns, takes gradients. It may run outside of all transforms."""
+
+
 def takes_gradients(graph: torch.fx.Graph) -> bool:
     """True if `graph` takes gradients: it calls torch.autograd, or a pullback (the function that torch.func.vjp returns).
 
@@ -427,7 +431,7 @@ def takes_gradients(graph: torch.fx.Graph) -> bool:
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
     around = transform_openings(graph)
-    pulled = graph.find_nodes(op="call_function", target=torch._functorch.eager_transforms._autograd_grad)
+    pulled = graph.find_nodes(op="call_function", target=PULL_BACK)
     if pulled and not around.keys() >= {*pulled, *tree_leaves([each.args[:2] for each in pulled])}:
         return True
     returned = (each for output in graph.find_nodes(op="output") for each in output.all_input_nodes if around)
