@@ -3,9 +3,9 @@
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-`amprewrite.graphs.fx.read.leaving` gives the rules for these values. In eager PyTorch two results may
-share memory that they do not share in the captured graph, or the reverse. So the pass records first which memory each result has in eager
-PyTorch. Later passes read this record.
+`amprewrite.graphs.fx.read.leaving` gives the rules for these values. In eager PyTorch two results may share memory that they do not share
+in the captured graph, or the reverse. So the pass records first which memory each result has in eager PyTorch. Later passes read this
+record.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ op's Tensor Core kernel. *Content*: the numbers in the padding of the result, gi
 
 The content is a number if all padding holds that number: 0.0 in weights, in pads and after ops that map zero to zero, 0.5 after a sigmoid.
 It is MIXED if the padding holds finite and small, but different numbers. If an op would make the content or a gradient infinite, NaN or
-large, as a square root does at zero, its rule raises Hazard: the padding is sliced off before the op. A matmul may sum over padding
-if its weight is zero there and the other operand finite, or, for two activations, if both are zero. So gradients of padding are always
-zero: the backward of a slice returns zeros, and so does the backward of such a matmul.
+large, as a square root does at zero, its rule raises Hazard: the padding is sliced off before the op. A matmul may sum over padding if
+its weight is zero there and the other operand finite, or, for two activations, if both are zero. So gradients of padding are always zero:
+the backward of a slice returns zeros, and so does the backward of such a matmul.
 
 An infinity in real data (an overflow) may put NaN into the padding of the same row. That row then has no finite result anyway.
 
