@@ -1,4 +1,5 @@
-"""The passes, in the order in which they run. Deciding passes make the plan. Applying passes edit the fx graph by the plan."""
+"""The passes, in the order in which they run. Normalising passes prepare the captured fx graph. Deciding passes plan the format of each op,
+casts and padding. Applying passes edit the graph as planned. Lowering passes prepare it for the call, with or without a compiler."""
 
 from typing import Any
 
@@ -67,7 +68,7 @@ NORMALISE: tuple[Normalising, ...] = (
     FreeBackwards(),  # let the backward of a user's autograd Function run in the grad mode of its caller, so that it can be differentiated
     RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
     FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
-    PartSummands(),  # write a product and a summand that counts something apart, so that the product may run low and the sum stays exact
+    PartSummands(),  # split baddbmm and addmm if the summand holds counts: the product may then run low, and the sum stays exact
     FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each, whose kernel computes in fp32 inside
     MarkLeaving(),  # insert a no-op conversion after returned values that share memory or have other readers; a cast there serves all
 )
@@ -121,7 +122,7 @@ LOWER: tuple[Lowering, ...] = (
 
 
 def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
-    """Return the passes of each stage, in the order in which they run. Each pass is listed once, even if several pipelines run it."""
+    """Return {stage, such as "repaint": its passes in the order in which they run}. A pass of several pipelines is listed once."""
     deciding = dict.fromkeys(each for passes in PIPELINES.values() for each in passes)
     by_name: dict[str, Deciding] = {}
     for each in deciding:
@@ -131,7 +132,7 @@ def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
 
 
 def pipeline(problem: Problem) -> tuple[Deciding, ...]:
-    """Return the deciding passes for `problem`: the pipeline "given" if a plan is given, otherwise the pipeline `lists.rule`."""
+    """Return the deciding passes: `PIPELINES["given"]` if the graph must follow a given plan, otherwise `PIPELINES[problem.lists.rule]`."""
     return PIPELINES["given" if problem.given is not None else problem.lists.rule]
 
 

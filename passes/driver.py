@@ -79,10 +79,10 @@ def read_problem(
     """Return a captured graph with its `Problem`, the planner's input: op graph, properties of its ops, and policy. Nothing is decided yet.
 
     `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the names of the
-    model's positional parameters. `given` is the plan to follow. `handed` is for a body graph: the `Count` of each input, None where
-    it is not known. The other arguments are fields of `Problem`.
+    model's positional parameters. `given` is the plan to follow. `handed` is for a body graph: for each input, whether its elements count
+    something, such as positions (`Count`), None where this is not known. The other arguments are fields of `Problem`.
 
-    With `policy.parity` a graph without gradients is read as if it recorded gradients, so that colours are forced as in training.
+    If all graphs of the model share one plan (`policy.parity`), a graph without gradients is read as if it recorded gradients.
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
@@ -237,10 +237,10 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Record in the graph `captured`, and in the body `part` that its `node` runs, which values must be exact, before both are planned.
+    """Record which values must not be rounded: in the body `part` its results, in the graph `captured` inputs of the body.
 
-    `node` is a loop, a condition or an autograd Function. The body must not round its results. An input of the body must be exact if an op
-    in the body would magnify its error. In `captured`, each result of `node` counts as exact as the most exact result of the body.
+    `part` is the body of `node`, a loop, a condition or an autograd Function. An input must not be rounded if an op in the body would
+    magnify its error. In `captured`, each result of `node` counts as exact as the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -263,7 +263,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """If the op that failed the dry run (`refusal`) runs rewritten subgraphs, mark these to be left in fp32. Return True if it does."""
+    """If the op that failed the dry run (`refusal`) runs rewritten subgraphs, mark them to be left in fp32. True if any is marked."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -304,9 +304,9 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Return {input of a body (subgraph): data on the outer value that it takes}. `facts` maps outer values to data, such as ranges.
+    """Return {input of a body (subgraph): entry in `facts` of the outer value passed to it}. Inputs without such an entry are left out.
 
-    `pairs` are (input of the body, outer value passed to it). Inputs whose outer value has no entry are left out.
+    `facts` maps outer values to data about them, such as magnitudes. `pairs` are (input of the body, outer value passed to it).
     """
     return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
@@ -322,7 +322,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Force the ops `names`, and ops that share memory with them, to fp32. `reason` and `what` are for the plan. Forced formats stay."""
+    """Force the ops `names`, and ops tied to them by memory, to fp32. The plan shows `reason` and `what`. Formats already forced stay."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -401,7 +401,7 @@ def read_parts(captured: Captured) -> None:
 
 
 def _free_outputs(part: Captured) -> None:
-    """Allow a checkpoint body to return its results in either format, the low format or fp32."""
+    """Allow the body `part` of an activation checkpoint to return its results in either format, the low format or fp32."""
     graph = part.problem.graph
     outputs = [node for node in graph if node.role == "output"]
     freed = {node.name: replace(node, operands=tuple(replace(o, demand=Demand.ANY) for o in node.operands)) for node in outputs}
@@ -472,7 +472,7 @@ def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, re
 
 
 def _expected(problem: Problem, decisions: Decisions, edited: EditedGraph) -> dict[torch.fx.Node, torch.dtype]:
-    """Return the dtype that the plan gives the result of each op. Ops without fp32 values are left out."""
+    """Return {node of the edited graph: dtype that the plan gives its result}, for ops only. Ops without fp32 values are left out."""
     low = problem.policy.low.dtype
     return {
         edited.nodes[name]: low if painted.colour is Colour.LOW else FP32.dtype

@@ -1,4 +1,4 @@
-"""Compare the price of the plan with the prices of plans that follow the painting rules of other tools.
+"""Compare the price of a plan with the prices of plans that follow the rules of other tools, such as torch.autocast.
 
 1. The other plans are TensorFlow's lists and rules, torch.autocast's lists and rules, our lists with TensorFlow's rules, and all fp32.
 2. Each plan is painted on the same graph, gets its casts in the same way, and is priced by the same table for the same device.
@@ -50,7 +50,7 @@ LEAST_TOLD = 1e-3
 
 
 def weighed(plan: RegionPlan) -> RegionPlan:
-    """Return `plan`, and in it the plans of its subgraphs, with what only a person who reads a plan needs: prices, notes and reasons.
+    """Return `plan` with the additions that only a human reader needs: prices, notes and reasons. The plans of subgraphs get them, too.
 
     The prices are of alternative plans for the same graph; a graph that stays fp32 as a whole has none. On a device that gains nothing from
     padding, the reasons say why nothing is padded. Nothing that runs depends on these additions, so they are made only when a plan is read.
@@ -116,7 +116,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 
 
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
-    """Return `node` with the kind that `lists` give its op.
+    """Return `node` with the kind (allow, infer, deny, ...) that the op lists of another tool, `lists`, give its op.
 
     An op on no list is forced to fp32, with two exceptions: under torch.autocast's rules it takes the format of its operands, and `to`
     takes the format of its operand under all rules.

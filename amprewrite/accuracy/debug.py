@@ -63,7 +63,7 @@ The number is small because each rewrite captures the model again.
 
 @dataclass(frozen=True)
 class Finding:
-    """One numeric fault: the row (result of a node) where it shows, and the row where the bits were lost."""
+    """One numeric fault of the low run: the row (the errors of one result) that shows it, and the row whose rounding lost the bits."""
 
     kind: str
     """overflow, underflow or cancellation."""
@@ -119,8 +119,8 @@ class DebugReport:
     def table(self, n: int = 20, backward: bool = False) -> str:
         """Return a text table of the `n` rows with the largest total errors, rows with overflow first.
 
-        Its columns are the inherited, own and total error, the smallest and largest magnitude, and the shares of overflow and underflow.
-        Low rows whose own rounding introduces no error are left out. `backward=True` shows gradients instead of results.
+        Its columns are the error inherited from operands, the own rounding error and the total error, the smallest and largest magnitude,
+        and the shares of overflow and underflow. Low rows without an own error are left out. `backward=True` shows gradients, not results.
         """
         rows = self.gradient_rows if backward else self.rows
         shown = [row for row in rows if row.introduced or row.overflow or row.colour is Colour.HIGH]
@@ -171,9 +171,9 @@ def debug(
 ) -> DebugReport:
     """Run the rewritten model `amp` with and without rounding on the same inputs, and report the nodes where the numbers differ.
 
-    `backward=True` also runs backward from `loss(output)`. `backward=None` runs backward if gradients are on and the model is in training
-    mode or `loss` is given. `loss` takes the output and returns a 0-dim tensor. Without it, the loss is the output's `loss`, an
-    output that is one number, or the sum of the mean squares of the outputs.
+    `backward=True` also runs backward from `loss(output)`. `backward=None` does so if gradients are enabled, and the model is in
+    training mode or `loss` is given. `loss` takes the output and returns a 0-dim tensor. Without `loss`, the loss is the output's
+    attribute `loss`, its only tensor if that has 0 dims, or the sum of the mean squares of its tensors.
 
     The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
     PolicyError if `amp` is not rewritten or there is no loss, CaptureError if nothing can be captured.
@@ -220,9 +220,10 @@ def _errors(row: Row, by_name: Mapping[str, Row]) -> list[float]:
 
 
 def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
-    """True if an op's error before its own rounding exceeds NOISE * eps, and GROWTH times the largest error of its operands.
+    """True if the op of `row` cancels: its error before rounding exceeds NOISE * eps, and GROWTH times the largest error of its operands.
 
-    False for casts, for ops without measured operands, and if one of the errors is not finite."""
+    False for casts, for ops without measured operands, and if one of the errors is not finite.
+    """
     errors = _errors(row, by_name)
     if row.op == "cast" or not errors or not all(map(math.isfinite, (*errors, row.inherited))):
         return False
@@ -230,11 +231,10 @@ def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
 
 
 def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
-    """Return the row whose rounding caused the error of `row`.
+    """Return the row whose rounding caused the error of `row`: upstream, the first whose own rounding is more than a tenth of its error.
 
-    The search goes upstream, from each row to the operand with the largest absolute error. It stops at the first row whose own rounding
-    introduces more than a tenth of its error. A row may stand for a cast: the result is then the row of the value that was cast. If there
-    is no such row, the result is the last row reached, or `row` itself if the last one is an exact cast.
+    From each row, the search continues at the operand with the largest absolute error. If it ends at a cast, return the row of the value
+    that was cast. If no row qualifies, return the last row reached, or `row` itself if the last row is a cast without an error of its own.
     """
     here, seen = row, {row.name}
     while True:
@@ -301,7 +301,7 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
 
 
 class _Trials:
-    """Runs the model with some nodes kept in fp32. The result for each set of nodes is cached."""
+    """Tests which nodes must run in fp32 to keep the output error within `target`. Makes at most `most` runs and caches their results."""
 
     def __init__(self, run: StrictRun, target: float, most: int) -> None:
         self.run, self.target, self.left = run, target, most
@@ -321,7 +321,7 @@ class _Trials:
         return self.known[asked]
 
     def fewest(self, kept: list[str]) -> list[str]:
-        """Return a small subset of `kept` that still meets the target, by delta debugging: drop chunks, halves first."""
+        """Return a small subset of the fp32 nodes `kept` that still meets the target. Delta debugging drops chunks, halves first."""
         size = max(len(kept) // 2, 1)
         while kept:
             start, dropped = 0, False
@@ -350,7 +350,7 @@ def _with_neighbours(plan: CastPlan, kept: list[str], low: set[str]) -> list[str
 
 
 def _real_error(amp: nn.Module, run: StrictRun, overrides: Mapping[str, str]) -> float:
-    """Rewrite the model with these overrides, run it rounded, and return its output error."""
+    """Rewrite the model anew with these `overrides`, run it with emulated rounding, and return its output error."""
     assert isinstance(amp, RewrittenBase)
     options = replace(session_of(amp).options, overrides=parse_overrides(overrides, FORMATS[run.low]), given=None)
     trial = wrap(plain_of(amp), options, face_of(amp))

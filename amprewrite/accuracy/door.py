@@ -41,10 +41,10 @@ def search_options(
     accuracy: str | None,
     metric: Any,
 ) -> Options:
-    """Return `options`, completed by runs of the model on data. `rewrite` documents the arguments and the errors.
+    """Run the model on data, and return `options` with the results added. `rewrite` documents the arguments and the errors.
 
-    If `calibration`, an iterable of batches, is given, the result has the value ranges measured on them. If `tolerance` or `accuracy` is
-    given, the result has the nodes that must stay fp32 to meet this limit. They are found on the first 8 batches or, without
+    If `calibration`, an iterable of batches, is given, the value ranges on these batches are added. If `tolerance` or `accuracy` limits
+    the error, the nodes that must stay fp32 to meet the limit are added. They are found on the first 8 batches or, without
     `calibration`, on `example`, the (args, kwargs) of one call.
     """
     batches = [] if example is None else [CallArguments(*example)]
@@ -61,7 +61,6 @@ def search_options(
     if options.given is not None:
         raise PolicyError("plan= decides every op and leaves nothing for tolerance= or accuracy= to choose")
     return replace(options, keep_high=search(module, batches, options, tolerance, accuracy, metric=metric).keep_high)
-
 
 
 def calibrate(
@@ -111,7 +110,7 @@ def calibrate(
 
 
 def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
-    """Run backward from `loss(result)`, so that hooks of the observer (which records ranges) see each gradient. No `.grad` changes.
+    """Run backward from `loss(result)`. Hooks on the results then record the range of each gradient. No `.grad` changes.
 
     Raises CalibrationError if the loss cannot be computed, is not a tensor with one element, or depends on no parameter that takes
     gradients.

@@ -54,7 +54,7 @@ def movable(node: OpNode) -> bool:
 
 
 class GraphErrors:
-    """One graph, with the squared output error of rounding each value for each of its readers.
+    """Finds plans of one graph that trade time for error, from the squared output error of rounding each value for each of its readers.
 
     `kept` returns the ops that stay fp32 in the plan with the least cost, for a given price of a unit of squared error.
     """
@@ -102,7 +102,7 @@ class GraphErrors:
         return {name for name in self.open if not low[made.end(name)]}
 
     def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
-        """Yield arcs (tail, head, cost) for the errors of all (value, reader) pairs, if a unit of squared error costs `price`."""
+        """Yield arcs (tail, head, capacity) that add the errors of roundings to the cost of a cut, at `price` per unit of squared error."""
         # no cost exceeds `most`, because one arc of this cost already outweighs all finite arcs of the network together
         most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)
         for (value, name), squared in self.edges.items():
@@ -119,9 +119,9 @@ class GraphErrors:
                 yield made.end(name), made.end(value), cost
 
     def why(self, name: str) -> str:
-        """Return a clause on the largest output error from rounding the result or an operand of node `name`.
+        """Return the reason why node `name` stays fp32, in words: the largest output error from rounding its result or an operand.
 
-        The result is "its neighbours are kept" if no such error was measured.
+        The reason is "its neighbours are kept" if no such error was measured.
         """
         touching = {edge: squared for edge, squared in self.edges.items() if name in edge}
         if not touching:
@@ -136,13 +136,13 @@ def _rounds(operand: Operand) -> bool:
 
 
 class Chain:
-    """A series of plans of one model. Each plan keeps the nodes of the previous plan in fp32, and more nodes.
+    """A series of plans of one model, each with more fp32 nodes than the plan before. A node that becomes fp32 stays fp32 from then on.
 
     The first is the planner's own plan. The last keeps in fp32 every node that the planner runs low.
     """
 
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
-        """Compute all plans of the series. Each is a minimum cut: it weighs output errors against the cost of fp32.
+        """Compute all plans of the series, by minimum cuts that weigh output errors against the cost of fp32.
 
         `edges` has, for each graph, the squared output error of each (value, reader) pair. `own` returns the names of the nodes of a
         graph that the planner runs low. `metric` converts squared errors to the unit in which reasons name them.
@@ -167,10 +167,10 @@ class Chain:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """For each of `prices` (of a unit of squared error, ascending), yield the set of nodes that run in fp32 in the minimum cut.
+        """Yield, for each price of a unit of squared error in `prices` (ascending), the nodes that run in fp32 in the cheapest plan.
 
         `heavy` holds the matmuls and convolutions, as pairs (graph fingerprint, node name). If several of them become fp32 between two
-        prices, the sets for prices in between are also yielded.
+        prices, prices in between are also tried, and their sets of nodes are yielded, too.
         """
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
@@ -202,10 +202,10 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Append to the chain a set of fp32 nodes: the chain's last set, and all nodes in `kept` that the planner would run low.
+        """Append a plan to the chain. Its fp32 nodes are all fp32 nodes of the last plan, and all of `kept` that the planner would run low.
 
-        If no node is new, nothing is appended. If many nodes are new, growing sets with only some of them are appended first.
-        Each has several nodes more than the set before, or with `heavies` (a cut of matmuls) at least one node more.
+        If no node is new, nothing is appended. If many nodes are new, plans with only some of them are appended first.
+        Each has several fp32 nodes more than the plan before, or with `heavies` (a cut of matmuls) at least one more.
         """
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])

@@ -303,7 +303,7 @@ _NOTHING = Row("", "", Colour.HIGH, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Unmeasured(StrictInterpreter):
-    """Rounds like its base class, but does not measure the error of each result, which saves time."""
+    """A strict interpreter that rounds by the plan, but does not measure the error of each result, which saves time."""
 
     def _row(self, *args: Any) -> Row:
         return _NOTHING
@@ -316,9 +316,9 @@ def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
 
 
 class RoundedRunner:
-    """Runs captured graphs in fp32 with the roundings of a plan. Each graph is planned at its first run.
+    """Runs captured graphs in fp32, and rounds each value that the plan makes low. Each graph is planned at its first run.
 
-    `prepare(captured)` returns the graph to plan: for instance `captured` after it was told which nodes to keep in fp32, or the same graph
+    `prepare(captured)` returns the graph to plan: for example `captured` itself, with the nodes to keep in fp32 set, or the same graph
     read with the op lists of torch.autocast.
     """
 
@@ -335,7 +335,7 @@ class RoundedRunner:
 
     @property
     def plans(self) -> list[RegionPlan]:
-        """The plans of the graphs that ran, and of the body graphs of their checkpoints."""
+        """The plans of the graphs that ran, and of the body graphs of their activation checkpoints."""
         return [part for region in self.regions.values() for part in region.plan.flat(region.plan.name)]
 
 
@@ -366,7 +366,7 @@ def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]
 
 
 def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], runner: GraphRunner, metric: Metric) -> float:
-    """Run all batches with `runner` and return the error of the outputs against the fp32 outputs `exact`.
+    """Run the model on all batches, with `runner` for its graphs, and return the error of the outputs against the fp32 outputs `exact`.
 
     The error is inf if outputs overflow or change shape, unless the metric is a user's function.
     """

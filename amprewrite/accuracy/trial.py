@@ -35,7 +35,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 def loss_of(loss: Loss, output: Any, kind: type[AmpRewriteError]) -> Any:
-    """Return `loss(output)`. Raises an error of the class `kind` if the user's function cannot be called or fails."""
+    """Return `loss(output)`. If this call of the user's function fails, raise an error of the class `kind` instead."""
     try:
         return loss(output)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
@@ -43,7 +43,7 @@ def loss_of(loss: Loss, output: Any, kind: type[AmpRewriteError]) -> Any:
 
 
 class _TrialSession(Session):
-    """Captures graphs like the session of a rewritten model. It does not rewrite them, but runs each with `runner`."""
+    """Captures graphs like the `Session` of a rewritten model, but calls `runner` for each graph instead of rewriting the graph."""
 
     runner: GraphRunner | None = None
 
@@ -64,10 +64,10 @@ class _TrialSession(Session):
         return Region(graphs.entry.place, self.training, self.checks, plan, run)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Do nothing: `rewrite` itself warns of parts that are not captured."""
+        """Do nothing about parts that cannot be captured: the rewritten model itself warns of them."""
 
     def _check_options(self) -> None:
-        """Do nothing. The base class would refuse options that name nodes, because plans in a trial have no nodes."""
+        """Do nothing. The base class would refuse options that name nodes, because the plans of a trial session are empty."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class CallArguments:
 
 
 class Trial:
-    """A model for trial runs, captured in its current mode (train or eval). Runs change no parameter, buffer or random state."""
+    """A model whose captured graphs run through a function that the caller gives to `run`. No parameter, buffer or random state changes."""
 
     def __init__(self, model: nn.Module, options: Options, forward: Forward | None = None) -> None:
         refuse_ambient_autocast()
@@ -92,7 +92,7 @@ class Trial:
         """Captured graphs that have run so far, by `id`, in the order of their first runs."""
 
     def run(self, batch: Any, runner: GraphRunner) -> Any:
-        """Run the model on one batch and return its result. `runner` is called for each captured graph."""
+        """Run the model on one batch and return its result. `runner` runs each captured graph on its inputs and returns its results."""
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)
 

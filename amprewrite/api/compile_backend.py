@@ -36,7 +36,7 @@ def compile_backend(
 ) -> Callable[..., Any]:
     """Rewrite one captured `graph`, and return the function that runs it. torch.compile finds this backend by the name "amprewrite".
 
-    Dynamo calls the function with each graph and example `inputs`. `options` are the options of `amprewrite.rewrite` that concern graphs,
+    Dynamo calls this backend with each graph and example `inputs`. `options` are the options of `amprewrite.rewrite` that concern graphs,
     such as {"dtype": "bf16"}; `OPTIONS` in `amprewrite.api.compile_backend` lists them. `mode` is an option of inductor and is refused.
     Raises PolicyError for invalid options; torch.compile reports it inside an error of its own.
     """

@@ -43,10 +43,10 @@ from amprewrite.torch_internals.dispatch import FakeTensor, is_wrapped_by_transf
 def export_with_plan(
     amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[torch.export.ExportedProgram, CastPlan]:
-    """Return (ExportedProgram of the rewritten graph of `amp`, with fp32 inputs and outputs and the model's parameter names; its plan).
+    """Export the rewritten graph of `amp`, and return (ExportedProgram, its plan). Inputs and outputs of the program are fp32.
 
-    `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Raises CaptureError if
-    torch.export cannot capture the model.
+    `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Parameters keep their
+    names. Raises CaptureError if torch.export cannot capture the model.
     """
     with ONE_EXPORT:  # hold the lock while planning, too: while another thread exports, ops that run here would annotate its graph
         return _export_with_plan(amp, args, dict(kwargs or {}), options)
@@ -82,8 +82,8 @@ def _export_with_plan(
 
 
 def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
-    """Keep the ops outside of `parts` in fp32, as the rewritten model does. `parts` are the paths of the modules that are captured
-    separately; without parts, do nothing."""
+    """Keep the ops outside of `parts` in fp32, because the rewritten model does not capture them. `parts`: paths of the modules that it
+    captures one by one; if there are none, it captures the whole model, and nothing is done here."""
     for each in captured.with_parts() if parts else ():
         outside = {
             node.name for node in each.problem.graph if not any(node.module == part or node.module.startswith(f"{part}.") for part in parts)
@@ -142,7 +142,7 @@ def _export(
 
 
 def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """Return the export options for the edited graph: `dynamic_shapes` with one entry for each variadic argument.
+    """Return the export options for the edited graph. In `dynamic_shapes`, the entry for `*rest` becomes one entry for each argument.
 
     The edited graph takes the arguments of the model's `*rest` one by one, as rest_0, rest_1, and so on.
     """

@@ -34,7 +34,7 @@ ANOTHER_RANK = "another rank needs it in fp32"
 
 @dataclass(frozen=True)
 class LowGathers:
-    """Result of `gather_low`: the weights gathered in the low format, the others with reasons, and the bytes of a gather of all weights."""
+    """Result of `gather_low`: weights gathered in the low format, weights gathered in fp32 with reasons, and the bytes of all gathers."""
 
     format: str
     """Name of the low format."""
@@ -267,7 +267,7 @@ class LowGather:
         return None
 
     def _for_graphs(self, sent: Tensor) -> bool:
-        """True if FSDP gathers these fp32 weights for a forward or a backward, and frees them afterwards."""
+        """True if FSDP gathers these fp32 weights for a forward or a backward, and frees them afterwards, so that only graphs read them."""
         group = self.sharded.group
         known = sent.dtype == FP32.dtype and sent.numel() == sum(self.sharded.numels)
         return known and group._training_state.name in _SENT_LOW and frees_after_forward(group)
@@ -288,7 +288,7 @@ def full_gather(group: Any) -> Any:
 
 
 def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of views that correspond one to one: parts of `wire`, the buffer to send, and parts of `flat`, the fp32 weights.
+    """Return two lists of views to copy between: parts of the communication buffer `wire`, and the same weights in `flat`, in fp32.
 
     `spans` is from `_spans`. Weights in fp32 are sent as their bits: an element takes the space of `words` elements of the low format.
     """
@@ -317,7 +317,7 @@ class GatheredLow:
                 raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
     def check_call(self, path: str, place: str, whole: bool) -> None:
-        """Raise RoundedRead if the module at `path` ran code outside its graph in this call, since that code may have read rounded weights.
+        """Raise RoundedRead if code outside the graph of the module at `path`, or a hook, may have read rounded weights in this call.
 
         `whole` is True if one graph ran the module's whole forward, without graph breaks. `place` names the module in the message.
         """

@@ -33,8 +33,8 @@ class Rewritten(RewrittenBase):
     def plan(self) -> CastPlan:
         """The plan of all graphs that have run, in the order of their first calls. Before the first call, using the plan raises PlanError.
 
-        Graphs that differ only in sizes or mode are shown once, with a note on their number; `plans` has all of them. A method that
-        calls submodules, such as `encode_image`, counts as a call of each submodule.
+        Graphs that differ only in sizes or mode are shown once, with a note on their number; `plans` has all of them. A method such
+        as `encode_image` counts as a call of each submodule that it calls.
         """
         session = session_of(self)
         computed_nothing = any(graphs.empty for graphs in session.graphs)

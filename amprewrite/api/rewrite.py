@@ -318,7 +318,7 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
 
 
 def _checked_device(device: Any, measure: bool) -> str:
-    """Return the name of the device to plan for; "" for the device at hand. PolicyError if the name is unknown or given with `measure`."""
+    """Return the name of the device to plan for; "" for the device at hand. Raises PolicyError for an unknown name, or with `measure`."""
     if device is None:
         return ""
     if measure:
@@ -335,7 +335,7 @@ def _checked_memory(memory: Any) -> float:
 
 
 def _checked_parity(parity: Any) -> float | None:
-    """Return the weight of a training step, from 0 to 1, in the prices of all graphs; None if each graph has its own prices."""
+    """Return the option `parity` as the weight of a training step in prices, from 0 to 1; None if graphs need not share one plan."""
     words = {"train": 1.0, "eval": 0.0}
     if isinstance(parity, str) and parity in words:
         return words[parity]

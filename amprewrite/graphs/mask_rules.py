@@ -1,7 +1,7 @@
-"""Find out whether ±max of the low format (bf16 or fp16) may replace numbers beyond its range, in a graph of any kind.
+"""Find out whether numbers beyond the low format's range, such as -1e9 in a mask, may be clamped to ±max of the format (bf16 or fp16).
 
-Each kind of graph (fx, ONNX) has a subclass of `MaskRules`, which gives the readers of a value (`Read` in `ir/evidence/range_rules.py`) and
-the operands of the op that makes a value.
+The rules are the same for fx and ONNX. Each of them has a subclass of `MaskRules`, which gives the readers of a value (`Read` in
+`ir/evidence/range_rules.py`) and the operands of the op that makes a value.
 
 This file has special code for the `softmax` after a mask.
 """
@@ -59,7 +59,7 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if `value` holds no data: no floating input or weight enters it, and ops such as `full` and `where` make its operands."""
+        """True if `value` is a mask, not data: ops such as `full` and `where` make all its operands, and no floating input enters them."""
         makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 

@@ -42,7 +42,7 @@ else:
 
 
 class AmpRewritePrecision(Precision):  # type: ignore[misc]
-    """A precision plugin that rewrites modules in place. `dtype` and `options` are the options of `amprewrite.rewrite`.
+    """A precision plugin for Lightning and Fabric that rewrites modules in place. It takes the options of `amprewrite.rewrite`.
 
     Do not also pass `precision=` to the trainer. Its default, fp32, is right for the parameters.
     """
@@ -76,8 +76,8 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
                 config.scheduler = HeldSchedule(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    # Precision's versions of the next four methods call callbacks of the module's trainer. Under Fabric there is no trainer. So then these
-    # methods call the base class of Precision, which is Fabric's.
+    # Precision's versions of the next four methods call callbacks of the module's trainer. Under Fabric a module has no trainer, so these
+    # methods then call Fabric's versions, in the base class of Precision.
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 
@@ -108,7 +108,7 @@ def _has_trainer(module: Any) -> bool:
 
 
 class HeldSchedule:
-    """Wraps a learning-rate schedule so that it does not advance for a skipped step. All other attributes are those of the schedule."""
+    """Wraps a learning-rate schedule so that it does not advance if the optimizer skipped its step. Other attributes are the schedule's."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

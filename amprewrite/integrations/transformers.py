@@ -66,12 +66,12 @@ class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         checked_options(**{name: value for name, value in self.rewrite_options().items() if name != "granularity"})
 
     def rewrite_options(self) -> dict[str, Any]:
-        """Return the options for `rewrite`, with the plan as a CastPlan."""
+        """Return the options as keyword arguments of `rewrite`. The plan, which is kept as JSON text, becomes a CastPlan."""
         plan = self.options.get("plan")
         return {**self.options, **({} if plan is None else {"plan": CastPlan.from_json(plan)})}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contents of the config for config.json."""
+        """Return the config as a dict, which transformers writes to the model's config.json."""
         return {"quant_method": self.quant_method, **self.options}
 
 
@@ -175,7 +175,7 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, with overrides added that keep the modules of `fp32_modules` in fp32. If a plan is given, nothing is added."""
+    """Return `options` plus overrides that keep the modules of `fp32_modules` in fp32. If a plan is given, it decides: none are added."""
     if options.get("plan") is not None:
         return dict(options)
     low = options.get("dtype")
@@ -185,7 +185,7 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 
 
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
-    """Yield the paths of modules whose names the model's class lists to be kept in fp32. Modules inside them are not yielded.
+    """Yield the paths of the modules that the model's class lists by name to be kept in fp32. Modules inside them are not yielded.
 
     The list `_keep_in_fp32_modules_strict` always counts; the list `_keep_in_fp32_modules` counts only in a `narrow` format (fp16).
     """

@@ -74,7 +74,7 @@ class CostModel:
 
     @property
     def time(self) -> CostModel:
-        """Copy of this cost model in which memory costs nothing. Users see the times that it predicts."""
+        """Copy of this cost model without the price of memory: its prices are predicted run times, as reports show them."""
         return replace(self, memory=0.0)
 
     @property
@@ -120,10 +120,10 @@ class CostModel:
         return ticks((self.device.launch + moved if measured is None else measured) + kept)
 
     def gradient_cast(self, node: OpNode) -> int:
-        """Return the price of one cast of the gradient of `node` to the format of its value; 0 without training, and for constants.
+        """Return the price of one cast of the gradient of `node`; 0 without training, and for constants and buffers.
 
-        The cast is needed if a reader runs in another format than the value has, and `sends_gradients` is True for the reader. It is paid
-        once, however many such readers there are.
+        The cast is needed if a reader runs in another format than `node`, and `sends_gradients` is True for the reader. It is paid once,
+        however many such readers there are.
         """
         if not self.training or node.role in ("constant", "buffer"):
             return 0
@@ -135,7 +135,7 @@ class CostModel:
 
 
 def sends_gradients(reader: OpNode) -> bool:
-    """True if the backward of `reader` returns gradients for its operands in the format in which `reader` runs."""
+    """True if gradients flow back through `reader`, in the format in which it runs: its result is fp32 in the model, or it is an output."""
     return reader.carries_fp32 or reader.role == "output"
 
 
@@ -287,7 +287,7 @@ class ProductPrices:
         """Yield (name, price) of each kernel that runs to make one fp8 copy of a matrix with `numel` elements.
 
         `recipe` tells which elements share a scale. `role` is "x" or "w" for an operand of a product, "g" for the gradient of its result.
-        `way` is the layout of the copy: STRAIGHT (not transposed) or TURNED. Copies of one value share kernels of the same name.
+        `way` is the layout of the copy: STRAIGHT (not transposed) or TURNED. Kernels of one name run once for all copies of a value.
         """
         by_rows, held = recipe.scaling(role, way) == ROWS, role == W
         if not (self.fused or self.kernel):
@@ -321,7 +321,7 @@ class ProductPrices:
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """The product `x · wᵀ`, or `x · w` if `transposed`. Its sizes are [rows, inner] times [inner, columns].
+    """A matrix product that fp8 kernels could run: `x · wᵀ`, or `x · w` if `transposed`. Sizes: [rows, inner] times [inner, columns].
 
     The last dim of x is the inner dim, and all other dims of x together are the rows. w has two dims.
     """

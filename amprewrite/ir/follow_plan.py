@@ -13,7 +13,7 @@ from amprewrite.tables.vocabulary import Colour
 
 
 def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if products may read fp8 copies of their operands. The plan `given` decides if there is one, otherwise `policy`."""
+    """True if products may read fp8 copies of their operands. The user's plan `given` decides if there is one, otherwise `policy`."""
     return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 
@@ -21,7 +21,7 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     """Return the region (the plan of one graph) of `plan` that has the same nodes as the graph of `problem`.
 
     Raises PlanError if the plan is for another low format, if no region fits, or if the region gives a node a colour that it cannot have.
-    If no region fits, the message names the first mismatch with the region whose length is most similar.
+    If no region fits, the message names the first mismatch with the region of the most similar number of nodes.
     """
     if plan.low != problem.policy.low.name:
         raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {problem.policy.low.name}; pass dtype={plan.low!r}")
@@ -69,7 +69,7 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
     """Raise PlanError if the casts that `region` lists differ from `casts`, which were computed from the colours in `region`.
 
-    Casts are compared by value and format. A region that lists no casts is valid.
+    Casts are compared by value and format. A region that lists no casts is valid, because casts follow from colours.
     """
     planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
     for key in [*planned, *given]:
@@ -82,10 +82,9 @@ def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
 
 
 def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
-    """Return the first plan of each kind. Plans of one kind have the same entry module, nodes, colours, edits and padding.
+    """Return `plans` without repeats: of plans with the same entry module, nodes, colours, edits and padding, only the first is kept.
 
-    The notes of the plans that are left out are added to the first plan of their kind. A rewrite that follows the first plan can apply it
-    to the graphs of the left-out plans as well.
+    The notes of the repeats are added to the plan that is kept. A rewrite can apply this plan to the graphs of the repeats as well.
     """
     shown: dict[object, RegionPlan] = {}
     for plan in plans:
@@ -100,7 +99,7 @@ def _mode(plan: RegionPlan) -> str:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """Return a key that is equal for plans of one kind: plans with the same entry module, nodes, colours, edits and padding.
+    """Return a key that is equal for plans with the same entry module, nodes, colours, edits and padding.
 
     Nodes whose value is a size (SymInt) instead of a tensor do not count, because a graph captured with fixed sizes has no such nodes.
     """

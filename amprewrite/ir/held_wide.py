@@ -53,7 +53,7 @@ def rounds(node: OpNode) -> bool:
 
 
 def data_of(node: OpNode) -> tuple[Operand, ...]:
-    """Return the data operands of an op.
+    """Return the data operands of an op, such as the input of a norm.
 
     Side arguments, such as the weights of a norm, are left out, and so are operands of which the op reads only the shape or dtype.
     """

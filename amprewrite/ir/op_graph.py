@@ -97,7 +97,7 @@ class OpNode:
 
     @cached_property
     def promoted(self) -> tuple[Operand, ...]:
-        """The operands that may be low and fp32 side by side, because the op's kernel promotes them. 0-dim tensors are left out."""
+        """The operands whose dtypes may be mixed, some low and some fp32, because the op's kernel promotes them. Without 0-dim tensors."""
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
@@ -131,7 +131,7 @@ class OpGraph:
             self.digraph.add_edge(operand.value, node.name)
 
     def seen(self, name: str) -> OpNode:
-        """Return the op that computed the elements of `name`: the first node upstream that is no view or similar op.
+        """Return the node that made the elements of the value `name`: the first node upstream that is no view or similar op.
 
         The search begins at the node `name` itself. It skips nodes of kind CLEAR (harmless in any precision) with one operand.
         """
@@ -229,7 +229,7 @@ def reached(starts: Iterable[Vertex], step: Callable[[Vertex], Iterable[Vertex]]
 
 
 class Reaches(Generic[Vertex]):
-    """Tells for any node of a graph whether it is a goal, or a goal can be reached from it.
+    """A callable that takes a node of a graph and returns True if the node is a goal, or a goal can be reached from it.
 
     `step` returns the neighbours of a node, and `is_goal` tells if a node is a goal. Answers are cached, so that `step` is called at most
     once for each node. The graph must not change between calls.
@@ -279,7 +279,7 @@ Shape = tuple[Size, ...]
 
 @dataclass(frozen=True)
 class Ref:
-    """An argument of a call that is a tensor or another value made in the graph."""
+    """An argument of a `Call` that is a value of the graph, such as a tensor, given by the name of its node."""
 
     name: str
 

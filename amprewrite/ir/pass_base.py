@@ -37,7 +37,7 @@ Edited = TypeVar("Edited")
 
 
 class Pass(Generic[Read, Edited]):
-    """One step of a pipeline. A subclass defines `__call__`, which calls plain functions to do the work."""
+    """One step of a pipeline, which reads one object and edits another. A subclass defines `__call__`, and calls plain functions in it."""
 
     name: ClassVar[str]
     """Name of the pass in messages and in `amprewrite passes`: the name of its class in small letters, such as "repaint-by-cost"."""
@@ -50,12 +50,12 @@ class Pass(Generic[Read, Edited]):
         cls.name = re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
     def __call__(self, read: Read, edited: Edited) -> None:
-        """Run the pass on `edited`. Raise PassError if `read` or `edited` is not ready for it."""
+        """Read `read` and edit `edited` in place. Subclasses define this. They raise PassError if an object is not ready for the pass."""
         raise PassError(f"{type(self).__name__} does nothing: it has no __call__ method")
 
 
 def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited, where: str = "graph") -> None:
-    """Run the passes that have something to do, in order. `where` is the name of the graph in error messages.
+    """Run the passes in order, except passes that have nothing to do (see `Pass.needs`). `where` is the graph's name in error messages.
 
     An unexpected exception becomes a PassError that names the pass and the passes that ran before it.
     """
@@ -85,8 +85,8 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """Switch Python's cycle collector off inside the `with` block.
 
-    The collector would scan a growing graph again and again, so that the time would grow faster than the graph. This changes no result:
-    garbage cycles are collected after the block, and the collector is on again even if the block raises. It is off in all threads.
+    The collector would scan a growing graph again and again, so that the time would grow faster than the graph. No result changes: garbage
+    cycles are collected after the block, and the collector is on again even if the block raises. All threads run without the collector.
     """
     on = gc.isenabled()
     gc.disable()
@@ -238,9 +238,9 @@ class Decisions:
             self.paint(name, Colour.HIGH, reason, because_of)
 
     def tie(self, problem: Problem) -> None:
-        """Give all nodes that are tied (share memory or a kernel) one colour: high (fp32) if one is high, otherwise low if one is low.
+        """Give the nodes of each precision group one colour: high (fp32) if one of them is high, otherwise low if one is low.
 
-        Tied nodes that all have no colour yet stay without one.
+        The nodes of a group share memory or a kernel. A group in which no node has a colour yet does not change.
         """
         for members in problem.graph.precision_groups().values():
             painted = [name for name in members if name in self.paints]
@@ -258,7 +258,7 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Add the edit `what` of the op `node`, such as fp32 statistics of a norm.
+        """Add an edit of the op `node` to the plan. `what` is its kind, such as fp32 statistics of a norm.
 
         The edit is switched off if the user's plan (`problem.given`) lists it as switched off.
         """
@@ -267,7 +267,7 @@ class Decisions:
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
-        """Add the edit `what` to the ops among `nodes` that run low."""
+        """Add an edit of the kind `what` to the plan for each of `nodes` that runs low."""
         for name in nodes:
             if self.paints[name].colour is Colour.LOW:
                 self.edit(problem, name, what)

@@ -99,7 +99,7 @@ class ColourNetwork:
     """A flow network with a vertex for each op whose colour is searched. The ops of a precision group share a vertex."""
 
     def __init__(self, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode]) -> None:
-        """`colours` holds the fixed colours of all nodes except `open_nodes`, by name."""
+        """Add the vertices for `open_nodes`. `colours` holds the fixed colours of all other nodes, by name."""
         self.colours, self.network = colours, Network()
         self.vertices: dict[str, int] = {}
         groups: dict[str, int] = {}
@@ -207,11 +207,11 @@ class _Search(PricedNetwork):
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Return (arcs to add to the network, number to add to the cost of a cut), so that the cut counts the cast of the anchor.
+        """Return (arcs to add to the network, number to add to the cost of a cut), which turn the first bound of rule 3 into the second.
 
-        This is the second lower bound of rule 3 of this file. The op of `mixer` casts one operand to fp32, its anchor, if it is high and
-        all its operands are low. `fixed` holds the vertices whose colour the search has fixed: True for low, False for high. If one of
-        the other operands is fixed to high, no cast is needed, and the result is ([], 0).
+        By the second bound an op that is high while all its operands are low pays for the cast of one operand, its anchor. `fixed` holds
+        the vertices whose colour the search has fixed: True for low, False for high. If one of the other operands is fixed to high, no cast
+        is needed, and the result is ([], 0).
         """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0
@@ -227,9 +227,9 @@ class _Search(PricedNetwork):
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if the op of `mixer` is high and all its operands are low in the assignment `side`.
+        """True if `side` has a cost that the network leaves out (rule 3): the op of `mixer` is high, and all its operands are low.
 
-        It then pays for an fp32 copy of its anchor, which the first bound of rule 3 leaves out.
+        The op then pays for an fp32 copy of one operand, its anchor. `side` is True for vertices that run low.
         """
         return bool(not side[mixer.op] and side[self.end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 

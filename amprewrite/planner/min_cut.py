@@ -67,14 +67,14 @@ class Network:
             self.capacities.append(capacity)
 
     def once(self, maker: int, readers: Iterable[int], cost: int, outwards: bool, named: bool = False) -> int:
-        """Add the cost of one copy of the value of `maker`. It is paid once, however many of the `readers` need the copy.
+        """Add the cost of one copy of a value, such as a cast. A cut pays it once, however many of the vertices `readers` need the copy.
 
-        With `outwards`, readers on the source's side need the copy if the maker is on the sink's side. Without `outwards`, readers on the
-        sink's side need the copy if the maker is on the source's side.
+        `maker` is the vertex of the op that makes the value. With `outwards`, readers on the source's side need the copy if the maker is
+        on the sink's side. Without `outwards`, readers on the sink's side need the copy if the maker is on the source's side.
 
-        Return the vertex of the copy. If a reader needs the copy, this vertex is on the reader's side. It is the source (with `outwards`)
-        or the sink if a reader always needs the copy, or if nothing has to be paid. It is the reader if there is only one. Otherwise it is
-        a new vertex. With `named` it is always a new vertex, unless a reader always needs the copy.
+        Return a vertex that is on the same side as the readers that need the copy. It is the source (with `outwards`) or the sink if this
+        is one of the readers, or if there is nothing to pay. If there is only one reader, it is the reader, otherwise a new vertex. With
+        `named` it is a new vertex in all cases except one: the source (with `outwards`) or the sink is a reader.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):
@@ -129,7 +129,7 @@ def _reached(residual: csr_array) -> npt.NDArray[np.bool_]:
 
 
 def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
-    """Return the residual capacity of all arcs out of the vertices `side` (a mask). No more flow than this can still be added."""
+    """Return the sum of the residual capacities of all arcs out of the vertices in `side`, a mask. At most this much flow is missing."""
     arcs = residual.tocoo()
     return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
 
@@ -157,8 +157,8 @@ def heaviest_closure(weights: Mapping[Item, int], needs: Iterable[tuple[Item, It
     `weights` gives the weight of every item: a gain above 0, or a cost below 0. `needs` are pairs (item, item that it needs). The set is
     empty if no set has a sum above 0. Of several best sets the smallest is returned.
 
-    An item with a gain is called a project, an item with a cost a need. A need that several projects share is paid once (Picard, "Maximal
-    closure of a graph and applications to combinatorial problems", 1976):
+    The cut of this network gives the set (Picard, "Maximal closure of a graph and applications to combinatorial problems", 1976). An item
+    with a gain is called a project, an item with a cost a need. A need that several projects share is paid once:
 
         source → project   its gain, lost if it is not taken
         project → need     must not be cut

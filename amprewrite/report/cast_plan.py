@@ -51,7 +51,7 @@ class CastPlan(ModelPlan):
         return explain(self, name)
 
     def summary(self) -> str:
-        """Return a text: `counts()`, predicted times of this plan and of the plans with which it was compared, and the planned padding."""
+        """Return a text: `counts()`, predicted times of this plan and of alternative plans with which it was compared, and its padding."""
         return "\n".join([self.counts(), *map(printable, (*self._weighed(), *pad_summary([region.pads for region in self.regions])))])
 
     def _weighed(self) -> list[str]:
@@ -75,8 +75,8 @@ class CastPlan(ModelPlan):
     def counts(self) -> str:
         """Return a few lines of text with numbers of ops and casts.
 
-        They list matmuls and convolutions in fp32. They count ops by colour, casts by kind, and custom ops that are on no op list. They
-        give the share of FLOPs in the low format. Notes and parts of the model that were not captured come last.
+        The lines list matmuls and convolutions in fp32. They count ops by colour, casts of weights and of activations, and custom ops that
+        are on no op list. They give the share of FLOPs in the low format. Notes and uncaptured parts of the model are last.
         """
         from amprewrite.report.questions.explain import heavy
 
@@ -116,9 +116,9 @@ class CastPlan(ModelPlan):
     def to_html(self, path: Any, title: str = "", report: Any = None) -> Path:
         """Write a report as one self-contained HTML file, and return its path.
 
-        The report shows the graph, charts, and for every node its reason and the change that would alter it. `title` is its heading; "" for
-        "Cast plan". `report` is the result of `verify` or `debug` for the same model; it adds ranges and errors. Raises EmitError if `path`
-        cannot be written.
+        The report shows the graph, charts, and for every node the reason for its format and a change that would alter it. `title` is its
+        heading; "" for "Cast plan". `report`, a result of `verify` or `debug` for the same model, adds ranges and errors. Raises EmitError
+        if `path` cannot be written.
         """
         return load_extra("drawings", "to_html").to_html(self, path, title, report)
 

@@ -23,12 +23,12 @@ BYTES = {row.name: row.bytes for row in FORMATS.values()} | _OTHERS
 
 
 def node_bytes(node: NodePlan) -> int:
-    """Return the bytes of a node's result after the rewrite; 0 without a shape. A symbolic dim counts as size 1."""
+    """Return the bytes of a node's result in its planned dtype; 0 if the shape is unknown or (). A symbolic dim counts as size 1."""
     return math.prod(size for size in node.shape if isinstance(size, int)) * BYTES.get(node.dtype, 0) if node.shape else 0
 
 
 def by_region(plan: ModelPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
-    """Yield (nodes, casts) of each region (the plan of one graph). If there are several regions, names have the form "region/node"."""
+    """Yield (nodes, casts) for each graph of the plan. If the plan has several graphs, names have the form "graph/node"."""
     nodes, casts = iter(plan.nodes), iter(plan.casts)
     for region in plan.regions:
         yield tuple(next(nodes) for _ in region.nodes), tuple(next(casts) for _ in region.casts)
@@ -47,7 +47,7 @@ def casts_by_kind(casts: Iterable[Cast]) -> dict[str, int]:
 
 
 def fp8_counts(plan: ModelPlan) -> list[str]:
-    """Return [a line on the share of GEMMs in fp8]; [] if the planner considered fp8 for no matrix product."""
+    """Return a list with one line, the number of GEMMs that run in fp8; [] if the planner considered fp8 for no matrix product."""
     if not any(region.quantised for region in plan.regions):
         return []
     weighed = [each for region in plan.regions for each in region.quantised.products]
@@ -63,7 +63,7 @@ def fp8_counts(plan: ModelPlan) -> list[str]:
 
 
 def is_heavy_high(region: RegionPlan, node: NodePlan) -> bool:
-    """True if `node` of `region` is a matmul or convolution that multiplies fp32 operands.
+    """True if `node` of `region` (the plan of one graph) is a matmul or convolution that multiplies fp32 operands.
 
     False if the model's own code runs the op in half precision. False for a wide product, which multiplies low operands but returns fp32.
     """
@@ -78,7 +78,7 @@ def by_impact(plan: ModelPlan) -> list[NodePlan]:
 
 @dataclass
 class ModuleRow:
-    """Numbers of ops, casts, FLOPs and bytes of one module, with its submodules."""
+    """One row of the table of modules: the ops, casts, FLOPs and bytes of a module, including its submodules."""
 
     path: str
     """Path of the module; "" for the model."""
@@ -136,7 +136,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
 
 
 def _joined(row: ModuleRow) -> ModuleRow:
-    """Return `row` with its submodules. A module and its only submodule become one row if they have the same ops."""
+    """Return `row` and the rows below it, in which a module and its only submodule are one row if they have the same ops."""
     row.parts = {name: _joined(part) for name, part in row.parts.items()}
     if len(row.parts) == 1 and row.name:
         (part,) = row.parts.values()
@@ -146,9 +146,9 @@ def _joined(row: ModuleRow) -> ModuleRow:
 
 
 def folded(root: ModuleRow, most: int = 40) -> list[tuple[int, ModuleRow]]:
-    """Return at most `most` pairs (depth, row of a module). Modules are expanded from the root down while all rows fit.
+    """Return at most `most` pairs (depth, row of a module) for a table. Modules are expanded from the root down while all rows fit.
 
-    Neighbouring numbered siblings with equal counts share a row.
+    Neighbouring numbered siblings with equal counts, such as layers 0 to 11, share a row.
     """
     opened: set[str] = set()
     rows = [(0, root)]
@@ -228,7 +228,7 @@ def listing(plan: ModelPlan, fold: bool = False, width: int = 0) -> str:
 
 
 def code_lines(plan: ModelPlan) -> Iterator[Line]:
-    """Yield the lines of the listing in running order, with a header line for each graph and wherever the module changes."""
+    """Yield a line for each op and cast, in the order in which they run, with a header line for each graph and at each change of module."""
     for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
         state = "training" if region.training else "inference"
         count = "casts follow" if plan.casts_follow else f"{len(casts)} casts"

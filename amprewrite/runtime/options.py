@@ -67,7 +67,7 @@ def several_ranks() -> bool:
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:
-    """If FSDP2 shards a submodule of the module at `path` separately, return a clause of advice for a message; otherwise ""."""
+    """If FSDP2 shards a submodule of the module at `path` separately, return advice to append to a message; otherwise ""."""
     found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]
     return f"; {found[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
 
@@ -176,7 +176,8 @@ class Options:
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:
-    """Return the policy for `options` on the device `row`. Call `note` with each restriction, such as "this device gains nothing".
+    """Return the policy, the planner's rules, for `options` on the device `row`. Call `note` with each restriction, for example that the
+    device gains nothing from a low format.
 
     `kept`: True inside a `with` block that keeps low copies of weights, such as `frozen_weights()`. `products`: the part of
     `options.products` that the kernels on the device can run (see `fp8_units.runnable`).

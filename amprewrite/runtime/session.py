@@ -146,7 +146,7 @@ class Session(GraphRewriter):
         return result
 
     def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise RoundedRead if the latest call of `entry` may have read, in fp32, weights that `gather_low` has rounded.
+        """Raise RoundedRead if the latest call of `entry` may have read in fp32 weights that FSDP2 gathers in a low format (`gather_low`).
 
         `ran`: the rewritten graphs that ran in the call.
         """
@@ -221,10 +221,10 @@ class Session(GraphRewriter):
             self.state.transformed -= 1
 
     def _take_in_new_modules(self) -> None:
-        """Rewrite the calls of modules that were added to the model since this method last ran.
+        """Let calls of modules that were added to the model since this method last ran use rewritten graphs.
 
-        It runs before a call if `self.children` differs from the root's direct children. It also runs after a capture, which sets
-        `self.children` to None, so that modules that were added deeper in the model are found too.
+        It runs before a call if `self.children` differs from the root's direct children, and after each capture, which sets `self.children`
+        to None. So modules that were added deeper in the model are found, too.
         """
         self.children = dict(self.root._modules)
         self.take_in()
@@ -287,7 +287,7 @@ class Session(GraphRewriter):
             self.calls[tuple(dict.fromkeys(ran))] = None
 
     def _check_options(self) -> None:
-        """Check that overrides and `products=` match nodes of the plans."""
+        """Raise PolicyError, or warn, if an override or a rule of `products=` (matmuls in fp8) applies to no op of the plans."""
         self._check_overrides()
         self._check_products()
         self._check_wide()
@@ -295,7 +295,7 @@ class Session(GraphRewriter):
     def _check_products(self) -> None:
         """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8 though the device can multiply fp8.
 
-        If the user asked for an accuracy, the second case gives a note in the plan instead of an error.
+        A preset that asks for fp8 at any price raises on other devices, too. If the user asked for an accuracy, the second case is a note.
         """
         asked = self.options.products
         if asked is None or self.policy.products is None:
@@ -347,7 +347,7 @@ class Session(GraphRewriter):
             self.policy.check("node", (node.name for region in self.regions for node in region.plan.nodes))
 
     def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
-        """Add the code that Dynamo failed to capture in a call of `entry` (`failures`) to `plan.skipped`, and warn once for each cause.
+        """Add `failures`, the code that Dynamo failed to capture in a call of `entry`, to `plan.skipped`. Warn once for each place.
 
         `ran`: the rewritten graphs that ran in the call. If there are none, the warning says that all of the entry ran in fp32.
         """
@@ -389,10 +389,10 @@ class Session(GraphRewriter):
         self.warn_fp32(message, cause)
 
     def freeze(self, frozen: tuple[str, ...] | None) -> None:
-        """Drop every graph, so that the next calls capture anew. Call this after the weights were frozen or unfrozen.
+        """Drop every graph, and the low copies of weights that are kept between calls, so that the next calls capture anew.
 
-        `frozen`: names of the fp32 parameters that required gradients before freezing; None after unfreezing. Also drops the low copies of
-        weights that are kept between calls.
+        Call this after weights were frozen (stored in the low format) or unfrozen. `frozen`: names of the fp32 parameters that required
+        gradients before freezing; None after unfreezing.
         """
         hook_states(self.root, frozen is not None)
         self.options = replace(self.options, frozen=frozen)
@@ -408,8 +408,8 @@ class Session(GraphRewriter):
     def thaw(self, values: Mapping[str, Any] | None = None) -> list[str]:
         """Make a frozen model an fp32 model again, and return the names of the weights that keep rounded values.
 
-        `values`: a state dict with the fp32 values; None: low copies are cast to fp32. Raises PlanError if `values` lacks a frozen weight
-        or has it in another shape.
+        `values`: a state dict with the fp32 values; None: weights that kept no fp32 values are cast to fp32. Raises PlanError if `values`
+        lacks a frozen weight or has it in another shape.
         """
         rounded = unfreeze_weights(self.root, self.options.frozen or (), values)
         self.freeze(None)
@@ -422,7 +422,7 @@ class Session(GraphRewriter):
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """Code that ran outside of rewritten graphs: for each rewritten module, since its graphs were last dropped."""
+        """The code that ran in fp32, outside of rewritten graphs, since the graphs of its module were last dropped, with the reasons."""
         return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:

@@ -1,8 +1,8 @@
-"""The backend "amprewrite" of torch.compile: rewrite each graph that torch.compile captures, like a graph of a rewritten model.
+"""The backend "amprewrite" of torch.compile: rewrite each graph that torch.compile captures, as `rewrite` does with graphs of a model.
 
 1. Dynamo captures, guards and dispatches under the settings of the user, and passes one graph at a time to the backend.
-2. Graphs that share parameters share a session, which has one loss scale and one set of guarded optimizers. The parameters of a graph are
-   all parameters that it reads or that belong to modules whose code was captured.
+2. Graphs that share parameters share a session. It has one loss scale, and skips steps of the optimizers of its parameters on overflow. The
+   parameters of a graph are all parameters that it reads or that belong to modules whose code was captured.
 3. Dynamo may call one graph for several models whose code and shapes are equal. The first call with other parameters rewrites the graph
    again, for the session of these parameters.
 4. Each call of a graph counts as a separate forward, because the backend does not know which code runs between two graphs.
@@ -51,7 +51,7 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Opti
 def _read_parameters(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (path, parameter) for the parameters among the inputs of a graph.
 
-    `_modules_of_frame` alone would miss some: it does not find every module, for instance behind a decorator.
+    They may belong to a module that `_modules_of_frame` does not find, for instance behind a decorator.
     """
     for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False):
         if isinstance(value, nn.Parameter):
@@ -82,7 +82,7 @@ class _GraphOfMany:
         return [inputs[place] for place in self._places if isinstance(inputs[place], nn.Parameter)]
 
     def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
-        """Return the session that the parameters `read` belong to, and this graph as rewritten for it. Make either if it is missing."""
+        """Return the session of the model with the parameters `read`, and this graph as rewritten for it. Make either if it is missing."""
         self._regions = {session: region for session, region in self._regions.items() if any(True for _ in parameters_in(session.root))}
         session = _session_for((), read, self._options) if read else self._now[0]
         if session in self._regions:
@@ -232,7 +232,7 @@ def _modules_of_frame() -> list[nn.Module]:
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """Yield the module behind `value`: the module itself, or the owner of a bound method, also in a `functools.partial` or closure cell."""
+    """Yield the module that `value` is, or whose bound method it is; also look inside a `functools.partial` and a closure cell."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, types.MethodType):

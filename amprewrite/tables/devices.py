@@ -23,7 +23,7 @@ from amprewrite.tables.formats import FORMATS, Format
 
 @dataclass(frozen=True)
 class Device:
-    """One row of the device table."""
+    """A row of the device table: one model or class of devices, and its speed."""
 
     name: str
     type: str

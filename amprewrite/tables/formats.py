@@ -162,7 +162,7 @@ ALIGNMENT = E4M3.pad_multiple
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to quantise a product."""
+    """A way to run a product in fp8: which of its GEMMs, in which fp8 formats, and which elements of a matrix share a scale."""
 
     name: str
     gemms: tuple[str, ...]
@@ -202,7 +202,7 @@ RECIPES = {recipe.name: recipe for recipe in (TENSORWISE, ROWWISE, SAFE)}
 
 @dataclass(frozen=True)
 class Preset:
-    """A named setting of the option `products=`."""
+    """A value of the user's option `products=`, such as "fp8-safe": a recipe for fp8 products, and when to apply it."""
 
     recipe: Recipe
     priced: bool = True

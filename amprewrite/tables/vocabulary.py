@@ -1,4 +1,4 @@
-"""Enums that all of amprewrite shares: kinds of ops, edits, colours of nodes, reasons for colours, exactness under torch.autocast."""
+"""Enums that all of amprewrite shares: kinds of ops, edits of a graph, colours (precisions) of nodes and their reasons, `Held`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 
 class OpKind(Enum):
-    """The kind of an op in the op lists."""
+    """The kind of an op in the op lists, which says when the op runs in the low format (bf16 or fp16) and when in fp32."""
 
     ALLOW = "allow"
     """The op runs low, because Tensor Cores make it several times faster."""
@@ -75,7 +75,7 @@ class Colour(Enum):
 
 
 class Held(IntEnum):
-    """How exactly torch.autocast would hold a value. A larger number means a less exact value."""
+    """The precision that a value would have under torch.autocast, from 0 (the most exact) to 3 (in the low format)."""
 
     EXACT = 0
     """In fp32, and rounding may harm it: its elements may differ little around a large offset, or be far more exact than results of
@@ -89,7 +89,7 @@ class Held(IntEnum):
 
 
 class Reason(Enum):
-    """Why a node has its colour; the text completes the sentence "NODE runs in COLOUR because …"."""
+    """Why a node has its colour (its precision); the text completes the sentence "NODE runs in COLOUR because …"."""
 
     ON_ALLOWLIST = "its op is on the allowlist"
     ON_DENYLIST = "its op is on the denylist"

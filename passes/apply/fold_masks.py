@@ -58,7 +58,7 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 
 
 def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
-    """Insert a contiguous copy of `value`, and let the ops of the graph that read `value` read the copy.
+    """Let the readers of `value`, an attention mask or a tensor of which the mask is a view, read a contiguous copy instead.
 
     If the graph returns memory of `value`, views of this memory still read `value` itself, so that results share memory as before.
     `captured` are the nodes of the captured graph. Only these can be views: nodes that passes inserted are casts, clamps and pads.
@@ -115,9 +115,9 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Let the attention `calls` take their arguments `attn_mask` and `is_causal` from new nodes, which call a function in each forward.
+    """Insert nodes that call `question(*about, query, key)` in each forward, and pass their results to the attention `calls`.
 
-    The new nodes call `question(*about, query, key)`, which returns (mask, is_causal); an example is `look_at_mask`. Attention calls with
+    `question`, for example `look_at_mask`, returns (`attn_mask`, `is_causal`): (None, ...) if the mask can be dropped. Attention calls with
     the same numbers of queries and keys share one node.
     """
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}

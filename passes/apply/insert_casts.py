@@ -106,8 +106,8 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
-    """Set the dtype arguments of `node` to `fmt`, also if another tensor gave its dtype. With `clamps`, constants beyond the range become
-    ±max."""
+    """Set the dtype arguments of `node` to `fmt`. If the node takes its dtype from another tensor, it gets a dtype argument instead. With
+    `clamps`, constants beyond the range become ±max."""
     op = op_name(node.target)
     if op in CONVERSIONS:
         _aim_conversion(node, op, fmt)

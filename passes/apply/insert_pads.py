@@ -42,7 +42,7 @@ class InsertPads(Pass[RegionPlan, EditedGraph]):
 
 
 class _Insertion:
-    """Inserts the padding of one plan into the edited graph."""
+    """Inserts the padding that one plan names, as pads, slices and padded size arguments, into the edited graph."""
     def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         self.plan, self.graph = plan.pads, edited.module.graph
         self.calls = calls_with_casts(edited.calls, plan.casts)
@@ -63,15 +63,15 @@ class _Insertion:
             self.insert(copy, order, openings)
 
     def layout(self, call: Call, i: int = 0) -> Layout:
-        """Return the padded layout of result `i` of a call; () if it is not padded."""
+        """Return the padded dims of result `i` of a call, with their sizes; () if the result is not padded."""
         return self.have.get(f"{call.name}#{i}" if call.several else call.name, ())
 
     def use(self, value: str, reader: str) -> Layout:
-        """Return the padded layout of `value` that `reader` reads; () if it reads the unpadded value."""
+        """Return the padded dims of `value`, with their sizes, as the node `reader` reads it; () if it reads the unpadded value."""
         return self.uses.get((value, reader), self.have.get(value, ()))
 
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
-        """Insert one planned change of size (a pad, slice or re-pad), and let its users read the result.
+        """Insert one planned change of padding (add it, remove it, or replace it by other padding), and let its users read the result.
 
         `order` has the position of each node in the graph. `openings` maps each node in a torch.func transform to the transforms around it.
         """
@@ -103,7 +103,7 @@ class _Insertion:
 
 
 def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Node]:
-    """Return the fx node of every planned cast, keyed by the name of the copy in the pad plan."""
+    """Return {name of the cast's result in the pad plan, such as "linear -> bf16": fx node of the cast} for all planned casts."""
     found = {}
     for cast in plan.casts:
         value = edited.nodes[cast.value]
@@ -114,13 +114,13 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the inputs of the clamp in front of the saturating cast `node`; [] if the cast reads no node."""
+    """Return the inputs of the clamp that precedes a cast `node` of a plan's `Cast` with `saturate`; [] if `node` reads no node."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 
 
 def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx.Node:
-    """Return the node that reads `value`: `node`, or the clamp that a saturating cast `node` reads. PlanError if neither reads `value`."""
+    """Return the node that reads `value`: `node`, or the clamp in front of `node` if this is a cast. PlanError if neither reads `value`."""
     if value in node.all_input_nodes:
         return node
     clamp = node.args[0] if node.args else None
@@ -131,7 +131,7 @@ def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx
 
 # -- 1. sizes in arguments ---------------------------------------------------------------------
 def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
-    """Set one argument of a node, by position if `place` is among its positional arguments, otherwise by keyword."""
+    """Set an argument of `node`: at position `place` if the call gives it by position, otherwise by the keyword `name`."""
     if place < len(node.args):
         node.args = (*node.args[:place], value, *node.args[place + 1 :])
     else:

@@ -46,7 +46,7 @@ class InsertProducts(Pass[RegionPlan, EditedGraph]):
 
 
 def _widen(node: torch.fx.Node) -> None:
-    """Turn `node` into a product of bf16 operands with an fp32 result. If an operand is a cast to fp32, read the bf16 value of the cast."""
+    """Turn `node` into a product of bf16 operands with an fp32 result. If an operand is a cast to fp32, read the bf16 input of the cast."""
     x, w = (each.args[0] if each.meta.get(CAST) == FP32.name else each for each in operands(node) or ())
     node.op, node.target, node.args, node.kwargs = "call_function", wide_linear, (x, w, bias_of(node), transposes(node)), {}
 
@@ -106,7 +106,7 @@ class _ProductInsertion:
         return made
 
     def _exchange(self, node: torch.fx.Node, product: ProductPlan, x8: torch.fx.Node | None, w8: torch.fx.Node | None) -> None:
-        """Turn `node` into a product that reads the fp8 copies `x8` and `w8` of its operands. A copy is None if no GEMM reads it."""
+        """Turn `node` into a product that reads the fp8 copies `x8` and `w8` of its operands; None stands for a copy that no GEMM reads."""
         wide = {role for each in product.gemms if not each.fp8 for role, _ in READS[each.gemm]}
         x = self._operand(node, X) if x8 is None or X in wide else None
         w = self._operand(node, W) if w8 is None or W in wide else None

@@ -67,9 +67,10 @@ class ScaleLoss(Pass[RegionPlan, EditedGraph]):
 
 
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> None:
-    """Scale the gradients inside `graph`, in place. `weights` are its parameters, `high` the nodes not in the low format.
+    """Edit `graph` so that its backward multiplies gradients by the loss scale on entry, and by the inverse on exit.
 
-    The graph gets two new inputs, the loss scale and its inverse, even if no input or result is differentiable.
+    `weights` are its parameters, `high` the nodes not in the low format. The scale and its inverse become the last two inputs of the graph,
+    even if no input or result is differentiable.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output")
@@ -114,9 +115,9 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Return {op: operand} for each op that returns its operand as the same tensor object, if hooks are on the result.
+    """Return {op: operand} for each op that returns its operand itself, as `x.contiguous()` may, and whose result has hooks.
 
-    The hooks are then on the operand as well.
+    Operand and result are one tensor object, so the hooks are on the operand as well.
     """
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
@@ -153,10 +154,10 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """Return further fp32 ops whose gradients need no scaling, such as a loss whose logits the graph returns as well.
+    """Return the fp32 ops, other than `outside`, whose gradients need no scaling, such as a loss if the graph also returns its logits.
 
-    These ops read only `outside` nodes (nodes with unscaled gradients), and only such nodes or the output read their results. `high` are
-    the nodes not in the low format.
+    These ops exchange gradients only with each other, with `outside` (the nodes with unscaled gradients) and with the output of the graph.
+    `high` are the nodes not in the low format.
     """
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}
@@ -181,7 +182,7 @@ def _ends_outside(node: Node, outside: set[Node]) -> bool:
 
 
 def _fed(node: Node) -> list[Node]:
-    """Return the inputs of `node` that can get gradients, because their values are floating."""
+    """Return the operands of `node` that may get gradients: their values contain floating-point or complex tensors."""
     return [feeder for feeder in node.all_input_nodes if any(differentiable(t) for t in tensors(example_value(feeder)))]
 
 
@@ -232,9 +233,9 @@ def _facts(node: Node) -> dict[str, Any]:
 
 
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -> None:
-    """Let the inserted casts of `sources` multiply their gradients by `inverse`, the graph's input for the inverse of the loss scale.
+    """Let the casts that the rewrite inserted for `sources` multiply gradients by `inverse`, the inverse of the loss scale.
 
-    `sources` are values with unscaled gradients.
+    `sources` are values whose gradients must be unscaled, such as weights. `inverse` is an input of the graph.
     """
     known = set(sources)
     for cast in list(graph.nodes):
@@ -245,10 +246,10 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
-    """Insert one `unscale_gradient` at the beginning of the graph for each input in `readers`, and let `readers[input]` read it.
+    """For each input in `readers`, insert one `unscale_gradient` at the start of the graph, and let the nodes `readers[input]` read it.
 
-    The caller passes only inputs whose memory no op writes. `weights` are the parameters, `inverse` is the graph's input for the inverse of
-    the scale.
+    One node serves all readers, because no op writes to the memory of these inputs. `weights` are the parameters, `inverse` is the graph's
+    input for the inverse of the loss scale.
     """
     with graph.inserting_after(inverse):
         for source in reversed([source for source in readers if readers[source]]):
@@ -258,7 +259,7 @@ def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], wei
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
-    """Insert an `unscale_gradient` for the readers of each value, and a new one after each write or change of the grad mode.
+    """Insert an `unscale_gradient` in front of the readers of each value, and a new one after each in-place write or grad mode change.
 
     `readers` maps values with unscaled gradients to readers with scaled gradients. `outside` are all nodes with unscaled gradients, and
     `inverse` is the graph's input for the inverse of the scale.

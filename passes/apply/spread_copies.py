@@ -47,9 +47,9 @@ def _is_low(copy: torch.fx.Node) -> bool:
 
 
 def spread(copy: torch.fx.Node, openings: Openings) -> None:
-    """Divide the readers of `copy` into groups. The first group reads `copy`, each other group a linked copy of its own.
+    """Divide the readers of `copy`, a low-precision copy, into groups. The first group reads `copy`, each other group a `linked_copy`.
 
-    A linked copy has the memory of `copy`, but its own autograd node.
+    A `linked_copy` has the memory of `copy`, but its own autograd node.
     """
     readers = sorted(user for user in copy.users if user.target is not linked_copy)
     size = MOST_READERS if copy.meta.get("weight") else READERS

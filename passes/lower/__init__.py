@@ -1,1 +1,1 @@
-"""Passes and functions that run after the plan is applied: check the graph, tidy it, and make it a callable."""
+"""Passes and functions that run after the graph is edited as planned: they check it, tidy it, and turn it into a callable."""

@@ -29,7 +29,7 @@ from amprewrite.torch_internals.dispatch import FakeTensor, exit_autocast
 
 
 class Refused(Exception):
-    """Raised if an op fails on its inputs, or returns another dtype than planned. `node` is the op, `why` the error as a text."""
+    """Raised in a dry run if an op fails on its inputs, or returns another dtype than planned. `node` is the op, `why` the error text."""
 
     def __init__(self, node: torch.fx.Node, why: str) -> None:
         super().__init__(f"{node.name}: {why}")
@@ -97,7 +97,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
     Raises Refused at the first node that fails or does not return its `expected` dtype, PassError if the graph cannot be run at all.
 
-    Nodes without an `expected` dtype are run only if they are new or read a new result. Grad mode and autocast are restored.
+    To save time, a node without an `expected` dtype is run only if a pass changed it or an operand. Grad mode and autocast are restored.
     """
     values = [t for node in module.graph.nodes for t in tensors(example_value(node))]
     fake_mode = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)

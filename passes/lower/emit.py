@@ -37,7 +37,7 @@ CompiledFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Emitted:
-    """The callable for Dynamo, and the formats in which it reads each captured input, by position."""
+    """The callable that Dynamo runs in place of a captured graph, and the formats in which it reads each captured input."""
 
     run: CompiledFn
     copies: Mapping[int, frozenset[Copy | None]]
@@ -60,9 +60,9 @@ def emit(
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
     `example_inputs` are the inputs of the captured graph and the inputs that passes added. `cache` holds low-precision copies of weights,
-    which the callable reads instead of casting weights; None if each weight is cast where it is read. `low` is the format of the casts,
-    None if there are none. `training` says that the graph was captured with gradients. `own` says that nobody else reads `module`, so that
-    it may be edited in place.
+    which the callable reads instead of casting weights; None if each weight is cast where it is read. `low` is the format of the casts;
+    None if the graph has no casts. `training` says that the graph was captured with gradients, `own` that no other code uses `module`, so
+    that it may be edited in place.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
     refused: Refusals = {}

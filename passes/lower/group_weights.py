@@ -57,15 +57,15 @@ class GroupWeights(Pass[Target, EditedGraph]):
 
 
 def _launches(node: Node) -> bool:
-    """True if an input of a graph is the inverse of the loss scale, or is on a device on which each cast launches a kernel."""
+    """True if an input makes grouping useful: it is the inverse of the loss scale, or on a device on which each cast launches a kernel."""
     value = example_value(node)
     return node.target == INVERSE or (isinstance(value, torch.Tensor) and value.device.type not in WITHOUT_LAUNCHES)
 
 
 def group_weights(module: torch.fx.GraphModule) -> None:
-    """Replace the casts of small weights, and the nodes that unscale their gradients, by one node for each group. Edit in place.
+    """Edit `module` in place: one `cross_together` node for each group of small weights casts them and unscales their gradients.
 
-    Nodes that would be in too small a group stay.
+    It replaces the nodes that did this for each weight. The nodes of weights in a very small group stay.
     """
     graph, openings = module.graph, transform_openings(module.graph)
     inverse = next((node for node in graph.find_nodes(op="placeholder") if node.target == INVERSE), None)
@@ -88,15 +88,16 @@ def group_weights(module: torch.fx.GraphModule) -> None:
 
 
 def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
-    """Return the first node that will read one weight from the new node of its group: a cast that stays, or a user of a replaced node.
+    """Return the first node that will read one weight from the new node of its group.
 
-    `nodes` are the casts of the weight, and the nodes that unscale its gradient.
+    `nodes` cast the weight or unscale its gradient. Such a node reads the new node if it stays, as casts do if the group of format `dtype`
+    makes no copies. Otherwise the new node replaces it, and its users read the new node.
     """
     return min(each for node in nodes for each in ([node] if node.target is cast_in and dtype in SHARES else node.users))
 
 
 def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
-    """Yield (format, group) for each group of small fp32 weights, as lists of the nodes that cast a weight or unscale its gradient.
+    """Yield (format, group) for each group of small fp32 weights. A group lists, by weight, the casts and the nodes that unscale.
 
     The format is the dtype of the low-precision copies that the group makes. For a group that makes no copies, the format is fp32 if only
     casts read its weights, and None if other ops read them in fp32.

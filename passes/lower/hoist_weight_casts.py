@@ -63,7 +63,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """Set `requires_grad` of the low-precision copy of a weight as on the weight itself, if a product chooses its kernel by this flag.
+    """Give low-precision copies of weights the `requires_grad` flag of the weight, where a product chooses its kernel by this flag.
 
     `chosen(position)` is False for the inputs of the graph to leave out.
     """
@@ -93,7 +93,7 @@ def _folds_perhaps(operand: Any) -> bool:
 def weight_casts(
     module: torch.fx.GraphModule, training: bool, chosen: Callable[[int], bool] = lambda _: True
 ) -> Iterator[tuple[torch.fx.Node, Hoisted]]:
-    """Yield each cast of a weight that a kept copy may replace, with the copy: (position of the input, dtype, layout).
+    """Yield (cast of a weight, (position of the weight among the inputs, dtype, layout)) for each cast that a kept copy may replace.
 
     With `training`, nodes that unscale a weight's gradient count as casts, too. `chosen(position)` is False for inputs to leave out.
     """
@@ -108,7 +108,7 @@ def weight_casts(
 def hoist_weight_casts(
     module: torch.fx.GraphModule, training: bool = False, chosen: Callable[[int], bool] = lambda _: True
 ) -> list[Hoisted]:
-    """Replace casts of parameters by new trailing inputs, in place. Returns the copy that each new input takes.
+    """Replace casts of parameters by new last inputs, in place. Return (position of the parameter, dtype, layout) for each new input.
 
     With `training`, nodes that unscale the gradient of a parameter are replaced, too. `chosen(position)` is False for inputs to leave out.
     """
@@ -159,7 +159,7 @@ def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable
 
 
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
-    """Return the dtype and the padded layout of the copy that `node` makes of the weight `source`."""
+    """Return (dtype, padded layout) of the copy that `node` makes of the weight `source`. The layout is () if the copy is not padded."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
     if node.target is operator.getitem:  # a result of `cross_together`
         dtype = node.args[0].args[0]  # type: ignore[union-attr]
@@ -168,9 +168,9 @@ def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
 
 
 def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
-    """Return the positions of the inputs that an edited graph casts to `low` and reads in no other way.
+    """Return the positions of the inputs that an edited graph reads only by casts to `low`, not by a view, another op or a function.
 
-    The bodies (subgraphs) of checkpoints count as parts of the graph. A view, another op or a function of an input counts as another way.
+    The bodies (subgraphs) of checkpoints count as parts of the graph.
     """
     return frozenset(place for place, source in enumerate(module.graph.find_nodes(op="placeholder")) if _reads_low(source, low.dtype))
 
@@ -247,7 +247,7 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
 def with_kept_weights(
     module: torch.fx.GraphModule, cache: WeightCache, callable_of: Callable[[torch.fx.GraphModule], CompiledFn]
 ) -> CompiledFn:
-    """Return a callable that casts weights where it reads them, except while `cache` keeps copies, as inside `frozen_weights()`.
+    """Return a callable that casts weights where it reads them. While `cache` keeps copies, as in `frozen_weights()`, it reads the copies.
 
     `callable_of` returns the callable of an edited graph.
     """

@@ -49,7 +49,7 @@ class KeepConstants(Pass[Target, EditedGraph]):
 
 
 def keep_constants(module: torch.fx.GraphModule, results: list[torch.fx.Node]) -> None:
-    """Replace the constants `results` of a graph, in place, by one node that computes all of them in its first call."""
+    """Replace the constants `results` of a graph, in place, by one node that computes their values in its first call and keeps them."""
     graph = module.graph
     needed = set(results)
     for node in reversed(graph.nodes):
@@ -71,7 +71,7 @@ def keep_constants(module: torch.fx.GraphModule, results: list[torch.fx.Node]) -
 
 
 def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Return the constants that other nodes read and that can be kept, in order; [] if the graph writes an integer in place."""
+    """Return the constants that other nodes read and can be kept, in order; [] if the graph writes integers in place (perhaps these)."""
     constant = _constants(module.graph)
     found = [node for node in constant if any(user not in constant for user in node.users) and _can_be_kept(node)]
     if found and any(_is_whole(target) for node in module.graph.nodes for target in written(node)):
@@ -80,7 +80,7 @@ def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def _constants(graph: torch.fx.Graph) -> dict[torch.fx.Node, None]:
-    """Return the nodes that make integers and booleans and depend on no input, in order, as the keys of a dict."""
+    """Return the nodes that compute integers or booleans from no input, in graph order, as the keys of a dict."""
     apart, found = transformed_nodes(graph), dict[torch.fx.Node, None]()
     for node in graph.nodes:
         pure = node.op in ("call_function", "call_method") and op_name(node.target) in PURE and not is_inplace(node.target)
@@ -134,7 +134,7 @@ _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 
 
 class Constants:
-    """Computes the values of the nodes `results` at the first call, and keeps them. These nodes of a graph depend on no input.
+    """Computes the values of the nodes `results` at the first call, and keeps them. These nodes depend on no input of their graph.
 
     `nodes` are all nodes that compute these values, in order. While a call is traced or a CUDA graph is recorded, kept values would be
     wrong, so the values are computed again.

@@ -36,8 +36,8 @@ def keep_quantised(edited: EditedGraph, copies: int) -> None:
     """Let a graph take fp8 copies of weights as new inputs, instead of making them from bf16 or fp16 copies in each call.
 
     The last `copies` inputs of the graph are bf16 or fp16 copies of weights. Each `quantise` of such an input becomes a `from_kept`, which
-    reads two new inputs at the end: the data and the scale of the fp8 copy. For each of these nodes, (position of the input, further
-    arguments of `quantise`) is added to `edited.quantised`.
+    reads two new inputs at the end: the data and the scale of the fp8 copy. `edited.quantised` gets (position of the bf16 or fp16 input,
+    further arguments of `quantise`) for each of these nodes.
     """
     graph, inputs = edited.module.graph, edited.module.graph.find_nodes(op="placeholder")
     places = {node: place for place, node in enumerate(inputs) if place >= len(inputs) - copies}

@@ -1,4 +1,4 @@
-"""Pass frozen weights to a graph in the format in which they are stored.
+"""Pass frozen weights (`amp.freeze()`) to a graph in the low format in which they are stored.
 
 1. A low-precision copy of a frozen weight becomes a trailing input, and each call passes the stored tensor. The weight cache plays no part.
 2. For a frozen weight that is read in fp32, the graph takes its fp32 values if they are kept. Otherwise it takes the low values and casts
@@ -52,7 +52,7 @@ def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeig
 
 
 def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> list[int]:
-    """Insert casts to fp32 for frozen weights that the graph reads in fp32 but that have no fp32 values. Return their positions."""
+    """Insert casts to fp32 for frozen weights that the graph reads in fp32 but that keep no fp32 values. Return the inputs' positions."""
     found: list[int] = []
     for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
         if place not in frozen or frozen[place].exact or not node.users:
@@ -81,9 +81,9 @@ def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight],
 
 
 def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
-    """Return the inputs for a call, with fp32 or low-precision tensors in place of the frozen weights that the graph reads directly.
+    """Return `inputs` with a tensor in place of each FrozenWeight that the graph reads: its fp32 values, or its low values to cast up.
 
-    With `compiled`, no FrozenWeight is left among the inputs.
+    `frozen` are the positions of the frozen weights. With `compiled`, the other frozen weights become tensors, too.
     """
     given = list(inputs)
     for place in frozen:
@@ -98,7 +98,7 @@ def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, co
 
 
 def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: bool) -> Tensor:
-    """Return the low-precision copy of a frozen weight for a graph: the stored tensor, or a new copy in another format or layout.
+    """Return a frozen weight in `dtype`, padded to `layout`: the tensor that is stored if it matches both, otherwise a new copy.
 
     `grad` is True if the call records gradients. The stored tensor is then returned without its requires_grad flag.
     """
@@ -131,7 +131,7 @@ def with_frozen_weights(
 
 
 def store_low(edited: torch.fx.GraphModule) -> None:
-    """Store in the low format, in place, the parameters that a graph reads only through casts to it, and erase these casts."""
+    """Store in a low format, in place, each parameter that a graph reads only through casts to this format. Erase these casts."""
     readers: dict[Tensor, list[torch.fx.Node]] = defaultdict(list)
     for node in edited.graph.find_nodes(op="get_attr"):
         held = held_value(node)

@@ -50,14 +50,14 @@ class SplitLosses(Pass[Target, EditedGraph]):
 
 
 def _large(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the calls of cross_entropy with many logits, in one row for each target, outside of torch.func transforms."""
+    """Return the calls of cross_entropy to split: with many logits, in one row for each target, outside of torch.func transforms."""
     losses = graph.find_nodes(op="call_function", target=torch.nn.functional.cross_entropy)
     apart = transformed_nodes(graph) if losses else set()
     return [node for node in losses if node not in apart and _qualifies(named_arguments(node))]
 
 
 def _qualifies(given: dict[str, Any]) -> bool:
-    """True if a loss with these arguments has plain options, integer targets, and logits in rows whose fp32 copy is large."""
+    """True if a loss with these arguments has plain options, integer targets, and 2-dim logits with a large fp32 copy."""
     if any(given.get(name) not in (plain, None) for name, plain in _PLAIN.items()):
         return False
     logits, target = (example_value(each) if isinstance(each, torch.fx.Node) else None for each in (given["input"], given["target"]))

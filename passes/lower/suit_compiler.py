@@ -38,7 +38,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
             node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
 
     def _keep_low(self, edited: EditedGraph) -> None:
-        """Let the graph return low-precision values. The code that calls the graph then makes the casts to fp32 that the graph made before.
+        """Let the graph return low-precision values in place of casts to fp32, which are then made outside of the graph.
 
         Mark the casts to fp32 inside the graph, so that the compiler repeats them in the backward and does not save their results.
         """
@@ -83,7 +83,7 @@ def widens(node: torch.fx.Node) -> bool:
 
 
 def with_widened_results(run: CompiledFn, widened: list[Widened]) -> CompiledFn:
-    """Return a callable that runs `run` and casts to fp32 the results that `widened` lists."""
+    """Return a callable that runs `run` and casts the results in `widened` to fp32. It scales their gradients if `widened` says so."""
 
     def call(*inputs: Any) -> Any:
         results = list(run(*inputs))

@@ -42,7 +42,7 @@ def remove_idle_conversions(graph: torch.fx.Graph) -> None:
 
 
 def make_in_format(graph: torch.fx.Graph) -> None:
-    """Make zeros and ones directly in the dtypes of their casts, which saves launches, if only casts read them."""
+    """If only inserted casts read a tensor of zeros or ones, make it directly in the dtype of each cast, which saves launches."""
     found = [node for node in graph.nodes if node.users and _is_made_of_sizes(node) and all(_copies(user, node) for user in node.users)]
     for node in found:
         for copy in list(node.users):

@@ -46,7 +46,7 @@ def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, to
 
 
 def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> None:
-    """Remove the grad mode switches that Dynamo put into `body`, the backward graph of `call`, which calls an autograd Function.
+    """Remove the grad mode switches that Dynamo put around `body`, the backward graph of the autograd Function that `call` runs.
 
     An op whose grad mode the author's code sets keeps that mode. Do nothing if `body` has no such switches, or if the code sets the
     grad mode of every op.

@@ -1,4 +1,4 @@
-"""Fuse norms, softmax and GELU that are written out by hand into one internal op each.
+"""Fuse norms, softmax and GELU that are written out by hand into one op each, such as `F.layer_norm`.
 
 Without fusion, the ops of such a pattern round every intermediate result, or need casts around the values that must stay fp32. The kernel
 of the fused op reads and writes the low format and computes in fp32 inside. These patterns are recognised, with their usual variations:
@@ -50,7 +50,7 @@ Node = torch.fx.Node
 
 @dataclass
 class Pattern:
-    """One pattern in a graph: its last node `end`, its other nodes `inside`, and the call that replaces all of them."""
+    """A norm, softmax or GELU written out by hand: its last node `end`, its other nodes `inside`, and the call that replaces them all."""
 
     end: Node
     op: str
@@ -71,7 +71,7 @@ class FusePatterns(Pass[Reading, EditedGraph]):
 
 
 def fuse_patterns(edited: EditedGraph, lists: OpLists) -> None:
-    """Replace each pattern by one call, in a copy of the graph."""
+    """Replace each norm, softmax and GELU that is written out by hand by one call, in a copy of the graph (`edited.module`)."""
     if lists.rule != "cost":
         return
     units = list(find_patterns(edited.module.graph, lists))
@@ -92,9 +92,9 @@ def fuse_patterns(edited: EditedGraph, lists: OpLists) -> None:
 
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
-    """Yield the patterns of a graph, without overlaps. The search starts at the last node, to find a norm together with its bias.
+    """Yield the norms, softmaxes and GELUs of a graph that are written out by hand and may be fused. They do not overlap.
 
-    A pattern is sought only if the graph has the ops that it needs, and only at ops that it may end with.
+    The search runs from the last node to the first, so that it finds a norm together with its bias.
     """
     ops = {node: _op(node) for node in graph.nodes}
     every = set(ops.values())
@@ -172,8 +172,8 @@ def _bare(node: Any, inside: set[Node]) -> Any:
 def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
     """Return the factors of a product as numbers and nodes, and add the nodes of the product to `inside`, the nodes to replace.
 
-    x³ gives x three times, 1/√v gives ("rsqrt", v). Any other value is one factor, and so is an inner product with several readers. `top`
-    is True for the outermost product, which is split even if it has several readers.
+    For example, x³ gives [x, x, x], and 0.5 * a / √v gives [0.5, a, ("rsqrt", v)]. A value that is no product is one factor, and so is an
+    inner product with several readers. `top` is True for the outermost product, which is split even if it has several readers.
     """
     node = _bare(node, inside)
     if not isinstance(node, Node) or (not top and len(node.users) > 1 and _op(node) in ("mul", "div")):
@@ -207,7 +207,7 @@ def _nodes(factors: list[Any]) -> list[Any]:
 
 
 def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
-    """Return (number, node) for a sum of a number and a node, and add the sum to `inside`, the nodes to replace; None for others."""
+    """If `node` adds a number and a node, return (number, node) and add the sum to `inside`, the nodes to replace; otherwise None."""
     pair = _two(_bare(node, inside), "add")
     if pair is None:
         return None
@@ -219,7 +219,7 @@ def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
 
 
 def _mean_over_last(node: Any, inside: set[Node]) -> Any:
-    """Return the operand of a mean over the last dim with keepdim, and add it to `inside`, the nodes to replace; None for others."""
+    """Return the operand of a mean over the last dim (keepdim=True), and add the mean to `inside`, the nodes to replace; otherwise None."""
     node = _bare(node, inside)
     if _op(node) != "mean" or node.kwargs.get("dtype") is not None or _argument(node, 2, "keepdim") is not True:
         return None
@@ -297,7 +297,7 @@ def _softmax(end: Node) -> Pattern | None:
 
 
 def _largest(node: Any, dim: int) -> list[Node] | None:
-    """Return the nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], from the last to the first; None for any other node."""
+    """Return the nodes of the maximum x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], last first; None for any other `node`."""
     found = []
     while _op(node) == "detach" or (_op(node) == "getitem" and node.args[1] == 0):
         found.append(node)
@@ -310,7 +310,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """Split the factors of a norm, value · 1/√v · weight, into (value, v, weight of `width` elements or None); None for other factors."""
+    """Sort the factors of a norm, value · 1/√v · weight, into (value, v, weight of `width` elements or None); None for other factors."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):
@@ -392,12 +392,12 @@ def _rms_norm(end: Node) -> Pattern | None:
 
 
 def _is_row(node: Any, width: int) -> bool:
-    """True if an operand is an fp32 tensor of one dim with `width` elements."""
+    """True if `node` is an fp32 tensor with one dim, of `width` elements, as the weight and the bias of a norm are."""
     return _is_fp32(node) and tuple(map(comparable, example_value(node).shape)) == (width,)
 
 
 def _width(node: Node) -> Any:
-    """Return the size of the last dim; None if the size is symbolic or there is no dim."""
+    """Return the size of the last dim of a node's value; None if the size is symbolic or the value has no dim."""
     shape = example_value(node).shape
     return shape[-1] if len(shape) and isinstance(shape[-1], int) else None
 

@@ -1,4 +1,4 @@
-"""Write a product and its summand as two ops if the summand counts something: the product may then run low, and the sum stays fp32.
+"""Split `baddbmm` and `addmm` if the summand holds counts, such as positions: the product may then run low, and the sum stays fp32.
 
     before   y = baddbmm(alibi, q, k, alpha=0.1)
     after    p = bmm(q, k); y = add(alibi, p, alpha=0.1)
@@ -54,7 +54,7 @@ class PartSummands(Pass[Reading, EditedGraph]):
 
 
 def _parts(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...], Any, Any]:
-    """Return (summand, matrices, beta, alpha) of an op that computes `beta * summand + alpha * (product of the matrices)`."""
+    """Return (summand, matrices, beta, alpha) of `node`, a `baddbmm` or `addmm`: `beta * summand + alpha * (product of the matrices)`."""
     given = {name: value for name, value in named_arguments(node).items() if value is not None}
     matrices = tuple(given[name] for name in FACTORS if name in given)
     return given.get("input", given.get("self")), matrices, given.get("beta", 1), given.get("alpha", 1)

@@ -1,1 +1,1 @@
-"""Deciding passes that colour nodes by forced dtypes, overrides and op lists."""
+"""Deciding passes that give nodes their formats (colours: low, high or plain) by forced dtypes, overrides and op lists."""

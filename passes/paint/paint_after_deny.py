@@ -22,7 +22,7 @@ SPREADS_DENY = (OpKind.INFER, OpKind.INTERNAL)
 
 class PaintAfterDeny(Pass[Problem, Decisions]):
     def __init__(self, past_bounded: bool = False) -> None:
-        """`past_bounded` says whether to spread fp32 also from denied ops whose results always fit the low format, as TensorFlow does."""
+        """With `past_bounded`, fp32 spreads also from denied ops whose results always fit the low format, as in TensorFlow."""
         self.past_bounded = past_bounded
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:
@@ -39,7 +39,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
 
 
 def _denied(decisions: Decisions, node: OpNode) -> bool:
-    """True if an op is on the denylist and has the colour high (fp32), whatever the reason for its colour."""
+    """True if `node` is an op of the denylist that runs in fp32 (colour high), whatever the reason for its colour."""
     return node.kind is OpKind.DENY and node.name in decisions.paints and decisions.paints[node.name].colour is Colour.HIGH
 
 

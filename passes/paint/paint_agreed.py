@@ -1,4 +1,4 @@
-"""Take over the colours that other graphs of the model have decided.
+"""Give ops the colours (low or high) that the same ops have in other captured graphs of the model.
 
 1. An op without a colour gets the colour that the same op has in another graph.
 2. An op that the allowlist made low becomes fp32 if it is high in another graph.

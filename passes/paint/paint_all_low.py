@@ -1,4 +1,4 @@
-"""Paint low all nodes that have no colour yet, as Apex's O2 and O3 do."""
+"""Give the low format (bf16 or fp16) to all nodes whose format is not decided yet, as Apex's O2 and O3 do."""
 
 from __future__ import annotations
 

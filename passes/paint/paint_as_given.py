@@ -1,4 +1,4 @@
-"""Paint the nodes in the colours of a given plan, which the user may have edited.
+"""Give each node the colour (low, high or plain) that it has in a given plan, which the user may have edited.
 
 1. Every node takes the colour and the reason that the given plan has for it.
 2. A node that the plan does not list carries no fp32 value, so it gets the colour plain.

@@ -1,4 +1,4 @@
-"""Paint op by op, by the rules that torch.autocast applies at run time, without look-ahead.
+"""Choose low (bf16 or fp16) or high (fp32) op by op, by the rules that torch.autocast applies at run time, without look-ahead.
 
 1. Ops on the lists of torch.autocast are painted before this pass.
 2. Any other op takes the widest format of its operands: high if one is high, low if all are low. 0-dim operands count only if there are no

@@ -1,4 +1,4 @@
-"""Paint every node whose colour is forced, or decided by an override or an op list.
+"""Choose the colour (low, high or plain) of every node for which it is forced, or decided by an override or an op list.
 
 1. Forced colours first: nodes without fp32 values are plain; inputs, parameters and explicit dtypes stay fp32 (high).
 2. If the policy is fp32, for example on a device that gains nothing from low precision, all ops with fp32 values are high.

@@ -1,4 +1,4 @@
-"""Paint the remaining nodes by steps 3 to 6 of TensorFlow's auto_mixed_precision.cc, made independent of the order of nodes.
+"""Choose low or high (fp32) for the remaining nodes by steps 3 to 6 of TensorFlow's auto_mixed_precision.cc, whatever the nodes' order.
 
 The numbers are TensorFlow's: `paint-lists` does step 1 (allowed ops), `paint-after-deny` step 2. `OpKind` defines clear, infer, internal.
 

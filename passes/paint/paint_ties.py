@@ -1,4 +1,4 @@
-"""Give tied nodes one colour. Nodes are tied if they share memory, or are results of one kernel.
+"""Give tied nodes one colour (low or high). Nodes are tied if they share memory, or are results of one kernel.
 
 The colour is high if one member is high, low if one is low and none is high. If no member has a colour yet, none gets one.
 """

@@ -1,1 +1,1 @@
-"""Deciding passes that turn colours into casts and pads, and price the plan against alternatives."""
+"""Deciding passes that plan casts, padding, fp8 products and edits of single ops, once each node has its format."""

@@ -57,7 +57,7 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
 
 
 def _stored_low(problem: Problem, decisions: Decisions) -> Iterator[Cast]:
-    """Yield a cast for each constant of an ONNX file that ops in the low format read."""
+    """Yield a cast for each constant of an ONNX file that ops read in the low format. The file stores the low copy."""
     readers: dict[str, dict[str, None]] = {}
     for read in problem.constants:
         if decisions.paints[read.follows].colour is Colour.LOW:
@@ -68,7 +68,7 @@ def _stored_low(problem: Problem, decisions: Decisions) -> Iterator[Cast]:
 
 
 def _is_spread(problem: Problem, cast: Cast) -> bool:
-    """True if a training graph has many readers of the value that `cast` copies to the low format. They are then divided into groups.
+    """True if the readers of the low copy that `cast` makes must be divided into groups: in training, if the value has many readers.
 
     Readers of copies that clamp numbers beyond the range (saturating casts) are never divided.
     """
@@ -76,7 +76,7 @@ def _is_spread(problem: Problem, cast: Cast) -> bool:
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
-    """Let ops that run in fp32 and promote mixed dtypes read the fp32 copy of a low-precision operand, if other readers have one.
+    """Let fp32 ops that could promote a low-precision operand themselves read an fp32 copy of it, if other readers have such a copy.
 
     `users` maps (value, format, write version) to the names of the readers of this copy. The ops are added to it, in place.
     """

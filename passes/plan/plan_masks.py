@@ -40,7 +40,7 @@ class PlanMasks(Pass[Problem, Decisions]):
 
 
 def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
-    """Let attention calls read keys and values without repeated heads, where this is faster and as exact. Return {call: edit}."""
+    """Let attention calls read keys and values before their heads are repeated, if this is faster and as exact. Return {call: edit}."""
     row = problem.planned_for or device_row(problem.device)
     if problem.device != "cuda" or not row.flash_attention:
         return {}
@@ -57,7 +57,7 @@ def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
 
 
 def _copy_strided(problem: Problem, decisions: Decisions, without: Container[str]) -> None:
-    """Plan contiguous copies of masks, so that attention calls can have fused GPU kernels. Calls in `without` read no mask."""
+    """Plan contiguous copies of masks whose strides fused GPU attention kernels refuse. The calls in `without` read no mask."""
     if (problem.planned_for or device_row(problem.device)).type != "cuda":
         return
     for value, calls in problem.strided_masks.items():

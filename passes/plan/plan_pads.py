@@ -1,4 +1,4 @@
-"""Decide which dims to round up, to what size, and where pads and slices remain.
+"""Decide which dims of matrix products to round up for Tensor Cores, to what size, and where the graph needs pads and slices.
 
 1. Take the arguments and shapes of every op, and add each planned cast as an op.
 2. Collect the unaligned dims of low-precision matrix products that `pad=` allows to be padded, and the gain of each product.
@@ -38,14 +38,14 @@ class PlanPads(Pass[Problem, Decisions]):
 
 
 def gains_nothing(problem: Problem) -> bool:
-    """True if nothing is padded: no option asks for padding, and the device gains nothing from it. `plan_pads` then only gives reasons."""
+    """True if no option asks for padding and the device gains nothing from it. `plan_pads` then pads nothing, and only gives reasons."""
     rules = (problem.pad.default, *problem.pad.modules) if problem.pad is not None else ()
     row = problem.planned_for or device_row(problem.device)
     return all(rule.mode in ("auto", "never") for rule in rules) and not PadCost(row, problem.policy.low, training=False).gains
 
 
 def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Colour]) -> PadPlan:
-    """Return the padding of one graph. It is empty if no padding is asked for or needed, and gives reasons if padding is declined.
+    """Return the padding of one graph: empty if no option allows padding or no dim needs it, only reasons if padding does not pay.
 
     `casts` are the planned casts, and `colours` the planned colours (low, high or plain) of the nodes.
     """
@@ -81,12 +81,12 @@ def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Col
 
 # -- 1. ops and planned casts as calls -------------------------------------------------------
 def cast_name(cast: Cast) -> str:
-    """Return the name that the pad plan gives to the copy that a cast makes."""
+    """Return the name of a cast's result in the pad plan, such as "linear -> bf16", or "add -> bf16 (1)" for write version 1."""
     return f"{cast.value} -> {cast.to}" + (f" ({cast.write_version})" if cast.write_version else "")
 
 
 def calls_with_casts(calls: Mapping[str, Call], casts: Iterable[Cast]) -> dict[str, Call]:
-    """Return the calls of the graph in order. Every planned cast becomes a call of its own, which the users of the cast read."""
+    """Return `calls` with an additional call for each planned cast. The users of the cast read it in place of the value."""
     copies: dict[str, list[Cast]] = defaultdict(list)
     instead: dict[tuple[str, str], str] = {}
     for cast in casts:
@@ -129,7 +129,7 @@ def _is_weight(problem: Problem) -> Callable[[str], bool]:
 
 # -- 2. dims to pad, and 3. choice ----------------------------------------------------------
 def _multiple_of(problem: Problem, colours: Mapping[str, Colour]) -> Callable[[str], int | None]:
-    """Return a function that maps the name of an op to the multiple to which its dims should be padded.
+    """Return a function that maps the name of an op to the multiple to which its dims should be padded, such as 8 for bf16.
 
     The function returns None for an op that is no product, runs in fp32, or must not be padded.
     """
@@ -208,7 +208,7 @@ class _Chooser:
         return gain
 
     def _products(self, call: str, wants: list[Want]) -> tuple[Product, Product]:
-        """Return the matrix product of a call, and the same product with the dims in `wants` padded."""
+        """Return the sizes of the matrix product `call` as two records: without padding, and with the dims in `wants` padded."""
         sizes = [self.regions.want_size(call, slot, dim) for slot, dim in self.regions.rules[call].wants]
         k, n = (sizes + sizes)[:2]
         grown = {(want.slot, want.dim): want.padded(self.regions) for want in wants}
@@ -221,9 +221,9 @@ class _Chooser:
 
 # -- 4. layouts and changes of size -------------------------------------------------------------
 def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
-    """Return {(value, reader): write version in which the reader sees the value}. Readers of one version share copies.
+    """Return {(value, reader): number of in-place writes and grad mode changes before the reader}, its write version.
 
-    The version counts the in-place writes and the changes of the grad mode before the reader.
+    Only readers with the same write version may share a padded copy of the value.
     """
     found = {(operand.value, node.name): operand.write_version for node in problem.graph for operand in node.operands}
     return found | {(cast.value, cast_name(cast)): cast.write_version for cast in casts}
@@ -235,9 +235,9 @@ def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versio
 
 
 def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
-    """Return the layout of every padded result, and every pad, slice or re-pad between a result and its readers.
+    """Return the layout of every padded result, and every change of padding (pad, slice, other pad) between a result and its readers.
 
-    `versions` gives the write version in which a reader sees a value. Readers of different versions get separate copies.
+    `versions` is {(value, reader): write version}, see `_versions`. Readers of different versions get separate copies.
     """
     values, have = [], {}
     for call in regions.calls.values():
@@ -261,10 +261,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return a PadRegion for each padded axis, then PadRegions of the dims in `wants` that are not padded, with the reason.
-
-    Unpadded dims with the same size and reason share a PadRegion.
-    """
+    """Return a PadRegion for each padded axis, then one for the dims in `wants` that stay unpadded, for each size and reason."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

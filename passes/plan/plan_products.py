@@ -97,7 +97,7 @@ def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, flo
 
 
 def gemms_of(product: MatrixProduct, training: bool) -> tuple[str, ...]:
-    """Return the GEMMs of a product in a graph with gradients (`training`) or without."""
+    """Return which of "out", "grad_in" and "grad_weight" a product runs: the last two if `training` and the operand needs a gradient."""
     learns = {OUT: True, GRAD_IN: training and product.x_learns, GRAD_WEIGHT: training and product.w_learns}
     return tuple(gemm for gemm in GEMMS if learns[gemm])
 
@@ -125,7 +125,7 @@ class _Choice:
         self.agreed = known.of(self.problem.graph[name] for name in self.products) if known is not None else {}
 
     def plans(self) -> tuple[ProductPlan, ...]:
-        """Return, for each product, the format of each of its GEMMs with the reason."""
+        """Return one record for each product: the format of each of its GEMMs (forward, gradient of input, of weight), and the reason."""
         found = {
             (name, gemm): self._settled(name, gemm) for name, product in self.products.items() for gemm in gemms_of(product, self.alike)
         }
@@ -167,7 +167,7 @@ class _Choice:
         return GemmPlan(gemm, self.recipe.pair(gemm) if fp8 else self.problem.policy.low.name, reason, detail)
 
     def _sizes(self, name: str, gemm: str) -> tuple[int, int, int]:
-        """Return (rows, summed dim, columns) of a GEMM."""
+        """Return (rows, size of the summed dim, columns) of one GEMM ("out", "grad_in" or "grad_weight") of the product `name`."""
         product = self.products[name]
         m, k, n = product.rows, product.inner, product.columns
         return {OUT: (m, k, n), GRAD_IN: (m, n, k), GRAD_WEIGHT: (n, m, k)}[gemm]
@@ -200,7 +200,7 @@ class _Choice:
 
 
 def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, int]:
-    """Return (name, version, number of elements) of the operand `role` of the product called `name`. "g" is the gradient of its result."""
+    """Return (name, write version, elements) of the operand `role` of the product `name`: "x", "w", or "g", the gradient of its result."""
     m, k, n = product.rows, product.inner, product.columns
     return {X: (product.x, product.x_version, m * k), W: (product.w, product.w_version, k * n), G: (name, 0, m * n)}[role]
 
@@ -235,7 +235,7 @@ def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
 def copies_of(
     problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe, largest: Mapping[str, float]
 ) -> tuple[QuantisedCopy, ...]:
-    """Return the copies that fp8 GEMMs read. All readers of a value in one format with the same scales share one copy.
+    """Return the fp8 copies that the GEMMs of `plans` read. All readers of a value in one format with the same scales share one copy.
 
     `largest` holds the largest magnitudes of values. A left operand in `largest` gets a scale that is fixed now, if it has one scale for
     the whole tensor. A weight has two copies if some products read it and others read its transpose.

@@ -1,1 +1,1 @@
-"""Deciding passes that change colours by evidence: ranges, error, cost."""
+"""Deciding passes that choose or change the format of ops by evidence: ranges of values, errors of rounding, prices."""

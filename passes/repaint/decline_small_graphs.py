@@ -39,6 +39,6 @@ class DeclineSmallGraphs(Pass[Problem, Decisions]):
 
 
 def all_high(problem: Problem, colours: Mapping[str, Colour]) -> dict[str, Colour]:
-    """Return `colours`, but with high (fp32) for each op that has fp32 values and no forced colour."""
+    """Return `colours` with all ops in fp32 (high) except ops without fp32 values and ops whose format is forced."""
     fixed = {node.name for node in problem.graph if node.role != "op" or node.pinned is not None}
     return {name: colour if name in fixed or colour is Colour.PLAIN else Colour.HIGH for name, colour in colours.items()}

@@ -64,7 +64,7 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
 
 
 class Roundings:
-    """Finds, for each value of a graph, whether rounding it does harm: whether a reader would magnify the rounding error."""
+    """Finds, for each value of a graph, whether rounding it to the low format does harm, because a reader would magnify the error."""
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.held, self.trained = problem.graph, held(problem), problem.trained
@@ -97,7 +97,7 @@ class Roundings:
                 moved_on.add(node.name)
 
     def _sums(self) -> dict[str, str]:
-        """Map ops that broadcast a weight, or a value computed from one weight or more, to the weight, if there are several such ops.
+        """Return {op that broadcasts a weight: the weight} for weights that several ops broadcast, directly or after other ops on weights.
 
         Norms, which take their weights as side arguments, and products are left out: their kernels add up gradients.
         """
@@ -117,7 +117,7 @@ class Roundings:
         return {name: weight for weight, names in readers.items() if len(names) > 1 for name in names}
 
     def _is_view(self, node: OpNode) -> bool:
-        """True if an op only moves or selects elements of its one operand. Rows looked up in a table do not count."""
+        """True if `node` only moves or selects elements of its one operand, as a view does. Rows looked up in a table do not count."""
         return node.kind is OpKind.CLEAR and len(node.operands) == 1 and node.op not in LOOKS_UP
 
     def is_free(self, node: OpNode) -> bool:

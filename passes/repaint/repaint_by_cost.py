@@ -1,4 +1,4 @@
-"""Paint the nodes that have no colour yet so that ops and casts together cost least.
+"""Choose low (bf16 or fp16) or high (fp32) for the nodes that no earlier pass decided, so that ops and casts together cost least.
 
 1. Price every op and every copy (`amprewrite.ir.cost`) for the device at hand or the device that the user named, or by measured times.
 2. Find the cheapest colours of these nodes (`amprewrite.planner.assignment`). The search is exact; of several cheapest plans it takes the

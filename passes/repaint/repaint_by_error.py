@@ -1,4 +1,4 @@
-"""Keep in fp32 the nodes that a search for an accuracy found too inexact in the low format.
+"""Keep in fp32 the nodes that the accuracy search (`tolerance=`) found too inexact in the low format.
 
 1. The search (`rewrite(model, tolerance=...)`, `accuracy="autocast"`) gives the nodes to keep in fp32, for each graph, with reasons.
 2. Each of these nodes is painted high, unless an override asks for low. Tied nodes (with shared memory or a shared kernel) get one

@@ -118,8 +118,8 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
     """Yield the ops that would read a low-precision copy of the value of `node` if they ran in the low format.
 
-    `drowns` maps nodes to ranges. If it is given, an op that adds the value as a bias is left out if the op's result is so large that
-    rounding it loses the bias anyway.
+    `drowns` gives the ranges of results by op. With it, an op that adds the value as a bias is left out if the op's result is so large
+    that rounding it loses the bias anyway.
     """
     for reader in problem.graph.readers(node.name):
         harmless = drowns is not None and bias_drowns(drowns.get(reader.name), problem.policy.low)

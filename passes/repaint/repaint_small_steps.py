@@ -139,7 +139,7 @@ class _Sums:
         return self._in_a_row(steps, MANY), running & self.wide
 
     def _in_a_row(self, ways: _Ways, many: int) -> frozenset[str]:
-        """Return the sums in chains of at least `many` sums, and the ops between them. Each sum of a chain updates the sum before it."""
+        """Return the ops in chains of at least `many` sums: the sums, of which each updates the sum before it, and the ops between them."""
         steps: dict[str, int] = {}
         for name, given in ways.items():
             turns = many if not self.problem.repeated.isdisjoint(given) else 1
@@ -213,7 +213,7 @@ class _Sums:
         return False
 
     def _parts(self, name: str) -> Summands:
-        """Return the summands of the op `name`; {} if it is not known to be linear."""
+        """Return {value that the op `name` adds up: its factor}; {} if the op is not known to be linear."""
         node = self.graph[name]
         if node.op in LINEAR and len(node.operands) == 1 and self.graph[node.operands[0].value].numel == node.numel:
             return self.problem.summands.get(name, {node.operands[0].value: ONE})

@@ -1,4 +1,4 @@
-"""Run a captured graph in fp32 with a separate alias of a value for each reader. Backward then gives the error of rounding each alias."""
+"""Run a captured graph in fp32. Each reader of a value gets its own alias, so that backward gives the output error of rounding for it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EdgeProbe:
         return _EdgeInterpreter(captured, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
 
     def _leaf(self, value: Any, touched: bool) -> Any:
-        """Return a leaf tensor that shares the memory of `value` and requires a gradient, so that backward reaches its readers.
+        """Return a leaf tensor that shares memory with the graph input `value` and requires a gradient, so that its aliases get gradients.
 
         Return `value` itself if it has a `grad_fn`, is no floating tensor, or if the graph writes it in place (`touched`).
         """
@@ -107,11 +107,10 @@ class _EdgeInterpreter(torch.fx.Interpreter):
             return getattr(self, n.op)(n.target, *self._constants_cut(n, args, kwargs))
 
     def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return (args, kwargs) of node `n`, with a detached copy in place of each operand for which the op has no derivative.
+        """Return (args, kwargs) of node `n`, with copies in place of operands for which the op has no derivative, such as a running mean.
 
-        An example is a running mean. To find these operands, the op runs once for each operand that requires a gradient, on copies because
-        the op may write its operands. Operands that require no gradient are copied as well, because the model's buffers are restored before
-        backward.
+        To find these operands, the op runs once for each operand that requires a gradient, on copies because the op may write its operands.
+        Operands without gradients are copied as well: backward needs their values, and the model's buffers are restored before backward.
         """
         leaves, spec = tree_flatten((args, kwargs))
         kept = [_copy(leaf) for leaf in leaves]
@@ -131,7 +130,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
     def _unweighed(self, node: torch.fx.Node) -> bool:
         """True if the error of rounding the value of `node` is not counted.
 
-        This holds for masks, because casts clamp them, and for values inside a torch.func transform, because they are never rounded.
+        Masks do not count, because casts clamp their huge values on purpose. Values inside a torch.func transform are never rounded.
         """
         vertex = self.captured.problem.graph.nodes.get(self.names.get(node, ""))
         return vertex is not None and (vertex.may_saturate or inside_transform(vertex))

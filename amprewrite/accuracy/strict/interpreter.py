@@ -136,7 +136,7 @@ class StrictRegion:
 
 @dataclass
 class Recording:
-    """Options of one run of a graph, and the values and rows that it records."""
+    """Options of one run of a graph in the strict interpreter, and the values and rows (errors) that the run records."""
 
     reference: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Results in the unrounded run, by node name (with the path of its checkpoint body, if any)."""
@@ -161,7 +161,7 @@ class Recording:
 
 
 class _Rounded(torch.autograd.Function):
-    """Replaces `value` by `rounded` in the forward. Its backward rounds the gradient, and calls `seen(rounded gradient, gradient)`."""
+    """Returns `rounded` in the forward, in place of `value`. Backward rounds the gradient and calls `seen(rounded gradient, gradient)`."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
@@ -237,7 +237,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return result
 
     def _product(self, n: torch.fx.Node, planned: NodePlan, plan: ProductPlan) -> Any:
-        """Run a matrix product whose GEMMs, in forward and backward, read fp8 copies by `plan`. Record a row for each copy."""
+        """Run a matrix product. The GEMMs of forward and backward that `plan` chooses read fp8 copies. Record a row for each copy."""
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]
@@ -296,7 +296,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.env[node]
 
     def _copy(self, cast: Cast, planned: NodePlan, value: Any) -> Any:
-        """Return the low copy of a value. It is made and measured at its first use, and shared by all readers."""
+        """Return the low copy of `value` that `cast` plans. The first call makes and measures the copy; later calls return it again."""
         if cast not in self.copies:
             limit = self.low.max if cast.saturate else math.inf
             self.copies[cast] = tree_map(
@@ -355,7 +355,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
-        """Run the body graph of an activation checkpoint with the plan of this body. Without a plan, it runs unrounded and unrecorded."""
+        """Run the body graph of an activation checkpoint, rounded by the plan of the body. Without such a plan, do not round or record."""
         name = str(n.args[0].target)  # type: ignore[union-attr]
         plan = next((body for body in self.region.plan.bodies if body.name == name), None)
         if plan is None:

@@ -45,11 +45,11 @@ class Metric:
         return results_of(output)
 
     def size(self, outputs: Sequence[Tensor]) -> float:
-        """Return the number by which squared errors of `outputs` are divided before `of_squares`: here the squared norm of `outputs`."""
+        """Return the divisor that makes a sum of squared errors of `outputs` relative, for `of_squares`: here their squared norm."""
         return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a random gradient to start backward at `output`: here random signs. Its covariance weights the errors of elements."""
+        """Return a random gradient with which backward starts at `output`: here random signs, so that all elements count equally."""
         signs = (torch.randint(0, 2, output.shape, generator=generator, device="cpu") * 2 - 1).to(output)
         return torch.where(output.detach().isfinite(), signs, 0)
 
@@ -60,7 +60,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class LogProb(Metric):
-    """Mean Kullback-Leibler divergence, in nats, of the next token's probabilities from the probabilities of the fp32 run."""
+    """The mean Kullback-Leibler divergence, in nats, of the next token's probabilities from the probabilities of the fp32 run."""
 
     unit: str = "KL divergence, nats"
 

@@ -57,8 +57,8 @@ class Outcome:
 class StrictRun:
     """A rewritten model, captured again and run unrounded on the given inputs. `rounded` compares rounded runs with this reference run.
 
-    `asker` is the name of the public function for messages. Raises PolicyError if `amp` is not rewritten, CaptureError if no part of it
-    can be captured.
+    `asker` is the public function that error messages name, such as "debug". Raises PolicyError if `amp` is not rewritten, CaptureError
+    if no part of it can be captured.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class StrictRun:
         return Outcome(tuple(rows), error, tuple(back), errors, notes)
 
     def capture(self) -> tuple[float | None, str]:
-        """Return (error of the unrounded captured graphs against the eager model, name of the first op with a different result).
+        """Compare the unrounded captured graphs with the eager model. Return (error, name of the first op with a different result).
 
-        The name is "" if no such op is found. Return (0, "") if the error is within fp32's rounding, and (None, "") if two runs of the
-        eager model differ.
+        The name is "" if no such op is found. The error is 0 if it is within fp32's rounding, and None if two runs of the eager model
+        differ, so that a comparison is not possible.
         """
         captured, self.model = self.model, plain_of(self.amp)
         try:

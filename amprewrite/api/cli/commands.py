@@ -122,7 +122,7 @@ def explain(options: Options) -> int:
 
 
 def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
-    """Return a node of a plan, with its reason in words, as data for JSON. If possible, add which overrides change its colour."""
+    """Return a node of a plan and the reason for its format, as data for JSON. If known, add the overrides that would change its format."""
     told = asdict(node) | {
         "colour": node.colour.value, "reason": node.reason.name, "kind": node.kind.value if node.kind else None, "why": node.why(),
     }  # fmt: skip
@@ -344,7 +344,7 @@ def _refuse(options: Options, names: Iterable[str], why: str) -> None:
 
 
 def _check_targets(*paths: Any) -> None:
-    """Raise an error now, not after the work, if a path is given to which no file can be written."""
+    """Raise an error before the work starts if no file can be written to one of `paths`. None stands for a path that is not given."""
     for path in paths:
         if path is not None:
             resolved(path)
@@ -402,7 +402,7 @@ def _onnx_options(options: Options) -> dict[str, Any]:
 
 
 def _given_plan(options: Options) -> dict[str, CastPlan]:
-    """Return the plan that --plan names, as an option of `rewrite`; {} without --plan."""
+    """Return {"plan": the plan in the file that --plan names}, as keyword arguments of `rewrite`; {} without --plan."""
     if getattr(options, "plan", None) is None:
         return {}
     source = load(options.plan)

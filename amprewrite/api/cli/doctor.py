@@ -103,7 +103,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _at_hand(device: str) -> str:
-    """Return `device` if this machine has it. Raises UsageError otherwise."""
+    """Return `device` if it is "cuda" or one of this machine's devices. Raises UsageError otherwise."""
     if device not in ("cuda", *_devices()):
         raise UsageError(f"--run-on {device}: doctor checks {', '.join(_devices())} here")
     return device

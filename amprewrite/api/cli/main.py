@@ -171,7 +171,7 @@ def _formats(made: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def _devices(made: argparse._ActionsContainer) -> None:
-    """Add the options --device and --run-on, which mean the same for every command that has them."""
+    """Add --device, the device to plan for, and --run-on, the device to run on."""
     named = "plan for this device of `amprewrite devices`, such as h100, at hand or not; for the one it runs on if left out"
     made.add_argument("--device", metavar="NAME", type=_planned_for, help=named)
     _runs_on(made)

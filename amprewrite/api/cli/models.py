@@ -82,7 +82,7 @@ Source = TorchModel | OnnxModel | CastPlan
 
 
 def load(word: str, trust: bool = False) -> Source:
-    """Return the model or plan that `word` names. With `trust`, a .pt2 file may run code. Raises UsageError if nothing can be loaded."""
+    """Return the model or plan that the user names as `word`. `trust` lets a .pt2 file run code. Raises UsageError if loading fails."""
     path = Path(word)
     if path.suffix in (".onnx", ".pt2", ".json"):
         if not path.is_file():

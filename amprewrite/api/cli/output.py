@@ -22,9 +22,9 @@ ERR = console(stderr=True, soft_wrap=True)
 
 
 def say(lines: Iterable[tuple[str, str]]) -> None:
-    """Print lines, each given as (kind, text).
+    """Print lines, each given as (kind, text). The kind, such as "title" or "bad", selects a style in `STYLES`.
 
-    On a terminal, `STYLES` gives a line the style of its kind, and long lines are cut to the width. In a pipe, lines are plain and whole.
+    On a terminal, lines are coloured by style and cut to the terminal's width. In a pipe, lines are plain and whole.
     """
     for kind, text in lines:
         text = printable(text)
@@ -42,7 +42,7 @@ def text(found: str) -> None:
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
     """Align rows in columns. Yield (kind, text) for each line, for the function `say`, with the titles first.
 
-    `kinds` are the kinds of the rows; without them all rows have the kind "".
+    `kinds` has the kind of each row, which selects its style in `STYLES`. Without `kinds`, rows have no style.
     """
     held = [list(map(str, row)) for row in rows]
     widths = [max([len(title), *(len(row[column]) for row in held)]) for column, title in enumerate(titles)]

@@ -166,7 +166,7 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _blamed(source: Source) -> Iterator[None]:
-    """Turn errors of parsers and libraries into CaptureError if the model `source` is faulty, and into PassError if our own code is."""
+    """Context that turns errors of libraries into CaptureError if the model `source` is faulty, and into PassError if our code is."""
     try:
         yield
     except Rejected as error:

@@ -1,4 +1,4 @@
-"""The ONNX functions that users call. Each imports the packages that it needs when it is called, and no code that runs PyTorch models."""
+"""The ONNX functions that users call. They import the ONNX packages only when they are called."""
 
 from __future__ import annotations
 

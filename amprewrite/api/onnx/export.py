@@ -118,11 +118,10 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (plan of the PyTorch graph whose colours the exported file takes over, flag); None if the user chose no colours.
+    """Return (plan of the PyTorch graph, flag) if the exported file takes over formats from such a plan; None if the user chose none.
 
-    With the flag False, the file takes over all colours; with True, only the colours of nodes with a `node:` override. The plan is the
-    argument `plan`, otherwise the plan given to `rewrite` (flag False). If there is neither, but `rewrite` got `node:` overrides, a capture
-    makes the plan (flag True).
+    If the flag is False, the file takes over all formats. The plan is then the argument `plan`, or the plan that `rewrite` got. If the
+    flag is True, it takes over only the formats of nodes with a `node:` override of `rewrite`, from a plan that a capture makes.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given
@@ -134,9 +133,9 @@ def torch_plan(
 
 
 def kept_out(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model) -> frozenset[str]:
-    """Return the ATen base names of the ops that the model runs with torch.autocast disabled.
+    """Return the ATen base names, such as "softmax", of the ops that the model runs with torch.autocast disabled.
 
-    The exported file does not tell such code from code under other context managers, such as `torch.no_grad`. So a capture of `amp` finds
+    In the exported file, such code looks like code under other context managers, such as `torch.no_grad`. So a capture of `amp` finds
     the ops. If a part of the model cannot be captured, the ops under all these context managers are returned.
     """
     inside = region_ops(model)

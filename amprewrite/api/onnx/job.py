@@ -136,7 +136,7 @@ class OnnxResult:
 
 @dataclass(frozen=True)
 class Order:
-    """The caller's options on output files and checks. Raises PolicyError for invalid options."""
+    """The caller's options on output files and checks. Raises PolicyError if invalid, EmitError if `verify` lacks ONNX Runtime."""
 
     target: Path | None = None
     plan_target: Path | None = None
@@ -195,7 +195,7 @@ class Job:
         """Names of the results whose shape rounding changed on the samples; "" if there are none."""
 
     def prepare(self) -> None:
-        """Prepare the model for the passes. Raises PolicyError if an override matches nothing in the model."""
+        """Change the model as passes need it, such as its opset. Raises PolicyError if a module or node pattern matches nothing."""
         least = 0 if self.exported or not may_quantise(self.policy, self.given) else OPSET
         self.model, notes, self.before_raising = make_ready(self.model, self.low, self.lists, least)
         self.notes += notes
@@ -401,7 +401,7 @@ class Job:
         return relative_error(wanted, got) if is_measurable(wanted) else None
 
     def _refused_itself(self) -> str:
-        """Return the error that ONNX Runtime raises if it loads the source model with default options; "" if that loads or is not known."""
+        """Return the error that ONNX Runtime raises if it loads the source model with default options; "" if there is none."""
         source = self.source
         if source is None:
             return ""
@@ -413,10 +413,10 @@ class Job:
         return ""
 
     def _unoptimised(self, made: str | onnx.ModelProto, error: Exception) -> Any:
-        """Return a session of `made` without ONNX Runtime's optimiser, and add a note, if the optimiser fails on the source model as well.
+        """Return a session of `made` that runs without ONNX Runtime's optimiser, because the optimiser fails on the source model, too.
 
-        `made` is the rewritten model or the path of its file, `error` the error of loading it with the optimiser.
-        Raises Rejected if the source loads with the optimiser, or if this model fails without the optimiser, too.
+        `made` is the rewritten model or the path of its file. `error` is the error of loading it with the optimiser. Adds a note.
+        Raises Rejected if the source loads with the optimiser, or if `made` fails without the optimiser, too.
         """
         said = self._refused_itself()
         if not said:

@@ -4,7 +4,8 @@
 2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op. The
    n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers differ,
    the colour is carried over only if all nodes of that op and module in the plan have the same colour.
-3. The colour high (fp32) is always carried over. The colour low is carried over unless the op is forced to fp32.
+3. The colour high (fp32) is always carried over. The colour low is carried over unless the op is forced to fp32, on no list, or denied and
+   not made low by the user.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 
 def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
-    """Fix the colours (low or high) of ops in an ONNX graph to those of the same ops in a PyTorch plan. Return a note on their number.
+    """Give ops in an ONNX graph the colours (low, or high: fp32) of the same ops in a PyTorch plan. Return a note on their number.
 
     With `only_chosen`, only ops for which the user gave a node override are fixed.
     """
@@ -82,9 +83,9 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Keep in fp32 the ops that may be in code where the model disables torch.autocast. Return a list with a note on their number, or [].
 
-    `ops` names the ops that the model runs, or may run, in such code (`kept_out` in export.py). If it is empty, nothing is done.
-    In a file, code under disabled autocast, torch.autocast or torch.no_grad looks alike. So every op under any of them is kept in fp32,
-    except an op on the allowlist whose name is not in `ops`. Ops whose format is fixed already do not change.
+    `ops` names the ops that the model runs, or may run, in such code (`kept_out` in export.py); if empty, nothing is done. In a file,
+    code under disabled autocast, torch.autocast or torch.no_grad looks alike. So every op under any of them is kept in fp32, except
+    an op on the allowlist whose name is not in `ops`. Ops whose format is fixed already do not change.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():
@@ -132,7 +133,7 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
 
 
 def base_name(op: str) -> str:
-    """Return the name of an op in the op table; `op` itself if the table does not have it."""
+    """Return the ATen base name of an op in any spelling, such as "softmax" for "_softmax"; `op` itself if the op table lacks it."""
     row = find_op(op)
     return row.name if row is not None else op
 

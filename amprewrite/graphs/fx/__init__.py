@@ -1,1 +1,1 @@
-"""torch.fx graphs: facts about nodes, and functions that rewritten graphs call."""
+"""torch.fx graphs: read them, collect facts about their nodes, run them, and provide the functions that rewritten graphs call."""

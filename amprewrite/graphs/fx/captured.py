@@ -81,12 +81,12 @@ class Captured:
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
-        """Names in the planner's op graph, by fx node."""
+        """{fx node: its name in the planner's op graph}."""
         return {node: name for name, node in self.nodes.items()}
 
     @property
     def results(self) -> dict[int, str]:
-        """{position of a result: name, in the op graph, of the node that computes it}. Results that are no nodes are left out."""
+        """{position of a result of the graph: op-graph name of the node that computes it}. Results that no node computes are left out."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
         # the forward graph of an autograd Function returns (results, saved values): take the results alone
@@ -96,7 +96,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings for reading a captured graph, used by the normalising passes."""
+    """Settings of the normalising passes, which prepare a captured graph for the planner."""
 
     lists: OpLists
     low: Format
@@ -114,7 +114,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Target:
-    """Settings for making an edited graph callable, used by the lowering passes."""
+    """Settings of the lowering passes, which make an edited graph callable."""
 
     eager: bool
     """True if the graph runs without a compiler."""
@@ -154,11 +154,11 @@ class EditedGraph:
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
-        """Names in the planner's op graph, by fx node."""
+        """{fx node: its name in the planner's op graph}."""
         return {node: name for name, node in self.nodes.items()}
 
     def make_own(self) -> Callable[[torch.fx.Node], torch.fx.Node]:
-        """Replace `module` by a copy, unless passes may edit it in place already (`own`). Return a function from each old node to its copy.
+        """Make sure that passes may edit `module` in place: copy it unless `own` is True. Return a function from each old node to its copy.
 
         If nothing was copied, this function returns the node itself.
         """
@@ -203,7 +203,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     for node in module.graph.nodes:
         copy = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        # set after create_node, which would search the arguments for symbolic numbers; empty ones are not set, which saves time, too
+        # set arguments after create_node, which would search them for symbolic numbers; skip empty ones to save time
         if args:
             copy.args = args
         if kwargs:

@@ -1,4 +1,4 @@
-"""Facts about one fx node: value, dtype, role, the tensors it writes, and the shapes behind its FLOPs.
+"""Facts about one fx node: value, dtype, role, arguments, the tensors that it writes, and the regions (autocast, torch.func) around it.
 
 One file because all of these functions query one node, and most call each other.
 """
@@ -114,7 +114,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def storages(value: Any) -> set[int]:
-    """Return the ids of the storages of all strided tensors in `value`. A tensor wrapped by torch.func has its inner tensor's storage."""
+    """Return the ids of the storages of all strided tensors in `value`. For a tensor wrapped by torch.func: of its inner tensor."""
     found = set()
     for tensor in tensors(value):
         while is_wrapped_by_transform(tensor):
@@ -125,7 +125,7 @@ def storages(value: Any) -> set[int]:
 
 
 def memory_of(node: torch.fx.Node) -> set[int]:
-    """Return the ids of the storages that hold the result of `node` in eager PyTorch (`MEMORY` if it is set)."""
+    """Return the ids of the storages that hold the result of `node` in eager PyTorch. Capture may record different ones (`MEMORY`)."""
     known: set[int] | None = node.meta.get(MEMORY)
     return storages(example_value(node)) if known is None else known
 
@@ -174,7 +174,7 @@ def named_sizes(tensor: torch.Tensor) -> tuple[int | str, ...]:
 
 
 def sized(node: torch.fx.Node) -> Any:
-    """Return the example value of `node`, with the sizes at capture in place of symbolic sizes: ops run about ten times as fast."""
+    """Return the example value of `node`, with the sizes at capture in place of symbolic sizes, because ops on it run ten times as fast."""
     value = example_value(node)
     return tree_map(_sized, value) if isinstance(value, tuple | list) else _sized(value)
 
@@ -211,9 +211,9 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
 
 
 def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
-    """Return the op table's row for a call. If the arguments turn the call into another op, this is the row of the other op.
+    """Return the op table's row for a call: `row`, or the row of another op if the arguments make the call the same as this op.
 
-    Example: `interpolate` with mode="area" is an average pooling.
+    For example, `interpolate` with mode="area" is an average pooling.
     """
     if row is None or not row.forms:
         return row
@@ -260,7 +260,7 @@ def is_buffer(node: torch.fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class InputSource:
-    """Dynamo's source of a graph input, without a reference to the input: a weak reference to a weight would block `swap_tensors`."""
+    """Holds Dynamo's source of a graph input, but no reference to the input: `swap_tensors` fails on weights with weak references."""
 
     source: Any
 
@@ -272,7 +272,7 @@ def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_inputs(graph: torch.fx.Graph) -> None:
-    """Clear the weak references to real input tensors in the fake modes of `graph`. Call it after capture and compilation."""
+    """Clear the weak references of fake modes to real inputs of `graph`, after capture: `torch.utils.swap_tensors` refuses such inputs."""
     modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
     tracing = tracing_context()  # clear AOTAutograd's own fake mode, too
     if tracing is not None:
@@ -333,7 +333,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 
 @lru_cache(maxsize=1024)
 def _may_write(target: Callable[..., Any] | str) -> bool:
-    """True if a call of `target` without the argument `out` may write to an operand. This quick test avoids a search for most ops."""
+    """True if a call of `target` without the argument `out` may write to an operand. A quick test, which rules most ops out."""
     by_class = isinstance(target, HigherOrderOperator | OpOverload | OpOverloadPacket)
     return by_class or is_inplace(target) or (not isinstance(target, str) and "inplace" in _parameters(target))
 
@@ -401,7 +401,7 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
 def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Iterable[torch.fx.Node]] = written) -> list[torch.fx.Node]:
     """Return the operands that the body graphs of a higher-order op write; `write` returns the operands that one node writes.
 
-    Each input of a checkpoint's body belongs to a known operand. If a body of any other op writes an input, all operands are returned.
+    For a checkpoint, the operand of each body input is known. For other ops it is not: if a body writes an input, return all operands.
     """
     operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
     if "mutation" in node.target.name():  # type: ignore[union-attr]
@@ -537,7 +537,7 @@ Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`: `user` itself, or the op that opens a transform around `user`.
 
-    The op opens the outermost transform around `user` that is not around `value`: a copy inside would belong to that transform's level.
+    A copy inside a torch.func transform that is not around `value` would belong to its level. So the op opens the outermost of these.
     """
     around = openings.get(value, ())
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)

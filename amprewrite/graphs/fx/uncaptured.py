@@ -86,13 +86,13 @@ class GradMode:
 
 
 def unhooked() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors saved for backward are hidden from the saved-tensor hooks of outer code."""
+    """Return a context that hides tensors saved for backward from saved-tensor hooks of outer code, such as a checkpoint's."""
     around = saved_tensors_are_hooked()
     return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
 
 
 def enters_regions(graph: torch.fx.Graph) -> bool:
-    """True if `graph` may change a mode of the thread, such as grad mode: it calls a function that takes no tensor and returns nothing."""
+    """True if `graph` may change a mode of the thread, such as grad mode. A call that does so has no tensor operand and returns None."""
     calls = (node for node in graph.nodes if node.op == "call_function" and not node.all_input_nodes)
     return any(example_value(node) is None for node in calls)
 
@@ -148,7 +148,7 @@ def unselected() -> contextlib.AbstractContextManager[Any]:
 
 
 def not_selective(modes: Sequence[Any]) -> list[Any]:
-    """Return the dispatch modes among `modes` that belong to no selective checkpoint, in their order."""
+    """Return the dispatch modes in `modes` that do not belong to a selective activation checkpoint, in the same order."""
     return [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
 
 

@@ -45,7 +45,7 @@ def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
 
 
 def same_complaint(one: str, other: str) -> bool:
-    """True if two error texts of onnx.checker are equal except for numbers. A rewrite changes numbers, since types are shown as numbers."""
+    """True if two error texts of onnx.checker are equal except for numbers. The texts show types as numbers, which a rewrite changes."""
     return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 

@@ -47,7 +47,7 @@ def guessed(model: ir.Model) -> list[ir.Value]:
 
 
 def describe_copy(copy: ir.Value, like: ir.Value, kind: ir.TypeProtocol | None) -> None:
-    """Give `copy` the type `kind` and the shape of `like`. They are marked as guesses if the type and shape of `like` are guesses."""
+    """Give `copy` the type `kind` and the shape of `like`. Mark them as inferred if the type and shape of `like` were inferred by us."""
     copy.type, copy.shape = kind, like.shape
     if is_guessed(like):
         copy.meta[KEY] = True
@@ -59,7 +59,7 @@ def declared(model: ir.Model) -> set[str]:
 
 
 def mark_guesses(model: ir.Model, told: set[str]) -> None:
-    """Mark the known types and shapes of all values as inferred, except for values with a name in `told`, which the model declares."""
+    """Mark all known types and shapes as inferred by us, except for the values named in `told`, whose types the model declares."""
     for value in _values(model):
         if _is_known(value) and value.name not in told:
             value.meta[KEY] = True
@@ -329,7 +329,7 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
 
 
 def changed_ops(model: ir.Model, opset: int) -> list[str]:
-    """Return the op types in a model whose schemas differ so much at the opset `opset` that the ops may compute something else."""
+    """Return the op types in a model that, by their schemas, may compute something else at the opset `opset`."""
     own = model.opset_imports.get("", 1)
     used = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain in ("", "ai.onnx")})
     return [op_type for op_type in used if not _means_the_same(op_type, own, opset)]

@@ -33,7 +33,7 @@ APART = (*FREE, Reason.DEVICE)
 
 
 class ColouredOp(Protocol):
-    """The attributes of an op, in a graph or a plan, that identify it across graphs."""
+    """The attributes that identify an op across graphs. Nodes of op graphs and of plans (OpNode, NodePlan) have them."""
 
     @property
     def name(self) -> str: ...
@@ -52,9 +52,9 @@ AnyOp = TypeVar("AnyOp", bound=ColouredOp)
 
 @dataclass(frozen=True)
 class Agreed:
-    """The colours (low or high) that the graphs planned so far gave to their ops. Later graphs give shared ops the same colours.
+    """The colours (low or high) that the graphs planned so far gave to their ops. Later graphs give the same ops the same colours.
 
-    Frozen: `joined` returns a copy with one more graph.
+    Frozen: `joined` returns a copy that includes one more graph.
     """
 
     places: Mapping[Place, Mapping[Call, Colour]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Agreed:
     def contradicts(self, plan: Iterable[NodePlan]) -> bool:
         """True if an op of a planned graph has a colour that differs from the agreed colour.
 
-        Ops whose reason is in FREE, such as ops that hold a subgraph, may differ.
+        Ops whose reason is in FREE are ignored, such as ops that hold a subgraph: their colours may differ between graphs.
         """
         plan = tuple(plan)
         agreed = self.of(plan)
@@ -132,7 +132,7 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
 
 
 def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
-    """Return {call in `calls`: the call in `known` that counts as the same}. Calls without such a call are left out.
+    """Return {call in `calls`: the same call in `known`, by line of code, otherwise by order}. Calls without a match are left out.
 
     `calls` are the calls of one op by one module. `known` holds the calls of this op in earlier graphs, with their colours.
     """

@@ -68,9 +68,9 @@ class ConstantRead:
 
 
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:
-    """Return the names of the ops that must run in fp32 because of constants, each with the reason.
+    """Return {name of an op: reason} for the ops that must run in fp32 because of constants.
 
-    `reads` lists where ops read the file's constants. `seen` holds the ranges of values on samples, by name of the node, if known.
+    `reads` lists where ops read the file's constants. `seen` holds the known ranges of values on samples, by name of the node.
     """
     own = dict[str, str]()
     for read in reads:
@@ -125,10 +125,10 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """Return the reason why `node` must run in fp32; "" if it may run low.
+    """Return the reason why `node` must run in fp32 because it reads a value in `small`; "" if it may run low.
 
-    It must if it reads a value in `small` and magnifies it (as a division does) or passes it on (as a view does). `small` names results
-    that depend on constants which the low format would flush to zero. `given` names the operands of `node`.
+    `small` names results that depend on constants which the low format would flush to zero. An op that magnifies such a value (as a
+    division does) or passes it on (as a view does) must run in fp32. `given` names the operands of `node`.
     """
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):

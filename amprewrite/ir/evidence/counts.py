@@ -85,7 +85,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """Return `graph` with `counted` set on each matrix product that would round whole numbers, such as positions, if it ran low.
+    """Return a copy of `graph` with `counted` set on each matrix product that would round whole numbers, such as positions, if it ran low.
 
     `counts` gives the `Count` of each value by name; a value without an entry is not counted. `summed` returns the number of elements over
     which a product sums.

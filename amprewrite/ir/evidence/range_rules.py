@@ -1,6 +1,6 @@
 """Rules for values that a format's range cannot hold, the same for PyTorch graphs and ONNX files.
 
-The rules need the largest and the smallest magnitude of a value. They are computed for weights, and measured in sample runs for all other
+The rules need the largest and the smallest magnitude of a value. These are computed for weights, and measured in sample runs for all other
 values.
 
 The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
@@ -70,14 +70,14 @@ def fit(size: float, low: Format) -> Fit:
 
 
 def means_mask(constant: float) -> bool:
-    """True if a constant in a sum or product is so large that it is taken for a mask. Only masks may be clamped to the low range."""
+    """True if a constant in a sum or product is so large that it counts as a mask of positions. Masks may be clamped to the low range."""
     return abs(constant) >= EXTREME or constant <= -MASK
 
 
 def bound_fits(bound: float, lower: bool, low: Format) -> bool:
     """True if a bound, such as an argument of clamp, may be clamped to the range of `low` without a change of the result.
 
-    A lower bound (`lower`) may be clamped unless it is above the range, an upper bound unless it is below the range.
+    A lower bound (`lower`) may be clamped unless it is above the range, an upper bound unless below: no low value is outside the range.
     """
     return bound <= low.max if lower else bound >= -low.max
 
@@ -87,7 +87,7 @@ Node = TypeVar("Node")
 
 @dataclass(frozen=True)
 class Read(Generic[Node]):
-    """One op that reads a value. The fields show how the op treats numbers far beyond the low format's range."""
+    """One op that reads a value: the facts from which `handed_on` decides how it treats numbers far beyond the low format's range."""
 
     op: str
     kind: OpKind | None
@@ -115,10 +115,10 @@ class Read(Generic[Node]):
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Return the sides of zero (BELOW, ABOVE) on which an op's result may be far beyond the range of `low`.
+    """Return on which sides of zero (BELOW, ABOVE) the result of an op may be far beyond the range of `low`, if its operand is on `side`.
 
-    `read` is the op. Its operand is far beyond the range on `side`. The set is empty if clamping the operand to the range does not change
-    the result, as for an op that reads only the sign. Return None if clamping would change the result in a way that matters.
+    `read` describes the op. The set is empty if clamping the operand to the range does not change the result: for example, the op reads
+    only the sign. Return None if clamping would change the result in a way that matters.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):
@@ -141,9 +141,9 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Apply the rules of `handed_on` to an op that bounds its result, such as clamp. Its operand is far beyond the range on `side` of zero.
 
-    The answer is the empty set if a bound on `side` is near zero (at most low.max / SHRINKS): the result is then this bound, whether the
-    operand is clamped or not. It is {side} if all bounds on `side` are beyond the range, so that the operand passes. It is None in other
-    cases, also if an opposite bound forces all results far to `side`, as max=-5e4 does for BELOW in fp16.
+    Return the empty set if a bound on `side` is near zero (at most low.max / SHRINKS): the result is then this bound, whether the operand
+    is clamped or not. Return {side} if all bounds on `side` are beyond the range, so that the operand passes. Return None in other cases,
+    for example if an opposite bound forces all results far to `side`, as max=-5e4 does for BELOW in fp16.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -202,9 +202,9 @@ def near_the_end(largest: float, low: Format) -> bool:
 
 
 def added_values(graph: OpGraph) -> dict[str, bool]:
-    """Return {name: flag} for the values that are added or subtracted. A view of a weight counts as the weight.
+    """Return {name: flag} for the values that ops of `graph` add or subtract. A view of a value counts as the value.
 
-    The flag is True if only softmaxes read the sums of which the value is a part.
+    The flag is True if the sums of which the value is a part reach only softmaxes, as sums with a bias of attention scores do.
     """
     scores: set[str] = set()
     for node in reversed(list(graph)):  # readers before makers, so that one pass suffices
@@ -245,8 +245,8 @@ def has_offset(values: Any, scores: bool = False) -> Any:
     """True if the rows of a weight (a tensor or array with dims) have an offset: a mean that is larger than their spread.
 
     Mean and spread are compared as root mean squares. With an offset, a norm subtracts most of the value, so that rounding errors grow.
-    Pass `scores` if softmaxes read the rows. Far smaller values than the largest are then left out: they are masks, which an exporter may
-    have added to a bias.
+    Pass `scores` if softmaxes read the rows. Values far below the largest are then left out: they are masks, which an exporter may have
+    added to a bias.
     """
     if scores:
         least = values.max() - BLOCKS

@@ -208,7 +208,7 @@ class Calibration:
     version: int = SCHEMA
 
     def of(self, graph: OpGraph) -> RegionRanges | None:
-        """Return the ranges of the values of `graph`; None if the graph was not run."""
+        """Return the ranges of the values of `graph`; None if the calibration never ran this graph."""
         wanted = fingerprint(graph)
         return next((region for region in self.regions if region.graph == wanted), None)
 

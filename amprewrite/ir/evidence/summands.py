@@ -38,9 +38,9 @@ class Factor:
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:
-        """True if this factor is at most SMALL times the factor `beside`.
+        """True if a summand with this factor is small next to a value with the factor `beside`: at most SMALL times as large.
 
-        Also True if it has a schedule (a value that is known only in a call, such as a step size) that `beside` lacks.
+        A schedule (a value known only in a call, such as a step size) counts as small: also True if `beside` lacks one of this factor.
         """
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
 
@@ -52,11 +52,11 @@ Summands = Mapping[str, Factor]
 def summands(
     op: str, given: Sequence[Any], factor: Callable[[Any, str], Factor | None], name: Callable[[Any], str], scale: Any = 1.0
 ) -> dict[str, Factor]:
-    """Return {name of a summand: its factor} for a call of `op` with the arguments `given`; {} if it is not known to be linear.
+    """Return {name of a summand: its factor} for a call of `op` with the arguments `given`; {} if the call is not known to be linear.
 
-    `factor(argument, use)` returns an argument as a Factor; None if it is none. The use is "" to multiply by the argument, "divided by" to
-    divide by it, or "rest" to multiply by one minus the argument. `name(argument)` returns the name of a tensor; "" for other arguments.
-    `scale` is the number by which the op multiplies its second summand.
+    `factor(argument, use)` returns an argument as a Factor; None if it is no factor. The use is "" to multiply by it, "divided by"
+    to divide by it, or "rest" to multiply by one minus the argument. `name(argument)` returns the name of a tensor; "" for other arguments.
+    `scale` is the number by which the op multiplies its second summand, such as `alpha` of `add`.
     """
     first, second, third = (*given[:3], None, None, None)[:3]
     one, minus = Factor(), Factor(-1.0)

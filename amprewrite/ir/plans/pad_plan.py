@@ -1,4 +1,4 @@
-"""The padding in a plan, with its reasons. Frozen data that refer to nodes by name."""
+"""The part of a plan about padding, with reasons: frozen data that refer to nodes by name."""
 
 from __future__ import annotations
 

@@ -181,14 +181,14 @@ class RegionPlan:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """One sentence, with the reason, for each graph that stays fp32 as a whole: this graph or a subgraph of it. () if there is none."""
+        """Sentences, one for each graph that stays fp32 as a whole (this graph or a subgraph of it), with the reason; () if none."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )
 
     @property
     def flushes(self) -> tuple[str, ...]:
-        """One sentence for each subgraph in which small gradients may become zero in the low format; () if there is none."""
+        """Sentences, one for each subgraph in which small gradients may become zero, because they are not scaled; () if there is none."""
         own = tuple(f"{body.name} of {self.name} {FLUSHES}" for body in self.bodies if FLUSHES in body.notes)
         return own + tuple(text for body in self.bodies for text in body.flushes)
 
@@ -225,8 +225,7 @@ class ModelPlan:
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """All casts of all regions (the plans of single graphs). If there are several regions, names of nodes have the form "region/node".
-        """
+        """All casts of all regions (the plans of single graphs). If there are several regions, names have the form "region/node"."""
         if len(self.regions) == 1:
             return self.regions[0].casts
         return tuple(
@@ -293,9 +292,9 @@ class ModelPlan:
     def edit(self, colours: Mapping[str, str]) -> Self:
         """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
-        In a plan without fp8 products, "fp32" may stand for "high", and the name of the plan's low format, such as "bf16", for "low".
-        "wide" rounds the operands of matrix products to bf16 and keeps their results in fp32. In a plan with fp8 products, "fp8" and the
-        name of the low format set the format in which products read their operands; a name such as "linear_3.grad_weight" then stands for a
+        The value "wide" makes matrix products round their operands to bf16 and keep their results in fp32. In a plan without fp8 products,
+        "fp32" also means "high", and the name of the low format, such as "bf16", also means "low". In a plan with fp8 products, "fp8" and
+        the name of the low format set the format in which products read their operands, and a name such as "linear_3.grad_weight" selects a
         single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module
         that carry no fp32 value do not change. Raises PlanError for an unknown name or colour, and if no node of a name could change.
         """
@@ -424,7 +423,6 @@ class ModelPlan:
         lines += [f"{name}: {formats} -> {other.low}" for name, formats in gone.items()]
         return "\n".join(map(printable, lines))
 
-
     def _gemms(self) -> dict[str, tuple[str, str]]:
         """Return {name of a GEMM: (formats of its operands, reason)} for all GEMMs for which fp8 was considered."""
         return {
@@ -441,7 +439,10 @@ def shape_of(node: NodePlan) -> str:
 
 
 def region_lines(region: RegionPlan, casts_follow: bool = False) -> list[str]:
-    """Return the printed lines of one graph's plan: name, shape, dtype, colour and reason of each op. A cast precedes its first reader."""
+    """Return the lines that `print` shows for one graph's plan: name, shape, dtype, colour and reason of each op, casts, edits and notes.
+
+    A cast precedes its first reader. `casts_follow` is True if the casts are not computed yet, so that their number is not shown.
+    """
     state = "training" if region.training else "inference"
     casts = "casts follow" if casts_follow else f"{len(region.casts)} casts"
     lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {casts})"]
@@ -472,7 +473,7 @@ P = TypeVar("P", bound=ModelPlan)
 
 
 def _decode_plan(kind: type[P], data: dict[str, Any]) -> P:
-    """Return the plan in parsed JSON, with every field checked. Raises BadData that names the faulty field."""
+    """Return the plan in parsed JSON as an object of the class `kind`. Raises BadData that names the field if a field is invalid."""
     plan: P = build(kind, data, names=frozenset({Reason, ProductReason}))
     plan = replace(plan, regions=tuple(replace(region, bodies=()) for region in plan.regions))
     _no_twice("regions", [region.name for region in plan.regions])

@@ -58,7 +58,7 @@ class GemmPlan:
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """A low product whose GEMMs may run in fp8."""
+    """A matrix product in the low format, with a decision for each of its GEMMs whether it runs in fp8."""
 
     node: str
     """Name of the product."""

@@ -1,5 +1,4 @@
-"""The user's options about formats, lists, overrides, fp8 products and padding. They are frozen, and checked when they are created.
-"""
+"""The user's options about formats, lists, overrides, fp8 products and padding. They are frozen, and checked when they are created."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One entry of `overrides=`: a pattern for ops, modules or nodes. Ops get another op list, modules and nodes a colour (low or high)."""
+    """One entry of `overrides=`. It moves an op to another op list, or makes modules or nodes run low, high (fp32) or wide."""
 
     key: str
     """The key as the user wrote it."""
@@ -79,7 +78,7 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
 
 @dataclass(frozen=True)
 class Policy:
-    """The options by which a model is rewritten."""
+    """The options that decide the plan of a model: low format, op lists, overrides, prices and fp8 products."""
 
     low: Format
     lists: str | OpLists = "default"
@@ -146,7 +145,7 @@ class Policy:
         return None
 
     def check(self, scope: str, names: Iterable[str]) -> None:
-        """Raise PolicyError, with similar names, if a pattern matches none of `names`. `scope` is "module" (paths) or "node"."""
+        """Raise PolicyError, with similar names, if an override of the kind `scope` ("module" or "node") matches none of `names`."""
         refuse_unmatched("overrides", scope, {each.key: each.pattern for each in self.overrides if each.scope == scope}, names)
 
 
@@ -204,7 +203,7 @@ class ProductPolicy:
         return max(hits, key=lambda rule: (rule.scope == "node", bool(rule.gemm), len(rule.pattern)), default=None)
 
     def check(self, scope: str, names: Iterable[str]) -> None:
-        """Raise PolicyError, with similar names, if a pattern matches none of `names`. `scope` is "module" (paths) or "node"."""
+        """Raise PolicyError, with similar names, if a rule of the kind `scope` ("module" or "node") matches none of `names`."""
         refuse_unmatched("products", scope, {each.key: each.pattern for each in self.rules if each.scope == scope}, names)
 
 
@@ -274,7 +273,7 @@ class PadPolicy:
         return self.default.mode == "never" and all(rule.mode == "never" for rule in self.modules)
 
     def check_modules(self, paths: Iterable[str]) -> None:
-        """Raise PolicyError, with similar names, if a pattern matches no module of the model."""
+        """Raise PolicyError, with similar names, if the pattern of a rule matches none of `paths`, the modules of the model."""
         refuse_unmatched("pad", "module", {f"module:{rule.pattern}": rule.pattern for rule in self.modules}, paths)
 
 

@@ -1,1 +1,1 @@
-"""Padding of dims: finds which dims of a graph are one axis, the effect of padding on every op, and the cost of padding."""
+"""Choose which dims of a graph to pad to sizes that Tensor Cores run fast, from the effect of padding on each op and from its cost."""

@@ -60,22 +60,22 @@ class PadCost:
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
-        """Return the seconds per call of the model to make a padded copy of a parameter of `numel` elements that is read in fp32.
+        """Return the seconds that a call of the model needs to make a padded fp32 copy of a parameter of `numel` elements.
 
-        The copy is made at every call. Without gradients it is made only once if `cached_weights` is True. (A parameter that is read
-        low needs no such copy: the cast to the low format pads it.)
+        Training makes the copy anew in every call; calls without gradients reuse it if `cached_weights` is True. (A parameter that is read
+        in the low format needs no such copy, because the cast to this format pads it.)
         """
         if self.cached_weights and not self.training:
             return 0.01 * self.device.launch
         return self.device.launch + 8 * numel / self.device.bandwidth
 
     def slice(self, numel: int) -> float:
-        """Return the seconds of one slice to `numel` elements, which may need a dense copy, plus in training the pad of its gradient."""
+        """Return the seconds to slice a padded value to `numel` elements, with a dense copy. In training, add the pad of its gradient."""
         seconds = self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
         return seconds + (self.pad(numel) if self.training else 0)
 
     def inside(self, added: float) -> float:
-        """Return the seconds in which a step writes and reads `added` elements of padding. In training this includes the backward."""
+        """Return the seconds that a step needs to write and read `added` elements of padding. In training this includes the backward."""
         return 2 * added * self.itemsize / self.device.bandwidth * self.passes
 
     def product(self, product: Product) -> float:
@@ -115,8 +115,8 @@ _TIMES: dict[tuple[Any, ...], tuple[float, float]] = {}
 def stopwatch(device: str, dtype: Any) -> Callable[[Product, Product], tuple[float, float] | None]:
     """Return a function that times a product and its padded form on a CUDA device: (product, padded product) → seconds of both.
 
-    The function times both in turn, five times, and returns the least seconds of each. It returns None if the tensors would take more than
-    a quarter of the device's free memory. Results are cached in `_TIMES`.
+    The function runs both products alternately, five times each, and returns the shortest time of each. It returns None if the tensors
+    would take more than a quarter of the device's free memory. Results are cached in `_TIMES`.
     """
     import torch
 

@@ -1,9 +1,10 @@
-"""Find the dims of a graph that are one axis, choose the cheapest set of them to pad, and compute the numbers in the padding.
+"""Choose which dims of a graph to pad so that its matrix products become faster, and compute the numbers that the padding holds.
 
-1. Axes: every dim starts with a separate axis. Padding rules join axes that an op pads together, and views split axes (`axes`).
-2. Wants: an axis that makes an operand of a low matrix product unaligned gets a padded extent.
-3. Cut: each op is padded along an axis or not. A product pays if it stays unaligned. A value pays for a pad or a slice, once for all
-   readers, if only its maker or only a reader is padded. A minimum s–t cut chooses: ops on the source's side are padded.
+1. Axes: dims that have the same meaning, such as the hidden size, share an axis. At first every dim has a separate axis. The padding rules
+   of the ops join axes, and views split them.
+2. Wants: if an axis gives a low matrix product an unaligned size, a padded extent is computed for the axis.
+3. Cut: a minimum s–t cut chooses which ops to pad along which axes. Padded ops are on the source's side. A product that stays unaligned
+   costs time. So does a pad or slice between an op and its readers, if not all are padded; several readers share one.
 4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off before that op and start again.
 """
 
@@ -47,7 +48,7 @@ class Want:
     """The reason why the dim cannot be padded; "" if it can."""
 
     def padded(self, regions: Regions) -> int:
-        """Return the size of this dim after padding. If a view merged several axes into the dim, each of `leaves` is padded separately."""
+        """Return the size of this dim after padding. If a view merged several axes into it, the axes in `leaves` are padded separately."""
         grown = self.size
         for leaf in self.leaves:
             grown = grown // regions.size_of(leaf) * regions.extent[leaf]
@@ -56,7 +57,7 @@ class Want:
 
 @dataclass
 class Regions:
-    """The calls of one graph, and the padding chosen for them. A value is called "node", or "node#1" if it is result 1 of several."""
+    """The calls of ops in one graph, and the padding chosen for them. A value is named "node", or "node#1" if it is result 1 of several."""
 
     calls: dict[str, Call]
     """The calls of the graph by name, in graph order. Planned casts to the low format are calls as well."""
@@ -93,7 +94,7 @@ class Regions:
 
     # -- 1. axes -----------------------------------------------------------------------
     def build(self) -> None:
-        """Find the axes of every dim of every value, from the padding rules of all calls."""
+        """Find the axes of every dim of every value. Dims get a common axis if the padding rule of a call ties them to each other."""
         self.axes, self.of_value, self.of_use, self.group, self.rules = Axes(), {}, {}, DisjointSets(), {}
         self.fixed = defaultdict(list)
         for call in self.calls.values():
@@ -117,7 +118,7 @@ class Regions:
         return rule_of(call, self.calls)
 
     def reads(self, call: Call) -> list[str]:
-        """Return the names of the values that a call reads. If it reads a tuple of results, each result is a value."""
+        """Return the names of the values that a call reads, such as "node". A tuple of results counts as its items "node#0", "node#1", …"""
         found: list[str] = []
         for name in call.refs():
             maker = self.calls.get(name)
@@ -169,9 +170,9 @@ class Regions:
 
     # -- 2. wants ----------------------------------------------------------------------
     def all_aligned(self, multiple_of: Callable[[str], int | None]) -> bool:
-        """True if each size of a matrix product is 1 or a multiple of `multiple_of(name of the product)`, or if this multiple is None.
+        """True if no matrix product needs padding: each of its sizes is 1 or a multiple of `multiple_of(name of the product)`.
 
-        False if a size is symbolic. This test reads only shapes, so that it is fast.
+        Products for which this multiple is None are ignored. A symbolic size gives False. The test is fast, because it reads only shapes.
         """
         for call in self.calls.values():
             multiple = multiple_of(call.name)
@@ -185,7 +186,7 @@ class Regions:
         return True
 
     def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
-        """Return the dims of matrix products that are not multiples of `multiple_of(name of the product)`. Set the padded `extent` of axes.
+        """Return the dims of matrix products that are not multiples of `multiple_of(name of the product)`. Also set `extent` for each axis.
 
         Products for which this multiple is None are left out, and so are dims of size 1. If a dim cannot be padded, its `why_not` says why.
         """
@@ -223,11 +224,11 @@ class Regions:
         return found
 
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
-        """Choose which of the axes `leaves` to pad in a dim that a view merged from them. Write the choice to `want.leaves` and `units`.
+        """Choose which axes to pad in a dim that a view merged from the axes `leaves`. Write the choice to `want.leaves` and `units`.
 
         `units` holds the multiple to which each axis is padded so far. If this already makes the whole dim a multiple of `want.unit`,
-        nothing is added. Otherwise one more axis is padded, or an axis is padded further. An axis that may change its extent (not in
-        `fixed`) is preferred, then an axis that is padded already, then the axis that grows least.
+        nothing is added. Otherwise one axis gets a new or a larger multiple: preferably an axis that may change its extent (not in
+        `fixed`), then an axis that is padded already, then the axis that grows least.
         """
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
@@ -306,15 +307,15 @@ class Regions:
         return [variable for variable in found if variable is not None]
 
     def met(self, want: Want) -> bool:
-        """True if the cut chose to pad all axes (`want.leaves`) that have to be padded so that the dim of `want` becomes aligned."""
+        """True if the cut chose to pad the dim of `want` along all axes in `want.leaves`, so that its size becomes aligned."""
         needs = self._needs(want)
         return bool(needs) and all(variable in self.padded for variable in needs)
 
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
-        """Return {(dim, value, axis): (variable of the op that makes the value, [(reader, variable of the reader)])}.
+        """Return the choices of the cut by place: {(dim, value, axis): (choice for the op that makes the value, [(reader, its choice)])}.
 
-        A variable is the cut's yes-or-no choice whether an op is padded in this dim along the axis. It is None if the op must not be, and
-        also for a reader before which padding is cut off (`barriers`). Only axes that some op wants padded are included.
+        A choice is a yes-or-no variable: whether an op is padded in this dim along the axis. It is None if the op must not be padded there,
+        and for a reader before which padding is cut off (`barriers`). Only axes that some matrix product wants padded are included.
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
@@ -336,7 +337,7 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Return (value, variable of a reader) for each dim whose padding is cut off before the reader, although it may be padded there.
+        """Return (value, variable of its reader) for each dim in which a reader may be padded although padding is cut off before it.
 
         The variable is the cut's yes-or-no choice whether to pad the reader in this dim. If so, the value is padded anew, with zeros.
         """
@@ -369,7 +370,7 @@ class Regions:
         return {axis: (tuple(sorted(found, key=lambda dim: " -> " in dim)), round(added[axis])) for axis, found in dims.items()}
 
     def touches(self, copy: PadCopy, axis: int) -> bool:
-        """True if `copy` (a pad or slice of a value) changes the extent of `axis`, or renews the padding along it."""
+        """True if `copy` (a pad or slice of a value) changes the extent of `axis`, or replaces the padding along it by zeros."""
         lists = [self.of_value[copy.value], *(self.of_use[copy.value, user] for user in copy.users[:1])]
         return any(
             axis in self.axes.leaves([axes[dim]])
@@ -402,9 +403,9 @@ class Regions:
 
     # -- 4. content ---------------------------------------------------------------------------
     def check(self) -> bool:
-        """Compute the numbers in the padding of all values. Return True if every op can take the padding of its operands.
+        """Compute the numbers in the padding of all values. Return False if an op cannot take the numbers in the padding of its operands.
 
-        If False, the padding to avoid is recorded in `barriers` and `refused`, and the dims to pad must be chosen again.
+        An example is a zero that it would divide by. Such padding is then recorded in `barriers` or `refused`, and `cut` must choose again.
         """
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
@@ -436,9 +437,9 @@ class Regions:
         return sound
 
     def _covers(self, call: Call, value: str, use: Layout, out: Layout) -> bool:
-        """True if the operand `value` is padded in all dims in which the result of `call` is padded.
+        """True if the operand `value` is padded in all dims in which the result of `call` is padded, so that it is not broadcast there.
 
-        `use` is the padded layout of the operand, `out` that of the result.
+        `use` is the padded layout of the operand, `out` the padded layout of the result.
         """
         shift = len(call.shapes[0]) - len(self.of_use[value, call.name])
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
@@ -446,8 +447,8 @@ class Regions:
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
         """Return the numbers that `reader` finds in the padding of `value`.
 
-        Padding that is added for the reader holds zeros. Other padding holds the numbers that the value's op put there. `use` is the padded
-        layout in which the reader takes the value, `have` the padded layout in which the op returns the value.
+        Padding that is added for the reader holds zeros. Other padding holds the numbers from the op that makes the value. `use` is the
+        padded layout in which the reader takes the value, `have` the padded layout in which the op returns it.
         """
         if not have or (value, reader) in self.barriers:
             return 0.0
@@ -466,7 +467,7 @@ def value_name(call: Call, i: int) -> str:
 
 
 def _merged(factors: Factors) -> Factors:
-    """Shorten `factors`, pairs (size, padded size) of the axes of one dim: an axis without padding is merged into the axis before it."""
+    """Merge each axis without padding into the axis before it. `factors`: the axes of one dim, outer to inner, as (size, padded size)."""
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and n == m:

@@ -86,7 +86,7 @@ class Rule:
 
 
 class View:
-    """A call together with the calls that make its operands, to look up shapes."""
+    """The call of an op for which a padding rule is made, with access to the shapes of its operands. (It is no view of a tensor.)"""
 
     def __init__(self, call: Call, calls: Mapping[str, Call]) -> None:
         self.call, self.calls = call, calls
@@ -142,9 +142,9 @@ def all_zero(why: str) -> Callable[[Contents], Content]:
 def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
     """Declare in `rule` which dims of an element-wise op, with operands `refs` and result shape `out`, are padded together.
 
-    Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim stays
-    without a tie, and so without padding, in two cases: a floating operand has a size there that is neither 1 nor the result's size, or a
-    non-floating operand, such as a boolean mask, is not broadcast along it (it cannot be padded).
+    Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim gets no
+    tie, and so no padding, in two cases: a floating operand has a size there that is neither 1 nor the result's size, or a non-floating
+    operand, such as a boolean mask, is not broadcast along it, because such operands cannot be padded.
     """
     rule.pointwise = True
     for back in range(1, len(out) + 1):

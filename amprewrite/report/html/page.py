@@ -58,7 +58,7 @@ def asset(name: str) -> str:
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
     """Return the data that the HTML report draws, as values for JSON. The arguments are the same as for `html`.
 
-    Keys of nodes have one letter, since there may be thousands of nodes.
+    The keys for a node's data have one letter, because there may be thousands of nodes.
     """
     drawing = draw(plan)
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
@@ -99,7 +99,7 @@ def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[st
 
 
 def _fp8(plan: ModelPlan, node: NodePlan) -> list[str]:
-    """Return sentences on the fp8 GEMMs of `node` (if it is a matrix product), and on fp8 copies of its result; [] if there are none."""
+    """Return sentences for the report on the fp8 GEMMs that compute `node` or its gradients, and on fp8 copies of its result; or []."""
     return [line.strip() for line in region_of(plan, node).quantised.about(bare_name(plan, node))]
 
 
@@ -139,8 +139,8 @@ def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[
     """Return {node: sentences on changes that would give the node its other colour (low or high)}.
 
     Trial plans find the changes, for at most `seconds`: first for high nodes, then for low nodes, and in both groups first for nodes next
-    to casts. A node for which no time is left gets no trial. It has at most one sentence, on the condition that its recorded reason
-    implies, such as "it would run low in bf16".
+    to casts. If no time is left for a node, it gets at most one sentence, which follows from its recorded reason, such as "it would run
+    low in bf16".
     """
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}

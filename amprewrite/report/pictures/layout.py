@@ -4,8 +4,8 @@ The graph has ops with fp32 or low values, inputs, outputs, and edges with their
 
 Inside every module (Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures", 1981):
 
-1. The parts of the module (ops and inner modules) are ordered by their first run. An edge between two ops counts as an edge between the
-   parts that hold the ops.
+1. The parts of the module (ops and inner modules) are put in the order in which they first run. An edge between two ops counts as an
+   edge between the parts that hold the ops.
 2. Each part is one layer below the lowest part that it reads. A part that reads nothing moves down to the layer above its highest reader.
 3. An edge that passes several layers gets a place in each of them, so that it is drawn around the parts there.
 4. Each layer is sorted by the mean position of the neighbours of its parts. This is repeated a few times, downwards and upwards.
@@ -52,7 +52,7 @@ class Box:
 
 @dataclass
 class Nest:
-    """The boxes of modules, nested in each other, around the ops of a picture."""
+    """The modules of a picture as boxes nested in each other, with the ops as the innermost parts."""
 
     count: int
     """Number of ops. Ids below this number are ops; ids from this number on are boxes."""
@@ -74,7 +74,7 @@ class Nest:
 
 
 def nest(paths: list[tuple[str, ...]], edges: Iterable[tuple[int, int]]) -> Nest:
-    """Return the nested boxes, with layers, for ops in running order.
+    """Group ops, given in the order in which they run, into nested boxes of modules, and arrange the parts of each box in layers.
 
     `paths` has the module path of each op. `edges` has pairs (op that makes a value, op that reads it). A module with a single part gets no
     box: its part is put in the enclosing box.
@@ -134,10 +134,9 @@ def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -
 
 
 def _meeting(way: list[int], other: list[int]) -> tuple[int, int, int]:
-    """Find the innermost box around both ends of an edge, and return (its id, id of its part with the first end, id of its part with the
-    second end).
+    """Find the innermost box around both ends of an edge. Return its id, and the ids of its two parts that contain the ends.
 
-    `way` and `other` are the paths (`Nest.path_of`) of the two ends.
+    `way` and `other` are the paths of the two ends: ids from the op outwards to the root box (`Nest.path_of`).
     """
     mine = {box: place for place, box in enumerate(way)}
     for place, box in enumerate(other):
@@ -171,7 +170,8 @@ def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
 def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
     """Reserve space for the edges between parts of `box`: an edge gets a place (an id below 0) in each layer that it passes.
 
-    The edge and its places are recorded in `box.chains`. Edges that pass more than LONGEST_ROUTE layers are left out."""
+    `layer` has the layer of each part. Edges that pass more than LONGEST_ROUTE layers get no places; the rest are recorded in `box.chains`.
+    """
     passing = 0
     for a, b in edges:
         span = range(layer[a] + 1, layer[b])
@@ -269,7 +269,7 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 
 
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
-    """Return {id: (x, y, gutter)} for everything inside an open box, and (width, height) of the box.
+    """Lay out the inside of an open box. Return {id of a part or of space for an edge: (x, y, gutter)}, and (width, height) of the box.
 
     (x, y) is the upper left corner of a part, or the middle of the space for a passing edge. Layers of a tall box are divided into columns;
     the gutter is the x of the gap on the left of the column. `extent` has (width, height) of each part, by id.
@@ -317,9 +317,9 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 
 
 def _columns(heights: list[float], broad: float) -> list[range]:
-    """Divide layers of the given heights into columns of width `broad`. Return the range of layer indices of each column.
+    """Divide layers, given by their heights, into columns of width `broad`. Return the range of layer indices of each column.
 
-    If the heights sum up to at most TALL, there is one column. Otherwise the number of columns gives a width / height near ASPECT.
+    If the heights sum up to at most TALL, there is one column. Otherwise there are so many that width / height is near ASPECT.
     """
     tall = sum(heights)
     count = 1
@@ -338,7 +338,7 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 
 
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
-    """Return the x of the middle of each item in a layer: close to the wanted x in `want`, but so that no items overlap.
+    """Return the x of the middle of each item in a layer, close to the wanted x in `want`. Items are moved apart so that none overlap.
 
     Each x is the mean of two packings, one from the left and one from the right. `width` has the width of each item, by id.
     """
@@ -381,7 +381,7 @@ class Drawing:
 
 
 def draw(plan: ModelPlan) -> Drawing:
-    """Return the nodes, edges and nested boxes of the whole plan. If the plan covers several graphs, each graph has a box."""
+    """Return the nodes, edges and nested boxes to draw for the whole plan. If the plan covers several graphs, each graph has a box."""
     nodes: list[NodePlan] = []
     paths: list[tuple[str, ...]] = []
     edges: list[Edge] = []

@@ -67,9 +67,9 @@ def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return `text` as a quoted DOT string. Line breaks are kept, for labels of several lines.
+    """Return `text` as a quoted DOT string that keeps line breaks, for labels of several lines.
 
-    JSON's escapes are valid in DOT, because `printable` has replaced control characters before.
+    JSON's escapes are valid in DOT here, because `printable` first replaces other control characters.
     """
     return json.dumps("\n".join(map(printable, text.split("\n"))), ensure_ascii=False)
 

@@ -89,7 +89,7 @@ def _opened(drawing: Drawing, depth: int | None) -> set[int]:
 
 
 def _seen(drawing: Drawing, placed: Placed, op: int) -> int:
-    """Return the id of the visible box or op that represents `op`: the outermost closed box around it, otherwise the op itself."""
+    """Return the id of the visible box or op that stands for `op`: the outermost closed box around it, or the op itself if all are open."""
     way = drawing.nest.path_of(op)
     return next((number for number in reversed(way[1:]) if number not in placed.open), op)
 
@@ -148,7 +148,7 @@ def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
 
 
 def _bundles(drawing: Drawing, placed: Placed) -> dict[tuple[int, int], list[int]]:
-    """Return {(source id, target id): indices of the edges between these visible ops or boxes}. Edges inside a closed box are left out."""
+    """Group edges by the visible ops or boxes at their ends: {(source id, target id): indices of the edges}, without edges inside a box."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, edge in enumerate(drawing.edges):
         ends = _seen(drawing, placed, edge.source), _seen(drawing, placed, edge.target)
@@ -180,7 +180,7 @@ def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float
     """Return the points (x, y, gutter) of an edge from the visible op or box `a` to `b`, both given by id.
 
     The edge runs out of the boxes around `a`, through the space kept for it in the layers in between, and into the boxes around `b`. The
-    gutter is the x of the gap on the left of the point's column, in which an edge from the previous column goes up.
+    gutter is the x of the gap on the left of the point's column, in which an edge from the previous column is drawn upwards.
     """
     nest = drawing.nest
     way, other = _outwards(drawing, a), _outwards(drawing, b)
@@ -208,7 +208,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """Return SVG marks with the formats of casts. Edges with the same visible ends share one mark if any of them has a cast."""
+    """Return an SVG mark with the formats of the casts for each pair of visible ends whose edges have a cast."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}

@@ -6,7 +6,7 @@ Heavy ops (matmuls and convolutions) that stay fp32 always come first, each with
 and evidence) from which the passes decided it. Deciding is a pure function of that problem and takes milliseconds. So each change is
 tried by deciding again, and every answer is checked:
 
-1. `forced` overrides the node itself. It compares the plans: other nodes that change colour, and the difference in casts.
+1. `forced` overrides the node itself, and compares the new plan with the old: other nodes that change colour, and the numbers of casts.
 2. `cause` looks for a small set of other nodes whose override also changes this node. It tries the cause that the plan records, then
    denied ops upstream, then the nearest nodes of the same colour: first one by one, then several together. Nodes that turn out not to
    be needed are dropped.
@@ -42,7 +42,7 @@ OTHER = {Colour.LOW: Colour.HIGH, Colour.HIGH: Colour.LOW}
 
 @dataclass(frozen=True)
 class Change:
-    """Result of a trial: the effect of overriding the colour (low or high) of some nodes on the plan of one graph."""
+    """The effect of overriding the colour (low or high) of some nodes of one graph: how its plan and its price change."""
 
     colour: Colour
     """The colour (low or high) to which the nodes are overridden."""
@@ -66,7 +66,7 @@ class Change:
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
     def price(self) -> str:
-        """Return the price of the change in words: casts, bytes and time more or fewer, and how many other nodes would change colour."""
+        """Return the price of the change in words: how many casts, bytes, seconds and recoloured nodes it adds or saves."""
         parts = [_count(self.casts, "cast"), _count(self.weight_casts, "copy of a weight", "copies of weights")]
         said = " and ".join(part for part in parts if part) or "no cast more or fewer"
         sign = "+" if self.cast_bytes > 0 else "-"
@@ -77,7 +77,7 @@ class Change:
 
 
 class WhatIf:
-    """Tries changes on one region (the plan of one graph). `WhatIf.of` returns None if the region was read from JSON or edited by hand."""
+    """Tries overrides of colours on the plan of one graph, by planning anew. `WhatIf.of` returns None for a saved or edited plan."""
 
     def __init__(self, region: RegionPlan) -> None:
         self.basis = _problem(region)
@@ -90,9 +90,9 @@ class WhatIf:
         return cls(region) if isinstance(region.basis, Problem) else None
 
     def decide(self, colours: Mapping[str, Colour]) -> RegionPlan:
-        """Return the plan of the graph with additional overrides {node: colour}.
+        """Plan the graph anew with additional overrides {node: colour}, and return the new plan.
 
-        If the user gave a plan (`plan=`) for the graph, the colours are changed in that plan.
+        If the user gave a plan (`plan=`) for the graph, the colours are changed in that plan instead.
         """
         basis = self.basis
         if basis.given is not None:
@@ -109,7 +109,7 @@ class WhatIf:
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
-        """Find a small set of other nodes whose override changes the colour of node `name`. Return the effect; None if none is found."""
+        """Find a small set of other nodes whose override also changes the colour of `name`. Return the effect; None if none is found."""
         candidates = list(self._candidates(name))
         for each in candidates[:MOST_ALONE]:
             change = self._change(name, (each,))
@@ -128,7 +128,7 @@ class WhatIf:
         return self._change(name, tuple(nodes))
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Yield at most MOST_TOGETHER other ops with the colour (low or high) of node `name`, the likeliest cause first."""
+        """Yield at most MOST_TOGETHER other ops of the same colour that may have caused the colour of `name`, the likeliest first."""
         colour, graph = self.colours[name], self.basis.graph
         planned = {node.name: node for node in self.base.nodes}
         nearest = list(_by_distance(graph, name))
@@ -241,7 +241,7 @@ OPEN = "open"
 
 @dataclass(frozen=True)
 class Decided:
-    """The colour (low, high or plain) of one op at some point of the pipeline, and the pass that decided it."""
+    """The colour (low, high or plain) of one op after some pass of the pipeline, and the last pass that changed it."""
 
     node: str
     op: str
@@ -268,7 +268,7 @@ class Progress:
 
 
 def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
-    """Return the decisions on each graph of `plan` after the pass called `name`. Graphs whose pipeline lacks this pass are left out.
+    """Decide each graph of `plan` again up to the pass called `name`, and return the decisions. Graphs without this pass are left out.
 
     Raises PlanError if no graph's pipeline has such a pass. Also raises PlanError for a saved or edited plan: it cannot be decided again,
     because it does not hold the problem (graph, policy and evidence).
@@ -378,8 +378,8 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
 def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
     """Return sentences on changes that would give the node its other colour (low or high); [] if it is no op, or has no fp32 values.
 
-    `bare` is the node's name without its region. The first sentence states the condition that the node's recorded reason implies, if any
-    (such as "it would run low in bf16"). With `asked`, trial plans also find overrides that would change the colour, and their price.
+    The first sentence states the condition that the node's recorded reason implies, if any (such as "it would run low in bf16"). With
+    `asked`, trial plans also find overrides that would change the colour, and their price. `bare` is the node's name without "graph/".
     """
     if node.colour is Colour.PLAIN or node.role != "op":
         return []
@@ -408,7 +408,7 @@ def _and(names: tuple[str, ...]) -> str:
 
 
 def heavy(plan: ModelPlan) -> list[str]:
-    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first. Each is followed by the condition for running low."""
+    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, each with the condition for running low."""
     found = by_impact(plan)
     lines = []
     for node in found[:MOST_HEAVY]:
@@ -426,7 +426,7 @@ def _left_high(node: NodePlan) -> str:
 
 
 def _by_reason(plan: ModelPlan) -> list[str]:
-    """Return one sentence for each pair of colour (low or high) and reason: the number of such ops, and the name of the first one."""
+    """Return one sentence for each pair of colour (low or high) and reason: the number of ops with both, and the first of their names."""
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     counted = Counter((node.colour, node.reason) for node in ops)
     lines = []

@@ -1,1 +1,1 @@
-"""Handle state outside of captured graphs: hooks, buffers, random states, KV caches of generate(), activation checkpoints."""
+"""Handle state that captured graphs do not hold: hooks, buffers, random states, KV caches of generate(), past graphs of checkpoints."""

@@ -24,14 +24,14 @@ _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class _OwnHookNumbers:
-    """`taken`: number of hooks that this package has set on tensors. `lock` is held while a hook is set and counted."""
+    """Counts the hooks that this package sets on tensors (`taken`). HookWatch subtracts them from PyTorch's counter of all hooks."""
 
     taken = 0
     lock = threading.RLock()
 
 
 def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `result.register_hook(hook)` and count the hook as our own, so that no HookWatch searches the modules because of it."""
+    """Call `result.register_hook(hook)`, and count the hook as this package's own, so that no HookWatch searches the modules for it."""
     with _OwnHookNumbers.lock:
         result.register_hook(hook)
         _OwnHookNumbers.taken += 1
@@ -40,9 +40,9 @@ def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
 class HookWatch:
     """Finds out whether hooks on modules below `root` have changed. The check is cheap if no hook was registered.
 
-    Every registration increments one counter of PyTorch. So the modules are searched only if a hook other than our own was registered, if
-    the number of hooks of a module with hooks has changed, or if a direct child of the root was replaced. Hooks on the root itself are
-    ignored, because they run outside of the captured graphs.
+    Every registration increments one counter of PyTorch. So the modules are searched only if a hook other than this package's was
+    registered, if the number of hooks of a module with hooks has changed, or if a direct child of the root was replaced. Hooks on the root
+    itself are ignored, because they run outside of the captured graphs.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -50,7 +50,7 @@ class HookWatch:
         self._look()
 
     def changed(self) -> bool:
-        """True if a hook was added or removed since the previous call of this method; at the first call, since this object was made."""
+        """True if a hook was added or removed since the previous call of this method, or since this object was made."""
         same = RemovableHandle.next_id - _OwnHookNumbers.taken == self._counter and self.root._modules == self._children
         if same and (not self._places or [len(place) for place in self._places] == self._sizes):
             return False
@@ -68,7 +68,7 @@ class HookWatch:
 
 
 def _places(root: nn.Module) -> list[dict[int, Any]]:
-    """Return the tables of hooks of all modules below `root`."""
+    """Return the dicts in which all modules below `root` keep their hooks, such as `_forward_hooks`. Most of them are empty."""
     found: list[dict[int, Any]] = []
     seen, left = {root}, [*root._modules.values()]
     while left:  # not `modules()`, which takes twice as long: this search runs at each call of the model if the user sets tensor hooks
@@ -82,7 +82,7 @@ def _places(root: nn.Module) -> list[dict[int, Any]]:
 
 
 def may_differ(root: nn.Module) -> bool:
-    """True if modules of one class may have different hooks: a module below `root` has hooks, or is held without being registered."""
+    """True if modules of one class may have different hooks: a module below `root` has hooks, or an attribute holds an unregistered one."""
     return any(_places(root)) or _holds_unlisted(root)
 
 
@@ -104,8 +104,8 @@ def _holds_unlisted(root: nn.Module) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 def _global_hooks() -> bool:
-    """True if the process has global module hooks. Dynamo reads the result as a constant, without a guard, because both answers lead to
-    the same graph (see `call_with_own_hooks`)."""
+    """True if the process has global module hooks. Dynamo may treat the result as a constant, without a guard on it, because it captures
+    the same graph for both answers (see `call_with_own_hooks`)."""
     return bool(any_global_hook())
 
 
@@ -135,9 +135,9 @@ _UNSEEN = (
 def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
-    Dynamo captures this function instead of `__call__` for each submodule in a captured graph, because global hooks would become part of
-    the graph. PyTorch's own code runs the call if the process has no global hooks, or if the module has hooks that run even after an
-    exception in its forward (`always_call`). In the second case global hooks run, too.
+    Dynamo captures this function instead of `__call__` for each submodule in a captured graph, so that global hooks do not become part of
+    the graph. If the process has no global hooks, PyTorch's own code runs the call. It also does, and runs the global hooks, if the module
+    has hooks that run even after an exception in its forward (`always_call`).
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

@@ -13,9 +13,9 @@ from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
 
 
 class _Outermost:
-    """Restores the CPU random state, which all threads share, after `random_state_kept` blocks that overlap in several threads.
+    """Saves the CPU random state, which all threads share, when the first of several overlapping `random_state_kept` blocks begins.
 
-    The state is saved when the first block begins, and restored when the last block ends.
+    The state is restored when the last of these blocks ends. They may run in different threads.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@
    tensors and returns fp32. Where the plan runs the attention low, both conversions vanish from the graph, so that no step casts the cache.
 2. The cache rounds only values that the plan rounds anyway: if a graph reads keys or values in fp32, or if uncaptured code reads them, the
    layer stores fp32 again.
-3. A layer that outlives the call of `generate()` gets its former class again, and stores fp32.
+3. If a layer still exists when the call of `generate()` ends, it gets its former class again, and stores fp32.
 
 Before each step, the sizes that vary (batch, prompt, length of the cache) are marked, so that Dynamo captures them as dynamic at once.
 Without a mark Dynamo treats a size as fixed until it sees another value: the prompt and the steps of decoding would be captured again for
@@ -47,13 +47,13 @@ _SOURCE = file_label(__file__)
 
 
 class CacheReadHigh(Exception):
-    """Raised during capture if a graph reads keys or values in fp32 from a KV cache that is stored low. `Session.step` catches it."""
+    """Raised during capture if a graph reads a low KV cache in fp32. `Session.step` catches it, and repeats the call with fp32 caches."""
 
 
 class _KeepsLow:
     """Methods that make a layer of a KV cache store keys and values in the low format, and return them in fp32.
 
-    An inner layer, an object of the layer's former class, holds the low tensors. An update outside of a captured graph makes the layer
+    The low tensors are in an inner layer, an object of the layer's former class. An update outside of a captured graph makes the layer
     store fp32 again.
     """
 
@@ -87,7 +87,7 @@ class _KeepsLow:
 
 @functools.cache
 def _low_class(cls: type) -> type:
-    """Return a subclass of the layer class `cls` that stores keys and values low. An inner `cls` object runs other public methods."""
+    """Return a subclass of the layer class `cls` that stores keys and values low. Other public methods call an inner `cls` object."""
 
     def passed_on(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _low_class(cls: type) -> type:
 
 
 def caches_of(value: Any) -> Iterator[Any]:
-    """Yield `value` if it is a KV cache with layers, and the two inner caches of an encoder-decoder cache; nothing for other values."""
+    """Yield each KV cache with layers in `value`: `value` itself, and the two inner caches if it is the cache of an encoder-decoder."""
     if getattr(value, "layers", None):
         yield value
     for name in _CACHES:
@@ -184,7 +184,7 @@ class LowCaches:
 class CachesOfModel:
     """Decides whether a rewritten model stores the KV caches of its `generate()` in the low format.
 
-    If the user gave a plan (`given`), caches are low if a node of that plan casts keys or values to or from a low cache.
+    If the user gave a plan (`given`), the plan decides: caches are low if one of its nodes casts keys or values to or from a low cache.
     """
 
     def __init__(self, root: nn.Module, given: ModelPlan | None, note: Callable[[str], None]) -> None:
@@ -209,11 +209,10 @@ class CachesOfModel:
         return bool(hooks) or any(each.get("return_dict_in_generate") for each in asked)
 
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
-        """If a planned graph reads keys or values in fp32 from `caches`, which are stored low, keep the caches of later calls in fp32.
+        """Keep the caches of later calls in fp32 if a newly planned graph reads keys or values of `caches`, which are stored low, in fp32.
 
-        A graph without planned ops counts as a graph that reads in fp32. `anew` says that no code of the present call of `generate()` has
-        run. Then CacheReadHigh is raised, and the call starts again with fp32 caches. Does nothing if `caches` is None or the user gave a
-        plan.
+        A graph without planned ops counts as reading in fp32. Raises CacheReadHigh if `anew` is True: no code of the running call has run
+        yet, so it can begin again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
@@ -236,7 +235,7 @@ def _is_conversion(node: NodePlan) -> bool:
 def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """In the arguments of a step of `generate()`, mark the dims whose sizes will change, so that Dynamo captures them as dynamic.
 
-    A dim of size 1 is not marked.
+    A dim of size 1 is not marked: PyTorch broadcasts it, so it needs another graph than larger sizes.
     """
     for value in (*args, *kwargs.values()):
         for tensor, dims in _growing(value):
@@ -245,7 +244,7 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of `tensor` in which Dynamo uses one symbol for equal sizes; () unless `mark_growing` found it in a KV cache."""
+    """Return the dims of a tensor of a KV cache in which Dynamo gives equal sizes one symbol; () if `mark_growing` has not set any."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 
@@ -253,7 +252,7 @@ def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
 def _mark_shared(value: Any) -> None:
     """If `value` is a KV cache, store on its keys and values the dims in which Dynamo uses one symbol for equal sizes (`shared_sizes`).
 
-    These are the batch and length dims. A size with two meanings in this cache, such as a batch of five and five keys, is left out.
+    These are the batch and length dims. A size with two meanings, such as a batch of five and five keys, is left out: later the two differ.
     """
     batch, length = _IN_CACHE
     held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}
@@ -266,8 +265,9 @@ def _mark_shared(value: Any) -> None:
 
 
 def _kinds(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (layer, kind) for each layer of a cache. Layers of one kind hold keys of one length. The kind is (index of the inner cache,
-    class of the layer, sliding window or None)."""
+    """Yield (layer, kind) for each layer of a cache. Layers of one kind always hold equally many keys.
+
+    The kind is (index of the inner cache, class of the layer, sliding window or None)."""
     for place, cache in enumerate(caches_of(value)):
         yield from ((layer, (place, type(layer), getattr(layer, "sliding_window", None))) for layer in cache.layers)
 

@@ -34,7 +34,7 @@ def asking_node() -> Any:
 
 
 def asking_number() -> tuple[int, int] | None:
-    """Return two numbers that identify a recomputation by a non-reentrant checkpoint; None if no such recomputation runs.
+    """Identify the running recomputation by a non-reentrant checkpoint by two numbers; None if no such recomputation runs.
 
     They are the number of the running backward, and the number of the autograd node whose saved tensors are recomputed.
     """
@@ -43,7 +43,7 @@ def asking_number() -> tuple[int, int] | None:
 
 
 class CallsInRegions:
-    """Remembers which calls of a module were made inside a torch.autocast region in the model's own code, for recomputations of them.
+    """Remembers which calls of a module were inside a torch.autocast region of the model's own code, so that a recomputation knows it.
 
     A checkpoint restores the autocast state in backward, but this state does not show whether the model or its caller entered the region.
     """
@@ -72,9 +72,9 @@ class CallsInRegions:
 class Past(Generic[T]):
     """Former values of one variable, such as the graphs of a module, for recomputations by activation checkpoints.
 
-    A recomputation needs the value that the variable had when its forward ran.
-    Autograd numbers its nodes in the order of creation. Each former value is stored with the number of the next node at the time when the
-    value was replaced. So a node with a lower number was made while the variable still had this value, or an older one.
+    A recomputation needs the value that the variable had when its forward ran. Autograd numbers its nodes in the order of creation. Each
+    former value is stored with the number of the next node at the time when the value was replaced. So a node with a lower number was
+    made while the variable still had this value, or an older one.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class Past(Generic[T]):
         """The former values that are kept, each with the number of the first autograd node made after its replacement."""
 
     def keep(self, value: T) -> None:
-        """Keep the former value `value` for recomputations of earlier forwards. Call this method when the variable gets a new value."""
+        """Store `value`, the value until now, for recomputations of earlier forwards. Call this method when a new value replaces it."""
         self.before = [*self.before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:
-        """In a recomputation, return the value at the time of the recomputed forward; otherwise return `now`, the present value."""
+        """In a recomputation, return the value that the variable had in the repeated forward; otherwise `now`, the present value."""
         node = asking_node() if self.before else None
         if node is None:
             return now

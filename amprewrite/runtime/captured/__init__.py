@@ -1,1 +1,1 @@
-"""Run captured graphs: store and run the graphs of each called module, and renew them if hooks, weights or decisions change."""
+"""Store and run the graphs that Dynamo captures of each called module. Capture them anew if hooks, weights or the plan change."""

@@ -1,6 +1,6 @@
-"""Define an entry, a module that is called from outside of the model's graphs, and store its captures.
+"""Store the captures of each entry: its compiled functions, their rewritten graphs, and a list of the code that is in no graph.
 
-The captures of an entry are compiled functions, their graphs, and a list of the code that is in no graph.
+An entry is a module that is called from outside of the model's graphs, such as the root, so that it needs graphs of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FRESH_STARTS = 2
 
 
 class Anew(Enum):
-    """Reasons to drop the graphs of an entry (a module that is called from outside of graphs), so that its next call captures them anew."""
+    """Reasons to drop the graphs of an entry (a module that is called from outside of graphs) and capture them anew in its next call."""
 
     HOOKS = "hooks on its modules came or went"
     FORWARD = "its class has another forward"
@@ -147,7 +147,7 @@ class Graphs:
 
     @property
     def outdated(self) -> bool:
-        """True if a changed weight or the plan of another graph made the plans of these graphs invalid. The model's code is unchanged."""
+        """True if the plans of these graphs no longer hold, because a weight or another graph's plan changed. The code still holds."""
         return self.anew in (Anew.WEIGHTS, Anew.AGREED)
 
     def failed(self, failure: Failure) -> None:
@@ -155,7 +155,7 @@ class Graphs:
         self.entry.session.state.failures.append(failure)
 
     def starts_again(self, inputs: Any) -> bool:
-        """True if an fp32 model gets half `inputs`, and its call can begin again with fp32 inputs, because none of its code has run."""
+        """True if an fp32 model gets half-precision `inputs` and can restart with fp32 inputs, because none of its code has run."""
         entry, session = self.entry, self.entry.session
         return not entry.widens and half_beside_fp32(session.root, inputs) and not session.state.ran and not under_way(entry.function)
 
@@ -164,10 +164,10 @@ class Graphs:
         self.empty = read and self.empty is not False
 
     def leave_early_hooks(self, module: torch.fx.GraphModule) -> None:
-        """If captured code sets a hook on an input that its graph writes, raise SkipFrame, so that Dynamo runs the code as written.
+        """Raise SkipFrame, so that Dynamo runs the code as written, if captured code sets a hook on an input that its graph overwrites.
 
-        Dynamo would set the hook after the graph has run, on the written value. Raises CaptureError instead if the user asked for one graph
-        of the whole module (`strict=True` or `fullgraph=True`).
+        Dynamo would set the hook only after the graph has run, on the new value. Raises CaptureError instead if the user asked for one
+        graph of the whole module (`strict=True` or `fullgraph=True`).
         """
         if not hooked_and_written(module.graph, dynamo.inputs_to_hook()):
             return
@@ -234,7 +234,7 @@ class Graphs:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `method` and does not keep the method's object alive."""
+    """Return a function that calls `method`, but holds only a weak reference to the object that the method is bound to."""
     found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:
@@ -248,15 +248,16 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 class Entry:
     """A module that is called from outside of the model's graphs: the root, or a submodule that is captured separately or called directly.
 
-    If `captured` is False, the code of the entry runs as written, and its parts (submodules that are captured separately) are entries of
-    their own. If `compiles` is False, as for an LSTM, the graphs run eagerly with every backend.
+    If `captured` is False, the entry's own code runs as written, and its parts (submodules that are captured separately) are entries, too.
+    If `compiles` is False, as for an LSTM, the graphs run eagerly with every backend.
     """
 
     def __init__(
         self, session: CallRecord, rewrite_region: RewriteRegion, path: str, function: Callable[..., Any], captured: bool = True,
         home: type[nn.Module] | None = None, key: str = "",
     ) -> None:  # fmt: skip
-        """`path`: the module's path. `key`: its key in `session.entries`. `home`: the class whose forward is `function`, or None."""
+        """Make the entry of the module at `path`, with key `key` in `session.entries`. Its calls run `function`, which is the forward of
+        the class `home`, or other code if `home` is None. `rewrite_region` rewrites its captured graphs."""
         self.session, self.rewrite_region, self.path, self.function, self._home = session, rewrite_region, path, function, home
         self.key = key
         self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"
@@ -282,7 +283,7 @@ class Entry:
         return self._past.of_forward(self.graphs)
 
     def why_anew(self, recomputes: bool) -> Anew | None:
-        """Return the reason why this call must capture anew; None if it runs the present graphs.
+        """Return the reason why this call must capture its graphs anew; None if it may run the present graphs.
 
         `recomputes`: whether a backward makes the call, to repeat a forward. Then only changed hooks or a changed forward are reasons.
         """
@@ -295,7 +296,7 @@ class Entry:
         return Anew.SWITCHED_ON if self.graphs.anew is None and self.graphs.asleep and not dynamo.disabled() else self.graphs.anew
 
     def _patched(self) -> bool:
-        """True if the forward of the class was replaced after this entry was made. The entry then calls the new forward."""
+        """True if somebody replaced the forward of the class since this entry was made. Then also make the entry call the new forward."""
         now = None if self._home is None else self._home.forward
         if now is getattr(self.function, "__func__", None) or not isinstance(now, FunctionType):
             return False
@@ -304,7 +305,7 @@ class Entry:
         return True
 
     def capture_anew(self, why: Anew) -> None:
-        """Replace the graphs by an empty `Graphs`. Its functions have new code objects, so that Dynamo reuses no earlier graph or failure.
+        """Drop the graphs, so that the next call captures them anew. New code objects keep Dynamo from reusing earlier graphs or failures.
 
         `why` is the reason. If it is NOT_CAPTURED, the entry runs as written until the next call of this method. If the old graphs are
         `outdated` (their plans no longer hold, but the code is unchanged), they are kept for recomputations of forwards that ran them.

@@ -1,4 +1,4 @@
-"""Rewrite the graphs that Dynamo captures of one model: read, plan and emit each, and mark it for a new capture if decisions change.
+"""Rewrite the graphs that Dynamo captures of one model: read, plan and emit each graph. Mark it for a new capture if decisions change.
 
 All graphs of a model share one plan: `Agreement` stores the colour (low or high) of each shared op, and marks graphs that contradict it.
 """
@@ -82,7 +82,7 @@ class GraphRewriter(CallRecord):
 
     @functools.cached_property
     def training(self) -> Training:
-        """The loss scaling of the model: made by `__post_init__` if there is a loss scale, otherwise when it is first read."""
+        """The object that scales the model's losses. `__post_init__` makes it if there is a loss scale, otherwise the first read does."""
         with self.lock:  # so that first calls in two threads get the same object
             if "training" not in self.__dict__:
                 self.__dict__["training"] = Training(
@@ -96,15 +96,15 @@ class GraphRewriter(CallRecord):
     ) -> None:
         """Register the module at `path` as an entry: a module that is called from outside of graphs, and so has captured graphs of its own.
 
-        `function` is the code that a call of the module runs. For `captured` and `home` see Entry. `key`, by default `path`, is
-        the key in `entries`.
+        `function` is the code that a call of the module runs: the forward of the class `home`, or other code if that is None. With
+        `captured=False` this code runs as written. `key` is the key in `entries`, by default `path`.
         """
         key = path if key is None else key
         self.entries[key] = Entry(self, self.rewrite_region, path, function, captured, home, key)
 
     @property
     def graphs(self) -> list[Graphs]:
-        """The present `Graphs` of all entries (modules that are called from outside of graphs)."""
+        """The captured graphs of all entries (modules that are called from outside of graphs), one `Graphs` for each entry."""
         return [entry.graphs for entry in list(self.entries.values())]
 
     @property
@@ -114,11 +114,11 @@ class GraphRewriter(CallRecord):
 
     @property
     def policy(self) -> Policy:
-        """The policy for the device that the model is on."""
+        """The rules for planning (low format, op lists, overrides and so on) on the device that the model is on."""
         return self.policy_for(self._device())
 
     def agree(self, plan: RegionPlan) -> None:
-        """Add the colours (low or high) of a newly planned graph to the colours that all graphs of the model share."""
+        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Mark graphs that contradict them."""
         self.agreement.join(plan, self.graphs, self.note)
 
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
@@ -230,33 +230,33 @@ class GraphRewriter(CallRecord):
         return region
 
     def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:
-        """Return which weights an emitted graph reads, and how. Warn if it reads fp32 values that freezing has dropped."""
+        """Return which weights the emitted graph `made` reads, and in which formats. Warn if it needs fp32 values that freezing dropped."""
         reads = weight_reads(made, inputs, self.root)
         self.warn_fp32(lost_values(self.root, reads.copies, entry.place))
         return reads
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
-        """Add `regions`, value ranges that LookAhead observed, to the session's calibration, and return it. Sets `overflowed` to True."""
+        """Add value ranges that LookAhead observed, one record for each graph, to the model's calibration. Return it. Set `overflowed`."""
         with self.lock:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
             return self.calibration
 
     def _cache(self, training: bool, compiled: bool) -> WeightCache | None:
-        """Return the cache that keeps low copies of weights for a graph; None if the graph casts its weights anew in each call.
+        """Return the cache from which a graph reads low copies of weights; None if the graph casts its weights anew in each call.
 
-        A graph that records gradients (`training`) reads kept copies only if it is not `compiled`, and `cache_weights="step"`. A `compiled`
-        graph without gradients reads them only if it is captured inside a block that keeps copies, such as a call of `generate()`, because
-        it is compiled once for all later calls. With `cache_weights=False`, and if FSDP2 shards the model, no copies are kept.
+        A graph that records gradients (`training`) gets the cache only with `cache_weights="step"`, and if it is not `compiled`. A graph
+        without gradients gets it unless `cache_weights=False`; if it is `compiled`, only inside a block that keeps copies, such as a call
+        of `generate()`, because it is compiled once for all later calls. If FSDP2 shards the model, no graph gets the cache.
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
         return self.cache if wanted and not self._sharded() else None
 
     def _sharded(self) -> bool:
-        """True if FSDP2 shards a module; then also add a note to the plan.
+        """True if FSDP2 shards a module. Then also note in the plan that low copies of weights are not kept.
 
-        Low copies cannot be kept under FSDP2: it writes the weights anew for every forward, and their version counters do not show it.
+        Copies would go stale: FSDP2 writes the weights anew for every forward, and their version counters do not show it.
         """
         if found := any(map(is_sharded, self.root.modules())):
             self.note("low copies of weights are not kept here: FSDP gathers the weights anew for every forward")
@@ -267,7 +267,7 @@ class GraphRewriter(CallRecord):
         return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
 
     def _row(self, device: str) -> Device:
-        """Return the table row of the device to plan for: the device named in the options, or `device`, where the model is."""
+        """Return the data (speeds, formats) of the device to plan for: the device named in the options, or `device`, where the model is."""
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
@@ -276,7 +276,7 @@ class GraphRewriter(CallRecord):
         return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 
     def _in_parts(self) -> bool:
-        """True if code of the model may run between the graphs of the running forward."""
+        """True if code of the model may run between the graphs of the running forward, or if no forward runs."""
         state = self.state
         if state.entry is None:
             return True
@@ -297,7 +297,7 @@ class GraphRewriter(CallRecord):
         return any(each.outdated for each in graphs)
 
     def _overflowed(self) -> str | None:
-        """Return in words where the training step that loss scaling is skipping first overflowed; None if the place is not found.
+        """Return in words where a value first overflowed in the training step that loss scaling now skips; None if the place is not found.
 
         Also ask for a check of the weights before the next call of the model (`look_at_weights`).
         """
@@ -322,7 +322,7 @@ class Agreement:
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
         """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Mark graphs that contradict these.
 
-        `every` holds all graphs. A marked graph is captured anew in its next call, and `note` is called with the reason.
+        `every` holds all graphs. The next call captures a marked graph anew. `note` is called with the reason.
         """
         before = self.colours
         for part in plan.flat("") if self.on else ():
@@ -340,8 +340,8 @@ class Agreement:
     def follow_weights(self, every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
         """Mark graphs for a new capture if one of their weights moved into or out of the low format's range.
 
-        `note` is called with a text for each of these weights. If `on` is True, graphs share the colours of ops, so all graphs in `every`
-        are marked. Returns a warning if a weight no longer fits, otherwise "".
+        If graphs share colours (`on`), all graphs in `every` are marked. `note` is called with a text for each of these weights. Returns a
+        warning if a weight no longer fits, otherwise "".
         """
         if not any(graphs.weights for graphs in every):
             return ""
@@ -361,6 +361,6 @@ class Agreement:
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:
-    """Return copies of the nodes that the planner considered for fp8: low if the forward GEMM of a node runs in fp8, otherwise high."""
+    """Return copies of the nodes that the planner considered for fp8. Nodes whose forward GEMM runs in fp8 are low, all others high."""
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]

@@ -61,10 +61,10 @@ def worth_watching(problem: Problem) -> bool:
 
 
 class LookAhead:
-    """Runs the first calls of one graph. Before each, it observes a run of the same graph in fp32, to find values that would overflow.
+    """Runs the first calls of one graph. Before each, it runs the same graph in fp32 and observes it, to find values that would overflow.
 
-    `plan` is the plan of the graph. `learn` adds ranges to the calibration and returns the new calibration. `again` plans and emits the
-    graph anew for the given inputs, and returns its plan. `warn` warns the user.
+    `plan` is the plan of the graph. `learn` adds value ranges to the calibration and returns the new calibration. `again` plans and emits
+    the graph anew for the given inputs, and returns its plan. `warn` warns the user.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class LookAhead:
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
         """In the first CALLS forwards of the model, run the graph in fp32 and observe its values. Then return `run(inputs)`.
 
-        Warn if the results are not finite although the fp32 results are. `forward` is the number of the running forward of the model.
-        Nothing is observed while a CUDA graph records, while a checkpoint recomputes, and on tensors without values (meta, fake). `left`,
-        the number of forwards still to observe, is negative after the last of them.
+        Warn if the results are not finite although the fp32 results are. `run` calls the rewritten graph. `forward` is the number of the
+        running forward of the model, in which a graph may be called several times. Nothing is observed while a CUDA graph records, while a
+        checkpoint recomputes, and on tensors without values (meta, fake).
         """
         if forward != self.forward:
             self.forward, self.left = forward, self.left - 1
@@ -112,10 +112,9 @@ class LookAhead:
             )
 
     def look(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], always: bool = False) -> bool:
-        """Run the graph in fp32, observe its values, and plan it anew if one would overflow in fp16. With `always`, always plan it anew.
+        """Run the graph in fp32, observe its values, and plan it anew if a value would overflow in fp16, or if `always` is True.
 
-        `run` calls the rewritten graph. Returns True if the fp32 results and all written inputs are finite; False if not, or if the fp32
-        run raised.
+        `run` calls the rewritten graph. Returns True if the fp32 run raised no error, and its results and all written inputs are finite.
         """
         self.failed = ""
         try:
@@ -163,10 +162,10 @@ class LookAhead:
             )
 
     def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], exact: _BodyResults) -> tuple[bool, str]:
-        """Run the rewritten graph on copies of `inputs`. Return (True if it overflows, why this cannot be told).
+        """Run the rewritten graph on copies of `inputs`. Return (True if it overflows, the reason if this remains unknown, otherwise "").
 
-        It overflows if it raises an error, or gives NaN or infinities. `exact` has the results of the bodies in the fp32 run, which
-        observes no values inside the bodies of loops and conditions. The reason is "" if the run tells it.
+        This covers values in the bodies of loops and conditions, which the fp32 run does not observe. The graph overflows if it raises an
+        error, or if it or a body returns NaN or infinities. `exact` says for each body of the fp32 run whether its results are finite.
         """
         try:
             with self._aside(), _BodyResults() as rounded:
@@ -218,7 +217,7 @@ class LookAhead:
     def _decide_anew(self, seen: Mapping[str, RegionRanges], inputs: tuple[Any, ...], hidden: str) -> None:
         """Plan and emit the graph anew with the ranges `seen`. Body graphs whose values were not observed are left in fp32.
 
-        `hidden` tells why no run shows whether they overflow; "" if a first call would overflow.
+        `hidden` is the reason why no run shows whether these bodies overflow; "" if it is known that the graph overflows.
         """
         captured, calibration = self.captured, self.learn(tuple(seen.values()))
         unseen = f"a first call would overflow in {self._low}, and the values in there are not observed"
@@ -233,7 +232,7 @@ class LookAhead:
 class _BodyResults(TorchFunctionMode):
     """Context manager that records, for each call of an op that runs body graphs, whether all its results are finite.
 
-    Such an op runs a loop, a condition or an autograd Function. Compiled code calls none.
+    Such an op runs a loop, a condition or an autograd Function. Compiled code calls no such op, so nothing is recorded for it.
     """
 
     def __init__(self) -> None:
@@ -259,7 +258,7 @@ def rewrite_for(
     warn: Callable[[str], None],
     overflowed: bool,
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Return the edited graph of an exported module, and its plan.
+    """Rewrite the graph of an exported module, and return the edited graph and its plan.
 
     If the low format is fp16, run the graph in fp32 on `args` and `kwargs`. Plan it with the observed ranges if a value would overflow, or
     if `overflowed` (a graph of the model would have overflowed in a first call). Buffers are restored. `learn` adds ranges to the
@@ -287,7 +286,7 @@ def rewrite_for(
 
 
 def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Return the edited graph and its plan. The graph's code is generated now, because torch.export reads the arguments of `forward`."""
+    """Rewrite `captured`, and return the edited graph and its plan. Its code is generated now, because torch.export reads its signature."""
     edited, plan = rewrite_graph(captured)
     force_recompile(edited)
     return edited, plan

@@ -1,6 +1,6 @@
-"""Run one rewritten graph: a Region is the function that Dynamo calls in place of the code that it captured.
+"""Run a rewritten graph in place of the code that Dynamo captured (`Region`), and record the calls of one rewritten model.
 
-Record the calls of one rewritten model: the graphs that ran, the code that ran as written, notes for the plan, and warnings given.
+`State` holds the calls that run in a thread. `CallRecord` holds which graphs ran, notes for the plan, and the warnings given.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ that refused low operands."""
 
 
 def scale_device(graph: torch.fx.Graph) -> torch.device:
-    """Return the device of the loss scale in a graph that scales gradients. The scale is the last input of the graph."""
+    """Return the device of the loss scale in a graph that scales gradients. The last two inputs are the scale and its inverse."""
     example: torch.Tensor = graph.find_nodes(op="placeholder")[-1].meta["example_value"]
     return example.device
 
@@ -83,15 +83,15 @@ class Region:
     def become(
         self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals
     ) -> None:
-        """Make later calls run `run`, a new rewrite of the same captured graph. Recomputations of earlier forwards run the old one."""
+        """Make later calls run `run`, a new rewrite of the same captured graph. Checkpoints recompute earlier forwards with the old one."""
         self._past.keep((self.run, self.reads))
         self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused
 
     def call(self, inputs: tuple[Any, ...], forward: int) -> Any:
-        """Run the graph on the inputs of its captured code, and return its results.
+        """Run the graph on `inputs`, the inputs of its captured code, and return its results.
 
-        In fp16, each of the model's first calls also runs the graph in fp32 before, to find overflows. `forward` is the number of the
-        model's running call.
+        In fp16, the model's first calls run the graph in fp32 as well, to find values that would overflow (`LookAhead`). `forward` numbers
+        the calls of the model.
         """
         first = self.look_ahead
         with closed_if_raised() if self.enters_regions else contextlib.nullcontext():
@@ -101,9 +101,9 @@ class Region:
         return result
 
     def call_steady(self, inputs: tuple[Any, ...]) -> Any:
-        """Run the graph under the user's dispatch modes. If it scales gradients, the loss scale is an additional input.
+        """Run the graph under the user's dispatch modes, and return its results. If it scales gradients, pass it the loss scale, too.
 
-        A caller may use this method in place of `call` if `look_ahead` is None and `enters_regions` is False.
+        This is all that `call` does if `look_ahead` is None and `enters_regions` is False. Callers may then use it directly.
         """
         run, reads, scaled, given = self.run, self.reads, self.latest, inputs
         if self._past.before:
@@ -134,7 +134,7 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """End the first call, which ran op by op. If ops refused low operands, plan anew; otherwise later calls run generated code."""
+        """After the first call: if ops raised errors on low operands, plan anew with these ops in fp32; otherwise stop running op by op."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)
@@ -142,7 +142,7 @@ class Region:
             self.run = self.run.later
 
     def _watched(self, *inputs: Any) -> Any:
-        """Run the graph op by op, and find the first result or gradient that is not finite."""
+        """Run the graph op by op, so that the overflow probe finds the first result or gradient that is not finite."""
         assert self.module is not None
         return self.training.probe.run(self.plan, self.module, inputs)
 
@@ -188,11 +188,11 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager for a call that a backward makes while a forward runs, as when a forward takes gradients through a checkpoint.
+        """Context manager for a call by a backward inside a running forward, as when the forward takes gradients through a checkpoint.
 
-        `asked`: the result of `asking_number()`, which is None if the call is no recomputation by a non-reentrant checkpoint. `around`: the
-        number of torch.autocast regions around the call. In such a recomputation they all count as regions of the model's caller, not of
-        its code, because the checkpoint enters regions to restore the autocast state of its forward.
+        `asked`: id of the recomputation (`asking_number()`); None if no non-reentrant checkpoint makes the call. `around`: number of
+        torch.autocast regions around the call. If `asked` is given, they count as regions of the model's caller, not of its code, because
+        the checkpoint enters regions to restore the autocast state of its forward.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around
@@ -203,7 +203,7 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def generates(self, low_caches: LowCaches | None) -> Iterator[None]:
-        """Context manager for a call of `generate()`: its sizes are captured as dynamic, and `low_caches` store low until it ends."""
+        """Context manager for a call of `generate()`: sizes are captured as dynamic. At its end, KV caches in `low_caches` become fp32."""
         outer = self.low_caches
         self.generating, self.low_caches = self.generating + 1, low_caches
         try:
@@ -261,7 +261,7 @@ class CallRecord:
         self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Raise CaptureError(message) under `strict`; otherwise warn once for each `cause`. Do nothing if `message` is ""."""
+        """Warn that code runs in fp32, once for each `cause`; under `strict` raise CaptureError(message). Do nothing if `message` is ""."""
         if self.options.strict and message:
             raise CaptureError(message)
         self.warn_once(message, cause)

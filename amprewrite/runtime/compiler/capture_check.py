@@ -4,8 +4,8 @@ Some models test whether they are compiled, and then compute other values. So in
 with the original model, both in fp32:
 
 1. Before the call, copy its inputs, the buffers and the random states.
-2. After the call, run a clone of the plain model on these copies. All floating results of the clone must be among the results of the
-   captured graph. If one is not, run the graph in fp32 on the inputs of the call, and find the first op whose result the plain model lacks.
+2. After the call, run the captured graph in fp32, and a clone of the plain model on the copies. All floating results of the clone must be
+   among the results of the graph. If one is not, run the graph again, and find the first op whose result the plain model lacks.
 
 The check is skipped if its answer would be uncertain, or if a side effect would happen twice:
 
@@ -127,7 +127,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _sketchable(value: Any) -> list[Tensor]:
-    """Return the dense tensors in `value` whose elements can be read."""
+    """Return the tensors in `value` whose elements `_sketch` can read: dense, not quantized, and not on the meta device."""
     return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.layout == torch.strided and not t.is_meta and not t.is_quantized]
 
 
@@ -254,7 +254,7 @@ class CaptureCheck:
             copy.meta = kept_meta(node.meta)
 
     def runs(self, inputs: tuple[Any, ...]) -> None:
-        """Record the inputs on which the checked call will run the captured graph; for a buffer, its value from before the call."""
+        """Record `inputs`, on which the checked call is about to run the captured graph; for a buffer, its value from before the call."""
         if not self.sound or self.graph is None or self.given:
             return
         self.sound = all(id(inputs[place]) in self.buffers for place in self.written)
@@ -287,7 +287,7 @@ class CaptureCheck:
         return far, f"{search.found.name}{f' ({source})' if source else ''}"
 
     def _is_had(self, had: Sequence[Tensor]) -> bool:
-        """True if all results of the plain model are among `had`, the values of the captured graph.
+        """True if all results of the original model are among `had`, the results and inputs of the captured graph.
 
         The model runs without gradients, which saves memory. The result is False if the model raises in this mode.
         """
@@ -298,7 +298,7 @@ class CaptureCheck:
 
     @contextlib.contextmanager
     def _again(self, grad: bool) -> Iterator[None]:
-        """Context manager that sets the random states of the checked call and the grad mode `grad`, and disables saved-tensor hooks."""
+        """Context manager to repeat the checked call: set its random states and the grad mode `grad`, and disable saved-tensor hooks."""
         now = random_states(self.devices)
         with random_state_kept(self.devices), unhooked(), torch.set_grad_enabled(grad):
             self.random()
@@ -308,7 +308,7 @@ class CaptureCheck:
                 now()
 
     def _as_written(self, grad: bool, values: Values | None = None) -> list[Tensor]:
-        """Run the plain model on copies of the arguments and buffers, with the random states of the call. Return its floating results.
+        """Run the original model on copies of the arguments and buffers, with the random states of the call. Return its floating results.
 
         `grad`: grad mode of the run. `values`, if given, records the result of every op.
         """

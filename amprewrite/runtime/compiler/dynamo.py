@@ -129,7 +129,7 @@ def compile_afresh(
         def convert_with_settings(*frame: Any, **state: Any) -> Any:
             if frame[0].f_code is not code and (frame_id() is not None or _is_of_python(frame[0].f_code.co_filename)):
                 return skip_once()
-            with compile_lock:  # what is set below is set for all threads, the settings of Dynamo before torch 2.12 too
+            with compile_lock:  # all threads share the functions that are replaced below and, before torch 2.12, Dynamo's config
                 return convert_locked(frame, state)
 
         def convert_locked(frame: tuple[Any, ...], state: dict[str, Any]) -> Any:
@@ -140,7 +140,7 @@ def compile_afresh(
                 now["allow_empty_graphs"] = True
             if calls_that_captured >= COUNTS_FROM:
                 now["allow_unspec_int_on_nn_module"] = True
-            if not whole:  # Dynamo refuses this setting beside fail_on_recompile_limit_hit, which the user may have set
+            if not whole:  # Dynamo refuses this setting together with fail_on_recompile_limit_hit, which the user may have set
                 now["suppress_errors"] = not torch._dynamo.config.fail_on_recompile_limit_hit
             if not _ISOLATES and (more := _entries_of_others(frame[1], given)):
                 now["recompile_limit"] = RECOMPILE_LIMIT + more
@@ -213,10 +213,10 @@ def _all_of(filters: Sequence[Callable[[Sequence[Any]], list[bool]]]) -> Callabl
 
 
 def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
-    """Guard filter that drops the guards on a frozen weight's stored tensors and on its metadata. Returns a bool for each guard.
+    """Guard filter that drops guards on the stored tensors and on the metadata of a FrozenWeight. Returns a bool for each guard.
 
-    These guards run Python code in every call, 20 us for each weight. They are not needed, because a graph reads the stored tensors anew in
-    every run. The guards on the fp32 tensor that a frozen weight looks like are kept.
+    A FrozenWeight looks like an fp32 tensor and stores low values. Guards on the fp32 tensor are kept. The dropped guards run Python code
+    in every call, 20 us for each weight, and are not needed, because a graph reads the stored tensors anew in every run.
     """
     inside = tuple(f"{guard.name}." for guard in guards if isinstance(guard.value, FrozenWeight))
     own = [isinstance(guard.value, FrozenWeight) and guard.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH" for guard in guards]
@@ -243,9 +243,9 @@ _ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DIC
 def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of `function` with a new code object, because Dynamo stores graphs, and marks to skip code, by code object.
 
-    Dynamo skips the files of PyTorch's own modules. A forward from such a file is wrapped in a function of ours, which Dynamo captures. So
-    is an object that is no Python function, such as a `functools.partial`: Dynamo would wrap it in a function whose code all such objects
-    of the process share, and after 256 graphs it captures none.
+    Dynamo skips the files of PyTorch's own modules. A forward from such a file is wrapped in a function of ours, which Dynamo captures.
+    An object that is no Python function, such as a `functools.partial`, is wrapped, too. Dynamo's own wrapper has one code object for all
+    such objects of the process, of which Dynamo captures at most 256 graphs.
     """
     inner = function.__func__ if isinstance(function, types.MethodType) else function
     if not isinstance(inner, types.FunctionType):
@@ -302,7 +302,7 @@ _ROUNDINGS: dict[Any, str] = {
 
 
 def rounding_of(backend: str | Callable[..., Any]) -> str:
-    """Return a note on how a compiler changes the rounding of the plan; "" if nothing is known about `backend`."""
+    """Return a note on whether code compiled by `backend` rounds values where the plan says; "" if this is not known."""
     return _ROUNDINGS.get(backend, "") if isinstance(backend, str) else ""
 
 
@@ -338,7 +338,7 @@ def inputs_to_hook() -> set[str]:
 
 
 def changes_objects() -> bool:
-    """True if the captured code changes an object that existed before, or sets a hook on a tensor. Dynamo does both after the graph."""
+    """True if the code under capture changes an existing object or hooks a tensor. Dynamo does both only after the graph has run."""
     effects = reading().output.side_effects
     there = (each for each in effects.id_to_variable.values() if isinstance(each.mutation_type, _WAS_THERE))
     return bool(effects.tensor_hooks) or any(effects.is_modified(each) for each in there)
@@ -370,7 +370,7 @@ def kept_out() -> bool:
 
 
 def never_read(function: Callable[..., Any]) -> None:
-    """Make Dynamo skip frames of `function`, a function that asks for Dynamo's state: capturing the function would change that state."""
+    """Make Dynamo never capture `function`. Use this for a function that reads Dynamo's state, which capturing it would change."""
     skip_code(function.__code__)
 
 
@@ -421,14 +421,14 @@ def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
 
 
 def first_line(text: object) -> str:
-    """Return the first line of a message of Dynamo, in plain words; RECURRENT for a recurrent module."""
+    """Return the first line of a message of Dynamo, in plain words; RECURRENT for a message about an LSTM, GRU or RNN module."""
     return RECURRENT if _RECURRENT in str(text) else plain_reason(str(text).strip().partition("\n")[0].strip())
 
 
 class _Aside(threading.local):
-    """The user's dispatch modes that are suspended in this thread, because Dynamo cannot run under dispatch modes.
+    """Holds the user's dispatch modes that are suspended in this thread, because Dynamo cannot run under dispatch modes.
 
-    Every rewritten graph restores them while it runs. Code that runs as written between graphs runs without them.
+    They are active while a rewritten graph runs, but not for code that runs as written between graphs.
     """
 
     def __init__(self) -> None:
@@ -440,7 +440,7 @@ suspend_dispatch_modes = _Aside()
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Context manager that suspends the user's dispatch modes. Each rewritten graph restores them while it runs."""
+    """Context manager that suspends the user's dispatch modes, so that Dynamo can run. Rewritten graphs still run under them."""
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = outer + user_modes()
     try:
@@ -452,7 +452,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def unselective() -> Iterator[None]:
-    """Context manager for a trial run of a graph: disable selective checkpoints, which must not store results of that run."""
+    """Context manager for a trial run of a graph: hide it from selective checkpoints, which would otherwise keep its results."""
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = not_selective(outer)
     try:

@@ -51,7 +51,7 @@ class Failure:
 
 
 def try_all_again() -> None:
-    """Let Dynamo try again all code that it gave up. A new capture does this first, because failures of other models must not affect it."""
+    """Let Dynamo try again all code that it gave up in this process. Called before a new capture, which earlier failures would affect."""
     for found in _GIVEN_UP.valuerefs():
         code = found()
         if code is not None:
@@ -122,7 +122,7 @@ class Unseen(BaseException):
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which Dynamo calls, in a wrapper that raises its errors as `Unseen`, so that Dynamo does not handle them."""
+    """Wrap `function`, which Dynamo calls, so that Dynamo passes its errors on (as `Unseen`) instead of handling them."""
 
     def call(*args: Any) -> Any:
         try:

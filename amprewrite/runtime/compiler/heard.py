@@ -57,12 +57,12 @@ def regions_around() -> int:
 
 @contextlib.contextmanager
 def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool) -> Iterator[None]:
-    """Context manager for a conversion of a frame by Dynamo, in which `torch.is_autocast_enabled` and similar functions return True.
+    """Context manager in which Dynamo captures code as if autocast were on: `torch.is_autocast_enabled` and similar functions return True.
 
-    They return the true answer in the cases 2 to 4 at the top of this file. `root` is the model. `inputs` are the values that the frame
-    reads, nested in lists, tuples and dicts. `around` is the number of autocast regions around the call of the model. If `again`, the call
-    can begin again with its half inputs in fp32. Then a TwoDtypes, wrapped in an Unseen, is raised as soon as the code asks for the
-    autocast state.
+    PyTorch's own code gets the true answer, as does all code that runs in an autocast region of the model, or asks about a device that the
+    model is not on. All code gets it if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
+    `around`: number of autocast regions around the call of the model. If `again`, the call can restart with fp32 in place of half inputs:
+    a question then raises Unseen(TwoDtypes()).
     """
     devices = _devices(root, inputs)
 
@@ -96,7 +96,7 @@ def exported_under_autocast(
 ) -> T:
     """Return `export()`, called under autocast with the dtype fp32, on the devices of the model `root` and its `inputs`.
 
-    `export` is called without autocast if a parameter, buffer or input is half. It is called again without autocast if
+    `export` is called without autocast if a parameter, buffer or input is fp16 or bf16. It is called again without autocast if
     `computes_half(result)` is true, or if it raised a CaptureError. So autocast never changes the dtype of a value.
     """
     devices, found = _devices(root, inputs), None
@@ -166,9 +166,9 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
-    """Context manager in which Dynamo uses one symbol for equal dynamic sizes. `shared` returns the dims of a tensor for which it does.
+    """Context manager in which Dynamo uses one symbol for equal dynamic sizes, in the dims of each tensor that `shared(tensor)` returns.
 
-    Dynamo has no public setting for this. It guards that these sizes stay equal, and captures again if they differ.
+    Dynamo guards that these sizes stay equal, and captures again if they differ. It has no public setting for this.
     """
     given: Callable[..., Any] = builder._automatic_dynamic
 
@@ -188,7 +188,7 @@ def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def breaking_at_gradients() -> Iterator[None]:
-    """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code after it. Only for eager graphs.
+    """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code after it. Not for compiled graphs.
 
     Since torch 2.15 Dynamo gives up the frame if later code reads a differentiable value of the graph, because a compiler loses the
     autograd edges between the results of a graph. A graph that runs eagerly keeps these edges.
@@ -208,10 +208,10 @@ def breaking_at_gradients() -> Iterator[None]:
 
 @contextlib.contextmanager
 def breaking_at_hooks() -> Iterator[None]:
-    """Context manager in which a hook on a tensor that the code computes breaks the graph, before torch 2.13. PyTorch then sets the hook.
+    """Context manager in which Dynamo of torch 2.11 and 2.12 breaks the graph at a hook on a tensor that the code computes.
 
-    Dynamo of torch 2.11 and 2.12 captures the hook as an autograd Function of this tensor alone. Then, without an error, a hook on
-    `x.contiguous()` misses other gradients of `x`, and the first of two hooks runs last.
+    PyTorch then sets the hook. Dynamo would capture it as an autograd Function of this tensor alone: without an error, a hook on
+    `x.contiguous()` would miss other gradients of `x`, and the first of two hooks would run last. Does nothing in later versions.
     """
     if _CAPTURES_HOOKS:
         yield
@@ -232,7 +232,7 @@ def breaking_at_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
-    """Context manager in which Dynamo records a recurrent layer as one op, and infers its fake result (shape, dtype) from one step."""
+    """Context manager in which Dynamo records `torch.lstm` and the like as one op, and infers the shapes of its results from one step."""
 
     def handle(layer: Callable[..., Any], _: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = tx.output.create_proxy("call_function", in_one_step(layer), *proxy_args_kwargs(args, kwargs))

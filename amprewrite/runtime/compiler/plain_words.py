@@ -96,7 +96,7 @@ def traced(tracer: str) -> str:
 
 
 def one_graph(name: str) -> str:
-    """Return the message for a rewritten model of class `name` under a torch.compile that must not break its graph."""
+    """Return the message for a rewritten model of class `name` inside code under `torch.compile(fullgraph=True)`."""
     return (
         f"a rewritten model ({name}) cannot be part of one graph of torch.compile(fullgraph=True): it compiles its own graphs; "
         f"{COMPILE}, or leave fullgraph=True out: the graph breaks around the model"
@@ -104,9 +104,9 @@ def one_graph(name: str) -> str:
 
 
 def captured_otherwise(place: str, far: float, op: str) -> str:
-    """Return the message for a model or module, called `place`, that computes other fp32 values when it is captured.
+    """Return the message for a model or module, called `place`, that computes different fp32 values when Dynamo captures it.
 
-    `far`: the relative distance of the results. `op`: the first op whose result differs.
+    `far`: the relative L2 distance of the results. `op`: the first op whose result differs.
     """
     return (
         f"{place} computes other values when it is captured: {far:.1e} off in fp32, before any rounding, from {op} on. torch.compile alone "

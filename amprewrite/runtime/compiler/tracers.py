@@ -38,7 +38,7 @@ class WantsOneGraph(CaptureError, Unsupported):
 
 
 def undisturbed() -> bool:
-    """True if no autocast, dispatch mode, tracer, export or transform is active. Then a call need not test for each of them."""
+    """True if no autocast, dispatch mode, tracer, export or torch.func transform is active, so that a call may skip the separate tests."""
     return not (
         is_any_autocast_enabled()
         or count_dispatch_modes()
@@ -73,10 +73,9 @@ def refuse_tracers() -> None:
 
 
 def _was_another_export() -> bool:
-    """Wait until no other thread exports. Return True if symbolic tracing has then ended, so that it belonged to such an export.
+    """True if the symbolic tracing that PyTorch reports was part of an export in another thread. Waits until such an export has ended.
 
-    All threads share PyTorch's flag for symbolic tracing, which an export in another thread may have set. While the flag is set, calls of
-    functions that Dynamo compiled raise an error.
+    All threads share PyTorch's flag for symbolic tracing. While it is set, calls of functions that Dynamo compiled raise an error.
     """
     with ONE_EXPORT:
         return not is_fx_symbolic_tracing()
@@ -106,7 +105,7 @@ _NESTS = (list, tuple, dict)
 
 
 def asks_shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call only asks for shapes: an argument is on the meta device, and the weights of `root` are not."""
+    """True if a call of `root` only asks for the shapes of its results: an argument is on the meta device, and the weights are not."""
     for each in (*args, *kwargs.values()) if kwargs else args:  # a loop, for speed in every call: `any` takes three times as long
         if each.is_meta if isinstance(each, torch.Tensor) else _holds_meta(each):
             weight = next(parameters_in(root), None)

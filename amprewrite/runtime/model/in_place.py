@@ -63,7 +63,7 @@ class Before:
         self._modules = [(weakref.ref(each), type(each), _touched(each)) for each in root.modules()]
 
     def set_aside(self) -> None:
-        """Remove what `module.compile()` set on the modules, because the rewrite compiles the model itself."""
+        """Undo `module.compile()` on the recorded modules, because the rewrite compiles the model itself."""
         for ref, _, _ in self._modules:
             module = ref()
             if module is not None:
@@ -169,7 +169,7 @@ def _metaclass(meta: type) -> type:
 
 
 def _reduce_class(cls: type) -> Any:
-    """Return how to pickle a class: as a call of `subclass_of`, or by its name if a user derived the class."""
+    """Return how to pickle the class `cls` (for `copyreg`): as a call of `subclass_of`, or by its name if a user derived the class."""
     original = original_of(cls)
     if original is None:
         return cls.__qualname__
@@ -183,7 +183,7 @@ _PLAIN = {type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.d
 
 
 def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
-    """Return a clone of `module`. The root of the clone gets the class `root_class`, or the class of `module` if it is None."""
+    """Return a clone of a module tree: new modules with the same parameters. Its root gets the class `root_class`, if this is given."""
     cloning = _Cloning(module)
     root = cloning.of(module)
     if root_class is not None:
@@ -244,7 +244,7 @@ class _Cloning:
         return list(found.values())
 
     def _fill(self, original: nn.Module) -> None:
-        """Give the clone of `original` all attributes, except a compiled call, which would run the original."""
+        """Give the clone of `original` all attributes, except the call that `original.compile()` made, which would run the original."""
         clone = self.of(original)
         for key, value in original.__dict__.items():
             if key != "_compiled_call_impl":
@@ -319,12 +319,12 @@ class _Cloning:
 
 
 def _leads_on(value: Any) -> bool:
-    """True if a value is a module or may hold modules. A TorchScript module is compiled C++ that cannot be cloned: it is shared."""
+    """True if a value is a module to clone, or may hold one. A TorchScript module is compiled C++ that cannot be cloned: it is shared."""
     return _is_container(value) or (isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule))
 
 
 def _is_container(value: Any) -> bool:
-    """True if a value is a plain container, namedtuple, dataclass or namespace. Other subclasses of containers are not copied."""
+    """True if a clone may copy a value: a plain container, namedtuple, dataclass or namespace, but no other subclass of a container."""
     if type(value) in _CONTAINERS or isinstance(value, types.SimpleNamespace):
         return True
     named = isinstance(value, tuple) and hasattr(value, "_make")

@@ -1,4 +1,4 @@
-"""Run direct calls of a submodule of a rewritten model, such as `amp.encoder(x)`, and the parts that are captured separately.
+"""Run calls of a submodule of a rewritten model: direct calls, such as `amp.encoder(x)`, and calls of parts that are captured separately.
 
 If a recurrent module is called on a packed sequence, only its layer op (such as `torch.lstm`) is captured, not the module's Python code.
 The module reads the number of sequences from the values of a tensor, to make and check states. Dynamo cannot capture this. So the module
@@ -66,7 +66,7 @@ class PartForward:
 class PartReplicas:
     """Callable by which torch.nn.DataParallel gets a replica of `part`, a submodule of a rewritten model.
 
-    A deep copy of `part` alone is not rewritten. The copy of this object that it holds makes plain replicas.
+    A deep copy of `part` alone is not rewritten: its copy of this object has no session, and makes plain replicas.
     """
 
     def __init__(self, session: Session | None, part: nn.Module) -> None:
@@ -138,7 +138,7 @@ def is_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _Layers(TorchFunctionMode):
-    """Mode in which each call of a recurrent layer on a packed sequence calls `run(layer, rows, batch sizes, states)` instead."""
+    """Mode in which a call of a layer op such as `torch.lstm` on a packed sequence calls `run(op, rows, batch sizes, states)` instead."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()

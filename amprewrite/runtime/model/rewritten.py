@@ -36,8 +36,8 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
 class RewrittenBase(nn.Module):
-    """Base of the classes of rewritten models. It drops low copies of weights when parameters change, and keeps copies and pickles of a
-    rewritten model rewritten.
+    """Base of the classes of rewritten models. It drops low copies of weights when parameters change, and makes copies and pickles of a
+    rewritten model rewritten, too.
 
     The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file take that class as `face`.
     """
@@ -201,7 +201,7 @@ def is_rewritten(model: nn.Module) -> bool:
 
 
 def session_of(model: nn.Module) -> Session:
-    """Return the session of a rewritten model. Raises PlanError if the module was never rewritten."""
+    """Return the session, which runs the calls of a rewritten model. Raises PlanError if the module was never rewritten."""
     found: Session | None = model.__dict__.get(SESSION)
     if found is None:
         raise PlanError(f"this {type(model).__name__} was not rewritten, so it has no plan; call amprewrite.rewrite(model) first")
@@ -209,7 +209,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def face_of(model: nn.Module) -> type[RewrittenBase]:
-    """Return the class that defines the public methods of a rewritten model, such as `plan`."""
+    """Return the base class that defines the public members of a rewritten model, such as `plan`."""
     order = type(model).__mro__  # search all classes, because after `fully_shard` the class of FSDP2 is the first
     return next(cls for cls in order if issubclass(cls, RewrittenBase) and original_of(cls) is None)
 
@@ -291,8 +291,8 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = RewrittenBase, kind: type[Session] = Session) -> Any:
     """Return a rewritten clone of a plain model, with the public methods of the class `face`. Nothing is captured yet.
 
-    `kind` is the class of its session. Submodules that were rewritten before are rewritten anew by this session. Raises PolicyError
-    if the model's class derives from the class of a rewritten module, CaptureError for a TorchScript module.
+    `kind` is the class of its session, which runs its calls, also those of submodules that were rewritten before. Raises
+    PolicyError if the model's class derives from the class of a rewritten module, CaptureError for a TorchScript module.
     """
     _refuse_class(model)
     amp = clone_of(model, subclass_of(face, type(model)))
@@ -315,7 +315,7 @@ def put_back_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _retire(session: Session | None, model: nn.Module) -> None:
-    """If `session` is no longer the session of `model`, make it stop checking and skipping optimizer steps."""
+    """If `session` no longer runs the calls of `model`, make it stop checking and skipping optimizer steps."""
     if session is not None and model.__dict__.get(SESSION) is not session:
         session.training.gate.retire()
 
@@ -418,7 +418,7 @@ def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, 
 
 
 def _take_in(session: Session, parts: tuple[str, ...], known: WeakValueDictionary[int, nn.Module]) -> None:
-    """Rewrite the calls of modules that were added to the model after the rewrite, such as a new head.
+    """Redirect calls of modules that were added to the model after the rewrite, such as a new head, to `session`.
 
     `parts` are the paths of the submodules that are captured separately; () if the model is captured whole. `known` are the modules seen
     before. If there are parts, a new module outside of them that has parameters is listed as a module that cannot be captured.

@@ -61,7 +61,7 @@ class ScaleUse:
 
     @property
     def evaluates(self) -> bool:
-        """True if, since the latest optimizer step, forward passes with gradients ran, all of them in eval mode."""
+        """True if forward passes with gradients have run since the latest optimizer step, all of them in eval mode."""
         return self._modes == {True}
 
     @property
@@ -107,9 +107,9 @@ class ScaleUse:
 
 
 class _Backward:
-    """A mark for one backward pass through the graphs of a forward: `over` becomes True when the pass ends.
+    """Callback that marks the end of one backward pass through the graphs of a forward: `over` becomes True.
 
-    Autograd calls this object at the end of the pass. If the pass fails, autograd frees the object without a call.
+    If the pass fails, autograd frees this object without a call.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class ForwardScale:
 
     @uncaptured
     def enter(self) -> None:
-        """Decide if the running backward uses the scale or 1, and call `entered`. Only the first call in a backward does this."""
+        """Decide whether the running backward uses the scale or 1, and call `entered`. Further calls in the same backward do nothing."""
         number = current_backward()
         if number < 0 or self.in_backward():
             return
@@ -219,11 +219,11 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return (kept, taken): how the running backward delivers gradients of `tensors`. An autograd node stands for the tensor it computed.
+    """Return (kept, taken): whether the running backward stores gradients of `tensors` in `.grad`, and whether torch.autograd.grad returns
+    them.
 
-    `kept`: True if the backward stores a gradient in `.grad`, of one of `tensors` or of a tensor from which one was computed. `taken`:
-    True if the backward is a torch.autograd.grad that returns the gradient of one of `tensors`. The search ends at the first kept
-    gradient, usually that of the first tensor.
+    An autograd node in `tensors` stands for the tensor that it computed. A computed tensor counts as kept if the backward goes on to the
+    tensors that it was computed from. The search ends at the first kept tensor, usually the first of all.
     """
     taken = False
     for each in tensors:

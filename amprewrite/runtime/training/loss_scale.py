@@ -204,7 +204,7 @@ class LossScale:
         return known + 1 if found > 0 else 0
 
     def _waiting(self) -> float:
-        """Return the overflow flag of the optimizer steps that have not updated the scale yet; -1 if there are none. Causes a host sync."""
+        """Return the overflow flag (above 0: overflow) of steps that have not updated the scale yet; -1 without any. Causes a host sync."""
         waiting = self._pending if self._recorded is None else self._recorded.mailbox
         return EMPTY if waiting is None else waiting.item()
 
@@ -379,9 +379,9 @@ class DynamicLossScale(LossScale):
 
     @classmethod
     def preset(cls, name: str) -> DynamicLossScale:
-        """Return a scale that grows and shrinks as in another library: "torch", "tf", "keras", "keras3", "apex", "deepspeed" or "megatron".
+        """Return a scale with the schedule of another library: "torch", "tf", "keras", "keras3", "apex", "deepspeed" or "megatron".
 
-        With "auto" it grows and shrinks like the default scale of fp16 models. Raises PolicyError for any other name.
+        "auto" is the default schedule of fp16 models. Raises PolicyError for any other name.
         """
         if not isinstance(name, str) or name not in PRESETS:
             raise PolicyError(f"there is no loss-scale preset {shown(name)}; use one of {', '.join(PRESETS)}")
@@ -426,9 +426,9 @@ class DynamicLossScale(LossScale):
         self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
 
     def _only_counts(self, found_inf: Tensor) -> int:
-        """Return the number that `update(found_inf)` adds to the growth tracker, if it changes nothing else but counters; otherwise 0.
+        """Return the number that `update(found_inf)` adds to the growth tracker if it changes counters alone; 0 if it changes more.
 
-        The growth tracker counts clean steps since the last change of the scale. Also returns 0 if reading a number needs a host sync.
+        The growth tracker counts clean steps since the last change of the scale. Also returns 0 if finding out would need a host sync.
         """
         numbers = host_numbers(found_inf, self._scale, self._growth_tracker, self._left, self._searching)
         if not numbers or not self._tables or self._recorded is not None or torch.is_inference_mode_enabled():
@@ -504,7 +504,7 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, with its settings.
+        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, and take over the settings in it.
 
         Raises PolicyError for an invalid state.
         """

@@ -1,4 +1,4 @@
-"""Presets of loss-scale schedules (our own and those of other libraries), the report of a loss scale, and checks of a saved state."""
+"""Parts of dynamic loss scaling: presets for the schedules of known libraries, the report for the user, and checks of a saved state."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interva
 
 @dataclass(frozen=True)
 class LossScaleReport:
-    """The scale, the counts of steps and of skipped steps, and the last overflow. `str()` gives them in one or two lines.
+    """The state of a loss scale, for the user: its value, the counts of steps and of skipped steps, and the last overflow.
 
-    Steps of several optimizers between two forward passes count as one. Here they are called a set of steps.
+    Steps of several optimizers between two forward passes count as one: a "set of steps". `str()` gives the report in one or two lines.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class LossScaleReport:
 
 
 def positive(where: str, name: str, value: float) -> float:
-    """Return `value` as a float. Raises PolicyError unless it is a positive number, and fp32 can hold this number and its inverse.
+    """Return `value` as a float if it is a positive number, and if fp32 can hold it and its inverse. Raises PolicyError otherwise.
 
     The error message names the setting `name` of the class or function `where`.
     """
@@ -145,12 +145,12 @@ def _whole(where: str, name: str, value: Any, least: int, most: int) -> None:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1/scale as fp32, computed in fp64, like in GradScaler, if the device has fp64. Exact for powers of two."""
+    """Return 1/scale in fp32. The division is done in fp64, as in GradScaler, except on MPS, which has no fp64."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 
 def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
-    """Return the values of 0-dim tensors if all are plain tensors on a CPU, where reading them does not wait; None otherwise."""
+    """Return the values of 0-dim CPU tensors, which can be read at once. None if one is on another device or of a tensor subclass."""
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None

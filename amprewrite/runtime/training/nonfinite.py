@@ -42,13 +42,13 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
-    """Return a flag: above 0 if a gradient of `params` holds inf or NaN on any rank that shares it, or a flag in `noted` is above 0.
+    """Return the overflow flag of an optimizer step: above 0 if a gradient of `params` holds inf or NaN, or a flag in `noted` is above 0.
 
     Returns None if there is nothing to check: no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient.
 
-    Each rank checks its own shards. Then an all-reduce combines the flags of the ranks over which `params` are sharded, and of the process
-    groups `beside`, whose optimizers step other parameters at the same time. The groups do not depend on which gradients exist, so every
-    rank makes the same collective calls. Unsharded gradients need none: DDP averages them, so an infinity of one rank is on all ranks.
+    Each rank checks its own shards. Then an all-reduce takes the maximum of the flags over all ranks that share `params`, and over the
+    process groups `beside`, whose ranks step other parameters at the same time. Every rank makes the same collective calls, because they do
+    not depend on which gradients exist. Unsharded gradients need none: DDP averages them, so an infinity of one rank is on all ranks.
     """
     groups = dict[int, Group]()
     for group in beside:
@@ -77,9 +77,9 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 
 
 def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
-    """Return a flag: above 0 if a gradient of `params` on this rank is not finite. Returns None if there is no gradient to flag.
+    """Return an overflow flag: above 0 if a gradient of `params` on this rank is not finite; None if there is no gradient to flag.
 
-    If several ranks train, unsharded gradients get no flag: their infinities are turned into NaN, in place.
+    If several ranks train, unsharded gradients get no flag. Their infinities become NaN, in place, which reductions pass to other ranks.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))
@@ -130,7 +130,7 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _flag_for(gradients: Iterable[Tensor], start: Tensor | None = None) -> Tensor | None:
-    """Return a flag: above 0 if one of `gradients` is not finite, or if the flag `start` is above 0. May write to `start`.
+    """Return an overflow flag: above 0 if one of `gradients` is not finite, or if the flag `start` is above 0. May write to `start`.
 
     Returns None if there are no gradients and `start` is None.
     """

@@ -53,7 +53,7 @@ _LEARNS = operator.attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class FirstNonFinite:
-    """The first value of a step that was not finite."""
+    """The first value of a training step that was inf or NaN: which kind of value it was, and where in the model."""
 
     kind: str
     """Kind of the value: "input", "parameter", "activation", "loss", "gradient", or "seen" for the gradient of a parameter that was found
@@ -63,7 +63,7 @@ class FirstNonFinite:
 
     @property
     def finite(self) -> dict[str, bool]:
-        """Return for each of "inputs", "parameters", "outputs" and "loss" whether it was finite. Unknown ones are missing.
+        """Return {"inputs", "parameters", "outputs" or "loss": whether it was finite}. A key is missing if the answer is unknown.
 
         The result is passed to `StepGate.note` as keyword arguments.
         """
@@ -75,7 +75,7 @@ Probed = tuple[RegionPlan, torch.fx.GraphModule | None]
 
 
 class OverflowProbe:
-    """Finds where a skipped step of one model overflowed. Then watches the model's graphs until a step is clean.
+    """Finds where a skipped step of one model overflowed. Then watches the model's graphs until a step has no overflow.
 
     A watched graph runs node by node, so that the exact place is known if the next step is skipped, too. While `armed` is True, the caller
     must run the graphs by `run`.
@@ -158,9 +158,9 @@ class LatestInputs:
         self._data: list[Any] = []
 
     def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (parameters and buffers, other inputs) that require gradients among the captured graph's `inputs` in one call.
+        """Return the tensors in `inputs` that require gradients, as (parameters and buffers, all other tensors).
 
-        The rewritten graph takes two more inputs, the loss scale and its inverse. They are not in `inputs`.
+        `inputs` are those of one call of the captured graph, without the two that the rewritten graph adds: loss scale and inverse.
         """
         learning = list(filter(_LEARNS, map(inputs.__getitem__, self._own)))
         return learning, [t for at in self._fed if at < len(inputs) and isinstance(t := inputs[at], Tensor) and t.requires_grad]

@@ -7,8 +7,8 @@ An overflow counts at every optimizer step until the training loop discards the 
 makes another optimizer. When a forward or a backward of the model begins, the gradients count as discarded
 
 1. if all of them are None;
-2. if an optimizer step has read the flag of the overflow, and all of them are zero or are not the tensors of that step. Before such a
-   step, zeros do not count as discarded: the loop may have replaced infinities by zeros.
+2. if all of them are zero, or no gradient is in the same memory as at the latest step. This applies only if that step has read the flag of
+   the overflow: before, the loop may have replaced infinities by zeros.
 
 The begin and the end of a backward are noticed as follows:
 
@@ -47,7 +47,7 @@ MAX_CONSECUTIVE_SKIPS = 50
 
 @dataclass(frozen=True)
 class Stuck:
-    """The values shown in the error that too many steps in a row have overflowed. A field that ends in `_finite` is None if unknown."""
+    """Values for the error after too many overflowed steps in a row. They show the likely cause. A field `…_finite` is None if unknown."""
 
     scale: float
     floor: float
@@ -91,7 +91,7 @@ class Stuck:
 
 @dataclass(eq=False)
 class StepRecord:
-    """The optimizer steps of one model, and the overflow flags of backward passes that each optimizer reads in its next step.
+    """Records which steps of one model overflowed, and keeps overflow flags of backward passes until each optimizer's next step reads them.
 
     `parameters` returns the model's current parameters, which FSDP replaces by other tensors during a forward.
     """
@@ -112,9 +112,9 @@ class StepRecord:
     """Decides which forwards use the loss scale. `use.unscaled` is True if a step now would use gradients of a forward that used 1."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
-        """Return the overflow flags of the gradients of `optimizer`.
+        """Return the object that holds the overflow flags of the gradients of `optimizer`.
 
-        If the optimizer is unknown or steps copies of the parameters, return the flags of parameters that no known optimizer owns.
+        For an optimizer that is unknown, or steps copies of the parameters, it is the `Noted` of all parameters without a known optimizer.
         """
         if optimizer not in self._copies:
             for note in self._notes:
@@ -389,7 +389,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """True if one of `gradients` lies in memory that held a gradient at the latest step or a later backward and was not freed since."""
+        """True if one of `gradients` is in memory that held a gradient at the latest step (or a later backward) and was not freed since."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 

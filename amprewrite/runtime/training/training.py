@@ -14,7 +14,7 @@ A gate finds an optimizer
 `forward_scale.py` decides which scale a forward has until an optimizer is found. If the model is trained and none is found, a single
 warning says that gradients are not scaled (optimizers/scale_mistakes.py).
 
-The hook for all optimizers ignores optimizers of other models. Without it, an optimizer that was copied, unpickled or made by a
+The hook for all optimizers ignores optimizers of other models. Without this hook, an optimizer that was copied, unpickled or made by a
 trainer would apply infinities to the weights without a message. The hook is removed with the last gate.
 
 Training does not skip steps for ever: after `max_consecutive_skips` skips in a row an error names the likely cause (step_record.py).
@@ -94,7 +94,7 @@ class StepGate(StepRecord):
         self._attached.add(optimizer)
 
     def attach_if_own(self, optimizer: Optimizer) -> None:
-        """Attach `optimizer` (see `attach`) if the model has a loss scale, and `optimizer` owns parameters of it and has no guard."""
+        """Attach `optimizer` (see `attach`) if the model has a loss scale, and the optimizer owns parameters of it and has no guard."""
         optimizer = optimizer_inside(optimizer)
         if self.loss_scale.enabled and optimizer not in self._guarded and self._owns(optimizer):
             self.attach(optimizer)
@@ -172,7 +172,7 @@ class StepGate(StepRecord):
                 note.began(self._share(note))
 
     def _backward_began(self) -> None:
-        """Drop the overflow flags of gradients that have been set to None. Call this when a backward begins.
+        """Drop the overflow flags of gradients that the training loop has discarded. Call this when a backward begins.
 
         The method looks at gradients of the model's own parameters alone: the optimizer may also hold parameters of a head outside the
         model, to which this backward may have given new gradients already. Raises LossScaleError if a GradScaler has handled an optimizer

@@ -98,7 +98,7 @@ def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
 
 
 def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[int, Copy]:
-    """Return `copies` without weights that share memory with another weight: dropping their fp32 values would free nothing."""
+    """Return `copies` (id of a weight → low copy) without weights that share memory: dropping their fp32 values would free nothing."""
     by_storage: dict[int, list[Tensor]] = {}
     for weight in {id(each): each for each in weights}.values():
         by_storage.setdefault(weight.untyped_storage()._cdata, []).append(weight)
@@ -266,7 +266,7 @@ def frozen_weights_note(model: nn.Module) -> str:
 
 # -- state dicts ----------------------------------------------------------------------------
 def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """True if the state dict `state` has a frozen weight of `model` in a different dtype than the model's own state dict."""
+    """True if `state` has a frozen weight in another dtype than the state dict of `model` has, for example in fp32 instead of bf16."""
     frozen = frozen_in(model)
     return any(name in state and getattr(state[name], "dtype", None) != each.low_dtype for name, each in frozen.items())
 

@@ -114,7 +114,7 @@ def conversion_warning(model: nn.Module) -> str:
 
 
 class TwoDtypes(Exception):
-    """An op such as a matmul reads a half input and an fp32 weight. Raised before any model code runs, to restart with fp32 inputs."""
+    """Raised at capture, to retry the call with fp32 inputs: an op reads half and fp32 operands, or code asks whether autocast is on."""
 
 
 def is_half(value: Any) -> bool:
@@ -185,7 +185,7 @@ class Widened:
     def _wide(self, value: Any) -> Any:
         """Return `value` with its half tensors in fp32: a new tensor or tuple, or `value` itself if it has none or is a list or dict.
 
-        What to change in lists and dicts is recorded in `_items`.
+        The items of lists and dicts that must change inside the `with` block are recorded in `_items`.
         """
         kind = type(value)
         if kind is tuple:

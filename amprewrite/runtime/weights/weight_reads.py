@@ -119,10 +119,10 @@ class Known:
 
 
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
-    """Return the weights among the `inputs` of a captured graph that `moved` must check later.
+    """Return the weights among the `inputs` of a captured graph whose fit to the low format must be checked again later (by `moved`).
 
-    A weight is left out if every op that reads it can run low even though the weight does not fit the low format. The largest magnitudes
-    of the weights are in `captured.problem.magnitudes`.
+    A weight is left out if all ops that read it may run low even if the weight does not fit the low format. The largest magnitudes of the
+    weights are in `captured.problem.magnitudes`.
     """
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = weights_by_path(root)

@@ -162,7 +162,7 @@ def take_mode(scratch: Path, target: Path) -> None:
 
 
 def write_scratch(path: Path, content: bytes) -> None:
-    """Write `content` to a scratch file without sync: nobody reads it before it is moved to its target. Raises OSError if writing fails."""
+    """Write `content` to a scratch file, without a sync to the disk (see `sync_file`). Raises OSError if writing fails."""
     with path.open("wb") as file:
         file.write(content)
 
@@ -266,7 +266,7 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _place() -> str:
-    """Return a short hash of host name, boot id and namespace of process ids. Within one such namespace a process id is unique."""
+    """Return a short hash of host name, boot id and process-id namespace. A process id is unique among processes with the same hash."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]

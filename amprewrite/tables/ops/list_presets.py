@@ -155,9 +155,9 @@ _TF_CLEAR_BF16 = frozenset({"ResizeBilinear", "ScatterNd"})
 
 
 def tf_kinds(narrow: bool, device: str) -> dict[str, OpKind]:
-    """Return op name → kind in TensorFlow's lists: for fp16 (`narrow`) on CUDA, for fp16 on a CPU (oneDNN), or for bf16.
+    """Return op name → kind in TensorFlow's lists for fp16 if `narrow`, otherwise for bf16. An op on no list is missing.
 
-    `device` is "cpu" or "cuda". For bf16 TensorFlow has only oneDNN's lists, so "cuda" gets the same lists as "cpu".
+    `device` is "cpu" (oneDNN's lists) or "cuda". For bf16 TensorFlow has only oneDNN's lists, so "cuda" gets the same lists as "cpu".
     """
     bf16 = not narrow
     infer = _TF_INFER | (_TF_INFER_BF16 if bf16 else _TF_INFER_ONEDNN if device == "cpu" else frozenset())

@@ -1,4 +1,4 @@
-"""Op names and op lists: the name of every op, and its kind in each preset.
+"""Op names and op lists: one name for each op, and its kind (allow, infer, clear, deny, internal) in each preset.
 
 `op_name` maps the targets of fx nodes (torch functions, methods, operators, ATen overloads) to one set of names, the *vocabulary*. `OPS`
 holds a row for every name of the vocabulary, and `op_lists` returns the lists of a preset for a format and a device.
@@ -27,7 +27,7 @@ Rule = Literal["cost", "tf", "autocast", "all-low"]
 
 
 def with_traits(rows: Sequence[Op], traits: Mapping[Trait, str]) -> Iterator[Op]:
-    """Return the rows, each with its traits. `traits` gives the names of the ops of each trait, separated by spaces.
+    """Return a copy of each row with its traits filled in. `traits` maps a trait to the names of its ops, separated by spaces.
 
     Raises OpListError if a trait names an op that has no row.
     """
@@ -219,7 +219,7 @@ def _known(op: str) -> str:
 
 @dataclass(frozen=True)
 class OpLists:
-    """Op lists: the kind of each op, and the rule that chooses colours (low or high) by these kinds."""
+    """Op lists: the kind (allow, deny ...) of each op, and the rule that derives from the kinds which ops run low and which in fp32."""
 
     name: str
     rule: Rule

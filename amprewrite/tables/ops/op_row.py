@@ -1,4 +1,4 @@
-"""The class of rows of the op table: each row has one op, its kind in the default lists, and the reason for the kind.
+"""`Op`, the class of rows of the op table: an op, its kind in the default lists, the reason, and properties of its kernels.
 
 Names are ATen base names. A string that is passed to `rows` is a name followed by other spellings of it (torch functions, methods,
 overloads). Tests check the fields about kernels, such as arguments that may stay fp32 and missing low kernels, on CPU. For CUDA these
@@ -95,7 +95,7 @@ class Trait(Enum):
 
 @dataclass(frozen=True)
 class Op:
-    """A row of the op table."""
+    """A row of the op table: one op, its kind in the default lists, and properties of its kernels that matter in low precision."""
 
     name: str
     """ATen base name: "linear", "softmax", "layer_norm"."""

@@ -68,9 +68,9 @@ def _spelled(term: str, rank: int) -> str:
 
 
 def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
-    """Yield, for each product of two in an einsum, (letters of the product so far, letters of the next operand, letters needed later).
+    """Split an einsum into products of two. Yield for each: letters of the product so far, of the next operand, and those needed later.
 
-    The letters needed later are the letters of the operands still to come, and of the result (`wanted`).
+    `terms`: the letters of each operand. The letters needed later are in operands still to come, or in the einsum's result (`wanted`).
     """
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):

@@ -87,7 +87,7 @@ def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way,
 
 
 def _way_to(whole: object) -> Way | None:
-    """Return the ops that make `whole` by repeating heads; None if other ops make it, or if one of their results has a second reader."""
+    """Return the ops that make the keys or values `whole` by repeating heads; None if other ops do, or if a result has two readers."""
     if not isinstance(whole, torch.fx.Node) or op_name(whole.target) not in ("reshape", "flatten"):
         return None
     spread, between = whole.all_input_nodes[0], list[torch.fx.Node]()
@@ -127,7 +127,8 @@ _HANDS_LAYOUT_ON = ops_with(Trait.HANDS_LAYOUT_ON)
 def read_strided_masks(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
     """Return {value: attention calls that can use a fused kernel if all readers of the value in the graph read a contiguous copy of it}.
 
-    Fused kernels take queries of four dims, and a mask that is boolean or of the queries' dtype. Masks that the graph writes are left out.
+    The value is the mask, or the value from which the mask got its strides. Fused kernels take only queries of four dims, and only masks
+    that are boolean or of the queries' dtype. Masks that the graph writes are left out.
     """
     found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     strided = {mask: calls for mask, calls in mask_readers(graph).items() if _step(mask) not in (None, 1)}
@@ -158,7 +159,7 @@ def _step(node: torch.fx.Node) -> Any:
 
 
 def _first(mask: torch.fx.Node, written: set[int], returned: set[int]) -> torch.fx.Node:
-    """Return the earliest value that passes its layout on to `mask`.
+    """Return the earliest value from which `mask` has its strides: ops such as `add` give their result the strides of their operand.
 
     The search back from `mask` stops before a value that the graph writes to, and at a value that the graph returns.
     """

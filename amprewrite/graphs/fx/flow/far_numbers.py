@@ -47,7 +47,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """Yield a `Read` (how an op treats numbers beyond the range) for each result of each op that reads `value`.
+        """Yield a `Read`, which says how an op treats numbers beyond the range, for each op that reads `value` and each result of the op.
 
         An in-place op has two results: the value that it returns, and the tensor to which it writes. For an op outside the op table, the
         `Read` has only defaults. A checkpoint gives no `Read`.
@@ -68,9 +68,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """If the op's result holds constants beyond the low format's range, record their signs and largest magnitude.
+        """If the result of the op `fact` holds constants beyond the low format's range, record their signs and largest magnitude.
 
-        Nothing is recorded for a low format with fp32's range.
+        Nothing is recorded if the low format has fp32's range.
         """
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
@@ -88,10 +88,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (signs, largest magnitude) of constant arguments of an op that put numbers beyond the range in its result.
+        """Return (signs, largest magnitude) of the numbers beyond the low format's range that an op's constants put in its result.
 
-        The op fills such a constant in, adds it to an operand, or multiplies a mask by it. Sums and products give both signs, because the
-        sign of the result is not known. Without such constants there are no signs, and the magnitude is 0.
+        The op fills a tensor with such a constant, adds it to an operand, or multiplies a mask by it. A sum or product gets both signs,
+        because the sign of its result is not known. Without such constants there are no signs, and the magnitude is 0.
         """
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
@@ -102,7 +102,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (signs, largest magnitude) of the constants beyond the range that the op passes on from `given`, an operand.
+        """Return (signs, largest magnitude) of the constants beyond the range that the op passes on from its operand `given` to its result.
 
         If the op passes no such constant on, the set of signs is empty.
         """
@@ -119,9 +119,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
-        An argument does not fit if it underflows where zero makes a difference, or if it exceeds the range and may not be clamped to ±max.
-        A factor does not fit if it takes a value of ordinary size (`_ORDINARY`) beyond the range, or a value of 1 below the smallest normal
-        number, where bits are lost. An operand does not fit if it holds constants beyond the range that some op computes with.
+        A constant argument does not fit if it would become zero in an op for which zero matters, such as `div`, or if it exceeds the range
+        and may not be clamped to ±max. A factor does not fit if it takes a value of `_ORDINARY` beyond the range, or a value of 1 below the
+        smallest normal number, where bits are lost. An operand does not fit if an op computes with such constants in it.
         """
         low = self.low
         for constant in _constants(fact.node):
@@ -167,8 +167,8 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def _may_be_mask(self, node: torch.fx.Node) -> bool:
         """True if attention adds the input or constant `node` to its scores, so that `node` may be a mask.
 
-        A mask must be clamped: fp32's lowest number would become -inf in a low format. A softmax over a row that blocks all positions, as
-        left padding makes it, would then be NaN, and so would every value computed from it.
+        A mask must be clamped: fp32's lowest number would become -inf in a low format. The softmax of a row in which all positions are
+        blocked, as for a padded query, would then be NaN, and so would every value computed from it.
         """
         for reader in reached([node], _hand_on_masks):
             if any(_takes_as_mask(user, reader) or (op_name(user.target) == "add" and self.reaches_softmax(user)) for user in reader.users):
@@ -205,8 +205,8 @@ def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node
     """Return a `Read`: the facts that show how the op `user` treats constants beyond the low format's range in its operand `node`.
 
     `place` is the position of the operand, and `row` the row of the op in the op tables. `made` is a result of the op: `user` itself, or a
-    tensor to which the op writes. The rules that know an op by its name do not hold if the op multiplies an operand by `alpha`. For an op
-    with `alpha` the name in the `Read` is "", so that none of these rules applies.
+    tensor to which the op writes. The rules for single ops do not hold if the op multiplies an operand by `alpha`, as in
+    `add(x, y, alpha=2)`. So the `Read` then has the op name "", to which no such rule applies.
     """
     op = "" if user.kwargs.get("alpha", 1) != 1 else row.name
     bounds = list(_bounds(row.name, user)) if row.name in _BOUNDS else []

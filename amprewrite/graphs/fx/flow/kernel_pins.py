@@ -1,6 +1,6 @@
-"""Find ops whose low kernel loses accuracy on a device, in its forward or its backward. A *pin* forces an op to fp32.
+"""Find ops whose bf16 or fp16 kernel loses accuracy on a device, in its forward or its backward.
 
-The accuracy is lost for one of four reasons. The functions `pin_...` return pins.
+The accuracy is lost for one of four reasons. The functions `pin_...` return a *pin*, which forces an op to fp32.
 
 1. A gradient is added up in the low format: by the kernel, or by autograd if the op takes one value as many arguments.
 2. The kernel rounds some elements twice, depending on their position.
@@ -88,10 +88,10 @@ def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
 
 
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
-    """True if a convolution has bare taps (weights multiplied by padding alone), or, in 3 dims with padding, too wide a kernel.
+    """True if a convolution has bare taps (weights multiplied by padding alone), or a padded 3-dim kernel wider than the input.
 
-    A kernel is too wide if it is wider than the input. If `transposed` is True, only transposed
-    convolutions are checked; otherwise only plain ones. Any other op gives False.
+    The low backward may give wrong gradients in both cases. If `transposed` is True, only transposed convolutions are checked,
+    otherwise only plain ones. Any other op gives False.
     """
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
@@ -118,7 +118,7 @@ def per_dim(setting: Any, dims: int) -> tuple[Any, ...]:
 def padding_of(given: Mapping[str, Any], weight: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """Return, for each dim of a convolution with the arguments `given`, how many elements it pads before and after its input.
 
-    padding="same" pads one more after the input than before it if the kernel's reach is odd, as PyTorch does.
+    For padding="same" with an odd number of elements in all, one more is padded after the input than before it, as PyTorch does.
     """
     dims, padding = weight.dim() - 2, given.get("padding") or 0
     if padding == "same":
@@ -145,10 +145,9 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
     """Return a pin to fp32 for an op that would add up a gradient in the low format where torch.autocast uses fp32; otherwise None.
 
-    Either the op's kernel adds the gradient up, or autograd does, because the op reads the value more than MOST_READERS times. `learning`
-    are all values that get gradients. torch.autocast holds some of them, `trained`, in fp32, and adds up their gradients in fp32. For an op
-    on its fp32 list, it does so for all of `learning`. The op is forced to fp32 under all op lists, also under lists that allow every op,
-    but not if the user has an override for the op.
+    Either the op's kernel adds the gradient up, or autograd does, because the op reads a value more than MOST_READERS times. `learning` are
+    all values that get gradients. torch.autocast holds some of them in fp32 (`trained`), and adds up their gradients in fp32. If the op is
+    on its fp32 list, the same holds for all of `learning`. The pin applies under all op lists, unless the user has an override for the op.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -180,10 +179,10 @@ def _takes_places(node: torch.fx.Node) -> bool:
 
 
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
-    """Return a pin that forces an op to fp32 if its low kernel rounds some elements twice and others once; otherwise None.
+    """Return a pin that forces an op to fp32 if its low kernel rounds some elements twice and all others once; otherwise None.
 
-    None also if the user has an override for the op, if `lists` do not choose colours by cost, or if `kind`, the op's kind in the lists, is
-    ALLOW, DENY or None (unlisted).
+    With such a kernel the result for a row depends on its place in the batch. None also if the user has an override for the op, if `lists`
+    do not choose formats by cost, or if `kind`, the op's kind in the lists, is ALLOW, DENY or None (unlisted).
     """
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
         return None

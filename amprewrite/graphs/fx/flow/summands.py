@@ -1,6 +1,7 @@
-"""Read the summands of the linear ops of an fx graph, each with its factor: a number, a *learnt factor*, a *schedule* or *noise*.
+"""Read the summands of the linear ops of an fx graph, each with its factor: `x + 0.1 * y` has the summands x (1.0) and y (0.1).
 
-The pass `repaint-small-steps` finds samplers and solvers by these summands. Learnt factors and schedules vary along one dim at most.
+The pass `repaint-small-steps` finds samplers and solvers by these summands. A factor is a number or one of three kinds of tensors. Learnt
+factors and schedules vary along one dim at most.
 
 1. A schedule is computed without a product from buffers, inputs and constants of a sampler or solver, such as `sigmas[i + 1] - sigmas[i]`
    or `alphas[t].sqrt()`. It varies along fewer dims than the sum. Its numbers are known only when the graph runs. Samplers and solvers
@@ -32,7 +33,7 @@ RANDOM, NORMAL, FACTORS = ops_with(Trait.RANDOM), ops_with(Trait.DRAWS_NORMAL), 
 
 
 def read_summands(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Mapping[str, float]) -> dict[str, Summands]:
-    """Return {name of a linear op: the values that it adds up, each with its factor}.
+    """Return {name of a linear op: {name of a value that it adds up: its factor}}.
 
     `sizes` maps the names of parameters that may scale a value to their signed root mean squares.
     """
@@ -64,10 +65,9 @@ class _Factors:
         return self.names.get(given, "") if tensor else ""
 
     def _factor(self, given: Any, node: torch.fx.Node, how: str = "") -> Factor | None:
-        """Return the argument `given` of `node` as a factor, if it is one of the kinds that this file lists; otherwise None.
+        """Return the argument `given` of `node` as a `Factor` if it is a number, schedule, learnt factor or noise; otherwise None.
 
-        The kinds are numbers, schedules, learnt factors and noise. `how` is the use of the factor: "" to multiply by it, "divided by", or
-        "rest" to multiply by one minus the factor.
+        `how` is the use of the factor: "" to multiply by it, "divided by", or "rest" to multiply by one minus the factor.
         """
         value = example_value(given) if isinstance(given, torch.fx.Node) else given
         if type(value) in (int, float):
@@ -94,11 +94,11 @@ class _Factors:
         return size if made is None and row.kind is OpKind.CLEAR else made
 
     def _read(self, node: torch.fx.Node, role: str) -> None:
-        """Add `node` to the sets `exact`, `learnt` and `noise`, by the kinds of factors that it may be. `role` is its role in the op graph.
+        """Add `node` to the sets `exact`, `learnt` and `noise`, if it belongs there. `role` is its role in the op graph, such as "input".
 
-        Exact values may be schedules: they are computed without parameters, gradients, products, random draws and booleans. Buffers,
-        constants and inputs that require no gradient are exact. Parameters are learnt, and so are values computed from exact and learnt
-        values. Noise is a normal draw, a floating input that requires no gradient, or computed from these alone, without a product.
+        `exact` has the values that may be schedules: buffers, constants and inputs without gradients, and values computed from these or
+        numbers, but no booleans. `learnt` has parameters, and values computed from parameters and exact values. `noise` has normal draws,
+        floating inputs without gradients, and values computed from these alone. Results of products and of other random draws are in none.
         """
         value, op = example_value(node), op_name(node.target)
         if role == "output" or not isinstance(value, torch.Tensor):
@@ -128,7 +128,7 @@ class _Factors:
 
 
 def _applied(node: torch.fx.Node, size: float) -> float | None:
-    """Return the result of the op of `node` if the number `size` replaces its only tensor; None if the op cannot run on a number."""
+    """Run the op of `node` on the number `size` in place of its tensor. Return the result; None if it fails, or is no finite number."""
     number = torch.tensor([size], device="cpu")
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: number)
     try:

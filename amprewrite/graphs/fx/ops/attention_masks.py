@@ -34,7 +34,7 @@ The lowest fp16 number, -65504, is below this limit.
 
 
 class Kind(Enum):
-    """Kind of an attention mask, by the positions that it allows."""
+    """The positions that an attention mask allows. Attention needs no mask for ALL, and only `is_causal` for CAUSAL."""
 
     ALL = "all positions"
     CAUSAL = "causal"
@@ -149,7 +149,7 @@ def _is_written(mask: torch.fx.Node) -> bool:
 
 
 class Masks:
-    """Computes one mask of a graph from sizes, and caches the kind of the mask for each set of sizes."""
+    """Computes one mask of a graph from sizes, and caches its `Kind` (all positions, causal, other) for each set of sizes."""
 
     def __init__(self, nodes: Sequence[torch.fx.Node], sizes: Sequence[torch.fx.Node]) -> None:
         graph = torch.fx.Graph()
@@ -161,7 +161,7 @@ class Masks:
         self._kinds: dict[tuple[tuple[int, ...], tuple[int, int]], Kind] = {}
 
     def kind(self, sizes: tuple[int, ...], lengths: tuple[int, int]) -> Kind:
-        """Return the kind of the mask that is computed from `sizes`, for `lengths` = (number of queries, number of keys)."""
+        """Return the `Kind` of the mask that is computed from `sizes`, for `lengths` = (number of queries, number of keys)."""
         key = (sizes, lengths)
         found = self._kinds.get(key)
         if found is None:
@@ -199,7 +199,7 @@ def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | Non
 
 
 def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
-    """Return the kind of `mask`, which broadcasts to (..., queries, keys). `lengths` is (number of queries, number of keys).
+    """Return the `Kind` of `mask`, which broadcasts to (..., queries, keys). `lengths` is (number of queries, number of keys).
 
     A boolean mask allows a position by True. A mask that is added to the scores allows a position by 0. The kind is OTHER if the mask has
     more than MOST_ELEMENTS elements, or if a number in it neither allows nor blocks a position.

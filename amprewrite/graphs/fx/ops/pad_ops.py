@@ -20,7 +20,7 @@ from amprewrite.torch_internals.dispatch import in_forward_mode, is_plain
 
 # -- changes of size ---------------------------------------------------------------------------
 def pad_dims(x: Tensor, layout: Layout) -> Tensor:
-    """Return `x`, which has its logical sizes, with zeros appended to every axis that `layout` pads."""
+    """Return `x`, which is not padded yet, with zeros appended to every axis that `layout` pads."""
     opened, pads = _opened(x, layout, 0)
     amounts = [amount for logical, grown in reversed(pads) for amount in (0, grown - logical)]
     return _closed(F.pad(opened, amounts), layout)
@@ -50,7 +50,7 @@ def _opened(x: Tensor, layout: Layout, side: int) -> tuple[Tensor, list[tuple[in
     """Return (`x` with every composed dim of `layout` split into its axes, (logical, physical) size of each axis).
 
     A composed dim joins several axes, such as heads and the size of a head. `side` is 0 if `x` has logical sizes, 1 if `x` has physical
-    sizes. An axis outside of `layout` gets the pair (0, 0).
+    (padded) sizes. An axis outside of `layout` gets the pair (0, 0).
     """
     pads: list[list[tuple[int, int]]] = [[(0, 0)] for _ in range(x.dim())]
     for dim, factors in layout:
@@ -62,7 +62,7 @@ def _opened(x: Tensor, layout: Layout, side: int) -> tuple[Tensor, list[tuple[in
 
 
 def logical_part(x: Tensor, layout: Layout) -> Tensor:
-    """Return the logical part of a padded `x`: always a view, in which composed dims stay split into their axes."""
+    """Return a view of the padded `x` without its padding. A dim that joins several axes, such as heads and head size, is split."""
     opened, pads = _opened(x, layout, 1)
     for dim, (logical, grown) in enumerate(pads):
         if logical != grown:

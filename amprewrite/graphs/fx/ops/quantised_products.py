@@ -178,7 +178,7 @@ def quantise(
 
 
 def relinked(copy: Quantised, value: Tensor) -> Quantised:
-    """Return `copy` with a new link, which passes gradients to `value`: the quantised value with a different autograd history."""
+    """Return `copy` with a new link, which passes gradients to `value`, a tensor with the same numbers and another autograd history."""
     return copy._replace(link=_link(value))
 
 
@@ -226,7 +226,7 @@ def _linked(value: Tensor) -> Tensor:
 
 
 class _Straight(torch.autograd.Function):
-    """Autograd node that returns `value` and sends its gradient to `history`, a tensor with the history of the unquantised value."""
+    """Autograd node that returns `value`, and passes its gradient unchanged (straight through) to `history`, another tensor."""
 
     @staticmethod
     def forward(ctx: Any, history: Tensor, value: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def _exact_weight(ctx: Any, gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
-    """Return the gradients `found` with an autograd history for second derivatives, as if computed from x and w without fp8."""
+    """Return the gradients `found` with the autograd history of a product without fp8, so that they can be differentiated."""
     x = x if x8 is None else _Straight.apply(x, x8.values().t().to(x.dtype).reshape(x.shape))
     w = w if w8 is None else _Straight.apply(w, (w8.values() if ctx.transposed else w8.values().t()).to(w.dtype))
     in_, weight = found

@@ -1,6 +1,6 @@
 """Put the loss scale into a graph, by functions that return a value unchanged (or cast) and multiply its gradient.
 
-Inside a rewritten region every gradient is `scale` times the true gradient. Outside of the region it is the true gradient. A tensor that
+Inside a rewritten graph, the *region*, every gradient is `scale` times the true gradient. Outside it is the true gradient. A tensor that
 crosses the border of the region keeps its value (or is cast), and its gradient is multiplied by a factor:
 
 1. `scale_gradient` at a differentiable output: the gradient enters the region here, and is multiplied by the scale.
@@ -49,7 +49,7 @@ from amprewrite.torch_internals.dispatch import in_forward_mode, is_legacy_batch
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
     """Return `x` unchanged. Its gradient is multiplied by `scale`, a 0-dim fp32 tensor.
 
-    `x` must be fp32, the dtype of values outside of the region, because in fp32 the product cannot overflow.
+    `x` is a differentiable output of a rewritten graph. It must be fp32, because in half precision the scaled gradient might overflow.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
@@ -88,7 +88,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a cast's operand, without the loss scale: `gradient * factor` as `dtype`, multiplied in fp32 at least.
+    """Return `gradient * factor` as `dtype`, multiplied in fp32 at least: the true gradient, if `factor` is the inverse of the loss scale.
 
     The result can be differentiated if gradients are recorded.
     """
@@ -173,7 +173,8 @@ class _Cross(torch.autograd.Function):
 class _Times(torch.autograd.Function):
     """Autograd node that multiplies a gradient by `then`: the number that `factor` held when this gradient was computed.
 
-    In a later backward `factor` may hold another number, which multiplies gradients. So the derivative of this node is `then / factor`.
+    A later backward has its own number in `factor`, and its gradients cross the border of the scaled region here in the opposite direction:
+    they are divided by this number. So the derivative of this node is `then / factor`.
     """
 
     @staticmethod

@@ -60,7 +60,7 @@ def factor_of(amax, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.conste
 
 @triton.jit
 def scale_kernel(amax, scale, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write `factor_of` the number at `amax` to `scale`: the scale for magnitudes up to this number. One launch replaces six of torch."""
+    """Read the number at `amax`, and write the scale for magnitudes up to it (`factor_of`) to `scale`. This replaces six torch kernels."""
     tl.store(scale, factor_of(tl.load(amax), SMALLEST, POWER, MOST))
 
 

@@ -16,9 +16,9 @@ from amprewrite.tables.formats import BASE
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the fp32 product of two low matrices.
+    """Return the fp32 product of two bf16 matrices.
 
-    NVIDIA GPUs have a kernel for low operands and an fp32 result. Other devices, and exported programs, multiply fp32 copies.
+    NVIDIA GPUs have a kernel for bf16 operands and an fp32 result. Other devices, and exported programs, multiply fp32 copies.
     """
     has_kernel = a.is_cuda and torch.version.hip is None and not torch.compiler.is_exporting()
     return torch.mm(a, b, out_dtype=torch.float32) if has_kernel else torch.mm(a.float(), b.float())

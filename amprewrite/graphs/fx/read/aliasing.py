@@ -130,7 +130,7 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
 def reads_back(node: torch.fx.Node) -> bool:
     """True if the backward of the op reads the op's result, as for `tanh`. A second backward then gives the result a gradient.
 
-    False for ops that choose elements, such as `relu` and `max`.
+    False for ops such as `relu` and `max`: their backward only compares the result, which gives the result no gradient.
     """
     if op_name(node.target) in _CHOOSE:
         return False
@@ -140,7 +140,7 @@ def reads_back(node: torch.fx.Node) -> bool:
 
 
 def _wanting(node: torch.fx.Node) -> Any:
-    """Return the example value of `node`, with plain sizes, as a copy that requires a gradient. A value without gradients is not copied."""
+    """Return a copy of the example value of `node`, with plain sizes, that requires a gradient. Integers are returned uncopied."""
     value = sized(node)
     return value.detach().requires_grad_().clone() if differentiable(value) else value
 
@@ -162,7 +162,7 @@ def _saved(backward: Any) -> Iterator[torch.Tensor]:
 def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = example_value) -> Any:
     """Return the result of `node` on its example operands, by PyTorch's own code; capture's example value if that code cannot run.
 
-    `operand` returns the value to use for an operand. A node that writes in place is run only with an `operand` other than the default.
+    `operand` returns the value to use for an operand. A node that writes in place is not run on the example values themselves.
     """
     said = example_value(node)
     modes = [t.fake_mode for t in tensors(said) if isinstance(t, FakeTensor)]
@@ -180,10 +180,9 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 
 
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
-    """Yield the conversions between fp32 and `low` that may return their operand instead of a copy, because no reader can notice.
+    """Yield the conversions between fp32 and `low` that may return their operand instead of a copy if the plan makes the dtypes equal.
 
-    No reader can notice if the result is never written and not returned, the operand is not written later, and result and operand have
-    the same strides.
+    No reader notices if the result is never written and not returned, the operand is not written later, and both have the same strides.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
@@ -214,7 +213,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages of a node's result x; none if an inserted conversion `x.to(x.dtype)` is read in place of x (`leaving.py`)."""
+    """Return the storages of a node's result x; none if `leaving.py` inserted a conversion `x.to(x.dtype)`, which is read in place of x."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -241,9 +240,9 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
     """Return {storage: positions of the writes to it that may write to a cast copy instead, because no op reads the old tensor later}.
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the sum writes to the cast between them. Writes to
-    inputs and weights of the model are left out, because they must change these tensors. Also left out are writes in another grad mode
-    than the mode in which the tensor was made, because a copy would have another autograd history, and writes to tensors with hooks:
-    PyTorch drops the hooks if the tensor is a view (the result of a linear op on 3 dims is one), and calls them if it is none.
+    inputs and weights of the model are left out, because they must change these tensors. So are writes in another grad mode than the mode
+    in which the tensor was made, because the copy would have another autograd history. So are writes to tensors with hooks: PyTorch drops
+    the hooks if the tensor is a view, as the result of a linear op on 3 dims is, and calls them otherwise.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)
@@ -267,7 +266,7 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """Return (groups of nodes that must have one colour, low or high; function that counts the writes to a value before a reader).
+    """Return (groups of nodes that must have one colour, low or high; function (value, reader) -> writes to the value before the reader).
 
     Nodes are in one group if they share memory that is written in place, or if they are results of one kernel. In training, an op whose
     operand is written later through `.data` is in one group with the operand, because its backward may read the new values.

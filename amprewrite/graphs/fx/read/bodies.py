@@ -42,11 +42,11 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 
 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
-    """Return the reason why all ops of a body graph stay fp32 in training with a narrow format or a loss scale; None if they need not.
+    """Return the reason why all ops of a body graph stay fp32 in training in fp16 or with a loss scale; None if they need not.
 
-    The attribute `name` of `node` holds the body graph. `scaled` is True if the loss is scaled. Then a nonlinear backward written by the
-    user gets unscaled gradients, which low ops around it would flush to zero. Any backward of an autograd Function stays fp32, because no
-    sample run shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
+    `node` runs the body graph, which is its attribute `name`. `scaled` is True if the loss is scaled. Then a backward written by the user
+    that is not linear gets unscaled gradients, which low ops would flush to zero. The backward of an autograd Function stays fp32, because
+    no sample run shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -168,9 +168,9 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
-    """Return the number of first results that `node` may pass to its next iteration: the loop state of a scan.
+    """Return how many results of the body of `node`, counted from the first, are loop state that the next iteration may read.
 
-    The number is 0 for a condition, a map and a checkpoint. For any other op it is unknown: return `results`, the number of all results.
+    These are the state of a scan, and none for a condition, map or checkpoint. For any other op, all `results` may be loop state.
     """
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
@@ -179,7 +179,7 @@ def _carried(node: torch.fx.Node, results: int) -> int:
 
 
 def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-    """Return (input of `body`, value of the outer graph) for each input to which `node` passes an outer value unchanged."""
+    """Return pairs (input of `body`, outer value) for the inputs of the body graph to which `node` passes an outer value unchanged."""
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]

@@ -2,9 +2,9 @@
 
 This file has special code for `getitem`, which may pick one of several results.
 
-`read_matrix_products` finds the products of rows and a matrix, whose operands may be quantised to fp8. It knows the operands
-of `linear`, `matmul`, `mm` and `addmm`. It leaves out products inside a torch.func transform, products of a tensor with itself, products
-with further factors such as `alpha`, and products plus a summand of more than one row.
+`read_matrix_products` finds the products of rows and a matrix, whose operands may be quantised to fp8: `linear`, `matmul`, `mm` and
+`addmm`. It leaves out products inside a torch.func transform, products of a tensor with itself, products with further factors such as
+`alpha`, and products plus a summand of more than one row.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _call(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.f
 
 
 def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
-    """Return an argument as plain data: an fx node becomes a `Ref`, or a number if its value is a number that capture knows."""
+    """Return an argument without fx nodes: a node becomes its value if capture knows it as a number, otherwise a `Ref` with its name."""
     if isinstance(argument, torch.fx.Node):
         value = example_value(argument)
         return value if type(value) in (int, float, bool) else Ref(names.get(argument, argument.name))
@@ -121,9 +121,8 @@ def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
     """Return {node: why it must not be padded} for the nodes whose memory is written in place while another op may still read it.
 
-    An in-place op on a value that is not read afterwards does not count, because it gives the same result as the out-of-place op. Writes to
-    inputs and weights always count. Writes by ops that return nothing always count, too. Nodes in `transformed`, which are inside
-    torch.func transforms, are skipped.
+    A write to a value that is not read afterwards does not count, because the op out of place gives the same result. Writes to inputs and
+    weights always count, and so do writes by ops that return nothing. Nodes inside torch.func transforms (`transformed`) are skipped.
     """
     writes = [(node, targets) for node in graph.nodes if node not in transformed and (targets := written(node))]
     if not writes:

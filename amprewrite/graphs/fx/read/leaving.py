@@ -61,11 +61,11 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert idle conversions `x.to(x.dtype)` by this file's rules, and mark values that the rules force to fp32. True if a rule applies.
+    """Insert no-op conversions `x.to(x.dtype)` after values that the graph returns, and mark values that must be fp32. True if it did so.
 
-    A mark is the reason for fp32, under the key LEAVES in the meta of a node. The edits are made in a copy of the graph: `make_own` copies
-    the graph and returns a function from each node to its copy. `without_grad` are the nodes that run without gradients; None if the graph
-    is read as a graph without gradients.
+    This file's docstring has the rules. A mark is the reason for fp32, under the key LEAVES in the meta of a node. The edits are made in a
+    copy of the graph: `make_own` copies the graph and returns a function from each node to its copy. `without_grad` are the nodes that run
+    without gradients; None if the graph is read as a graph without gradients.
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
@@ -107,8 +107,8 @@ def _may_be_viewed(maker: Node) -> bool:
 def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterator[Node]:
     """Yield the results of the graph that get gradients and that the backward of their own op reads, as for `tanh`.
 
-    Ops on the allow list are left out: their backward has no derivative, or does not read their result. Results of ops inside a torch.func
-    transform are left out: no cast can be inserted there, and the ops inside do not read the tensor that the caller gets.
+    Ops on the allow list, such as matmul and attention, are left out: their backward has no derivative, or does not read the result. Ops
+    inside a torch.func transform are left out, too: no cast can be inserted there, and the ops inside do not read the caller's tensor.
     """
     apart, read_back = transform_regions(graph), Answers(_is_read_back, sized)
     for node in dict.fromkeys(map(_before_hooks, _results(graph))):
@@ -139,10 +139,10 @@ def _op_of(node: Node) -> tuple[Node, ...]:
 
 
 def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
-    """Return the nodes whose values exist only inside a torch.func transform.
+    """Return the nodes whose values exist only inside a torch.func transform, such as vmap.
 
-    A value that is read outside of its transform is a plain tensor and does not count. A value that is still wrapped counts, although
-    another transform may read it, as in `jacrev`.
+    A value that is read outside of its transform does not count, unless its tensor is still wrapped by a transform. In `jacrev`, for
+    example, another transform reads a wrapped tensor.
     """
     regions = transform_regions(graph)
     return {node for node, region in regions.items() if _wrapped(node) or all(regions.get(user) == region for user in node.users)}
@@ -153,7 +153,7 @@ def _wrapped(node: Node) -> bool:
 
 
 def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) -> Node:
-    """Insert an idle conversion `x.to(x.dtype)` after `maker`, let all other readers of `maker` read it, and return it.
+    """Insert a no-op conversion `x.to(x.dtype)` after `maker`, let all other readers of `maker` read the conversion, and return it.
 
     If `maker` is inside a torch.func transform (`regions`), the conversion follows the transform, and readers inside keep reading `maker`.
     """
@@ -181,7 +181,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield the results of `graph` that may get gradients from other ops of the graph. Operands of autograd.grad count as results."""
+    """Yield results of `graph` that also get gradients from ops of the graph that read them. Operands of autograd.grad count as results."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):
@@ -191,7 +191,7 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """For each result with hooks, yield the value on which the hooks are registered.
+    """For each result of the graph with hooks, yield the value on which the hooks are registered.
 
     If the caller calls `retain_grad`, it sees the gradient after the hooks, so the hooks must be on the value that is returned.
     """
@@ -222,10 +222,10 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
-    """True if `result` is the same tensor object as an operand of its op, and at least one of three conditions holds.
+    """True if `result` is the same tensor object as an operand of its op, so that separate casts of the two would make a difference.
 
-    The operand has other readers or hooks, one of the two is a result of a checkpoint, or only `result` is made without gradients.
-    `returns_operand(op)` is True if an op of this graph returns one of its operands.
+    It does if the operand has other readers or hooks, if one of the two is a result of a checkpoint, or if only `result` is made without
+    gradients. `returns_operand(op)` is True if an op of this graph returns one of its operands.
     """
     result = _before_hooks(result)
     while (made_inside(result) is not None or returns_operand(result)) and (given := same_tensor(result)) is not None:
@@ -245,7 +245,7 @@ def _overlaps(value: Any) -> bool:
 
 
 class Memory:
-    """Records the nodes whose results each storage of a graph holds, and the storages that the graph returns, gets as inputs, or writes."""
+    """Records, for each storage of a graph, the nodes whose results it holds, and whether the graph returns, receives or writes it."""
 
     def __init__(self, graph: torch.fx.Graph, without_grad: Set[Node] = frozenset()) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)
@@ -289,9 +289,9 @@ class Memory:
         self.same = {storage for result in again for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """Return the storages to which rule 1 of this file (shared memory of results) applies, in the order of their first nodes.
+        """Return the storages that must hold fp32, for example because two results share them (rule 1 of this file).
 
-        `with_gradients` adds the cases of the rule that apply only in graphs with gradients.
+        They are in the order of their first nodes. `with_gradients` adds the cases of the rule for graphs with gradients.
         """
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
@@ -309,7 +309,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """Return the nodes in memory `storage` after the op that makes this memory, if they lead to results or may write to the memory."""
+        """Return the nodes with results in the memory `storage`, from its maker on to results of the graph, or to the last write to it."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

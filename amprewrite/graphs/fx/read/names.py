@@ -1,6 +1,6 @@
 """Give the nodes canonical names and a canonical order: depth first from the outputs, independent of the order of the fx nodes.
 
-This file also reads, from the model's source, facts about a call that capture loses, for example if the source spells out a dtype:
+This file also reads, from the model's source, facts about calls that capture loses:
 
 1. Capture turns both `x.to(torch.float32)` and `x.to(y.dtype)` into `to(float32)`.
 2. With `torch.amp.custom_fwd(cast_inputs=dtype)` the author of an autograd Function sets the dtype of its forward under mixed precision.
@@ -170,7 +170,7 @@ AROUND = tuple(around(frame_around).__code__ for around in (frame_around, frame_
 
 
 def location(stack_trace: str | None) -> tuple[str, int]:
-    """Return (file, line) of the innermost frame; ("", 0) if there is none. Frames of AROUND are skipped."""
+    """Return (file, line) of the innermost frame of a stack trace; ("", 0) if there is none. Frames of `frame_around` are skipped."""
     frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND[0].co_filename]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
 
@@ -209,9 +209,9 @@ def _call_with_own_dtype() -> tuple[str, int]:
 
 
 def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
-    """True if the model's source runs an op without gradients, in a frame inside the frames of `around`.
+    """True if the model's source runs an op under `no_grad` or a similar mode that is entered inside the call with the trace `around`.
 
-    `stack_trace` is the stack trace of the op, `around` the stack trace of the call that runs the op. False if the source cannot be read.
+    `stack_trace` is the stack trace of the op, which begins with the frames of `around`. False if the source cannot be read.
     """
     outside = len(_FRAME.findall(around or ""))
     frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]
@@ -258,7 +258,7 @@ def _enables(mode: ast.expr) -> bool:
 
 
 def dtype_is_literal(stack_trace: str | None, call: str) -> bool:
-    """True if the source line of the innermost frame calls `call` with a spelled-out fp32 dtype.
+    """True if the source line of the innermost frame calls a function named `call` with fp32 spelled out, as in `torch.float32`.
 
     Unreadable source counts as spelled out, so that a dtype the model may have asked for is kept.
     """

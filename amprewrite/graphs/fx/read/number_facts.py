@@ -1,4 +1,4 @@
-"""Read magnitudes, offsets and scaling factors of the weights of a captured graph. No sample data is needed.
+"""Read magnitudes, offsets (large means) and scaling factors of the weights of a captured graph. No sample data is needed.
 
 `read_counts` finds the products that multiply counts, such as positions and lengths (`ir/evidence/counts.py`).
 """
@@ -76,10 +76,10 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Return {name: signed root mean square} of each parameter that may scale a value. The sign is the sign of its mean.
+    """Return {name: signed root mean square} of each parameter that may scale a value, as LayerScale does. The sign is that of its mean.
 
-    Such a parameter varies along one dim at most, as a factor for each channel does. It has a reader other than products, norms and sums of
-    several operands. The host waits once for each device and statistic.
+    Such a parameter varies along one dim at most. It has a reader other than products, norms and sums of several operands. The host waits
+    once for each device and statistic.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
@@ -148,12 +148,11 @@ def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Coun
 def find_counts(
     graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[Count | None], matters: Callable[[Counts], Any]
 ) -> Counts:
-    """Return the `Count` of every value of a graph.
+    """Return the `Count` of every value of a graph: whether it is made of whole numbers, and how large it may be.
 
     `inputs` are the real inputs of the graph; () if they are not available. `handed` has the `Count` of each input of a body graph, None
-    where the outer graph does not know it; () for a graph that is no body. `matters` tells whether any of the counts matters. If none
-    does although all constants are supposed to be large counts, the values of the constants are not read. To read them, the host waits
-    once for each device.
+    where the outer graph does not know it; () for a graph that is no body. To read the values of constants, the host waits once for each
+    device. So all constants are first supposed to be large counts, and are read only if `matters(counts)` is true for the result.
     """
     held = _held(graph, inputs)
     around = {node: count for node, count in zip(graph.find_nodes(op="placeholder"), handed, strict=False) if count is not None}

@@ -74,9 +74,9 @@ def read_graph(
 ) -> tuple[OpGraph, dict[str, torch.fx.Node]]:
     """Return (op graph of `module`, {name of an op-graph node: its fx node}).
 
-    `low` is the low format. `lists` give the kind of each op. `entry` is the path of the module that was called. `names` are the names of
-    its positional parameters. `training` is True if a backward may follow. If so, `grad` says whether gradients are enabled at the start of
-    the graph. `device` is the type of the graph's device.
+    `low` is the low format. `lists` give the kind (allow, deny, ...) of each op. `entry` is the path of the module that was called. `names`
+    are the names of its positional parameters. `training` is True if a backward may follow. If so, `grad` says whether gradients are
+    enabled at the start of the graph. `device` is the type of the graph's device.
     """
     facts = {node: read_fact(node, position) for position, node in enumerate(module.graph.nodes)}
     note_autocast(facts)
@@ -102,7 +102,7 @@ def read_graph(
 
 
 def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
-    """Return a copy of `graph` with further ops forced to fp32, which in the low format would add up gradients less exactly than autocast.
+    """Return `graph` with ops forced to fp32 if they would add up gradients in the low format where torch.autocast adds them up in fp32.
 
     `learning` are the nodes that get gradients. If there are none, no op is forced.
     """
@@ -200,10 +200,9 @@ def _operands(
 ) -> list[Operand]:
     """Return the fp32 tensors that an op reads, each with the format in which the op needs it (`Demand`) and its write version.
 
-    Readers share a cast of a value only within one write version, which changes when the value is written in place. Code under no_grad and
-    code with gradients get different versions. A returned value has the version of the op that made it, whatever the grad mode at the end
-    of the graph. An operand that the op writes to is needed in the op's own format. `write_versions` counts the writes to a value before a
-    reader, and `no_grad` are the nodes that run without gradients.
+    Readers share a cast of a value only if they read the same write version. A write in place makes a new version. Readers under no_grad
+    have other versions than readers with gradients; for a returned value, the grad mode of the op that made it counts. An operand that the
+    op writes to is needed in the op's own format. `write_versions` counts writes before a reader. `no_grad` nodes run without gradients.
     """
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):
@@ -250,7 +249,7 @@ def _reads_bits(fact: Fact) -> bool:
 
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbers) -> tuple[Colour, Reason, str] | None:
-    """Return (plain or high, reason, detail) if facts force the colour of a node; None if the op lists and the passes may choose it."""
+    """Return (colour, reason, detail) if facts force a node to fp32 (high), or never to be cast (plain); None if the planner may choose."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "op" and fact.dtype.startswith(NOT_DENSE) and fact.dtype.endswith("fp32"):
@@ -306,15 +305,15 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """Let an op with a dtype argument and one operand read this operand in any format. Conversions and views of bits are left unchanged."""
+    """Let an op such as `sum(x, dtype=float32)` read its only fp32 operand in any format. Conversions and bit views are left unchanged."""
     if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS and len(fact.operands) == 1:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 
 
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Return (high, reason, detail), to force fp32, for an op that makes fp32 from other dtypes; None if it reads fp32 or converts exactly.
+    """Return (high, reason, detail), to force fp32, for an op that makes fp32 without reading fp32, such as `x.to(y.dtype)` of integers.
 
-    A conversion of booleans or of low values is exact, so it may return the low format instead.
+    None if the op reads fp32. Also None for such a conversion of booleans, or of low values: it is exact, so it may return the low format.
     """
     if fact.operands or (fact.may_be_idle and fact.relative):
         return None
@@ -385,7 +384,7 @@ _STATISTICS = ops_with(Trait.RUNNING_STATISTICS)
 
 
 def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
-    """Return the positions of the inputs to which autograd records a write, so that the inputs have a new history afterwards.
+    """Return the positions of the inputs that the graph writes in place with autograd recording, which gives them a new history.
 
     Norms write their running statistics without gradients, so writes to these do not count.
     """

@@ -132,7 +132,7 @@ def _is_low(node: torch.fx.Node) -> bool:
 
 
 def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, **options: Any) -> Any:
-    """Return `checkpoint(body, *operands)`, where the model holds the operands at the positions `state` (in ascending order).
+    """Return `checkpoint(body, *operands)`, without saving the operands at the positions `state` (ascending), which the model holds.
 
     These operands are passed in a tuple. PyTorch saves no tensor inside a tuple, but it finds the devices of the tensors there, and saves
     the random states of these devices. A reentrant checkpoint gives gradients to direct operands only. So a tensor that requires a

@@ -1,8 +1,8 @@
 """Compute the FLOPs of an fx node from the shapes of its operands and results.
 
-The op table's rows for products tell which dims a product sums over. This file has special code for other products: `einsum`, `tensordot`,
-`bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions, in which `transpose` in the name exchanges input
-and output.
+For most products, traits in the op table tell which dims are summed. This file has special code for other products: `einsum`, `tensordot`,
+`bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions. If the name of a convolution contains `transpose`,
+its FLOPs follow from the size of its input, otherwise from the size of its result.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def flops(op: str, node: torch.fx.Node) -> int:
 
 
 def _attention_flops(query: Shape, key: Shape) -> int:
-    """Return the FLOPs of attention and its projections: for queries and results, keys and values, scores and weighted values.
+    """Return the FLOPs of multi-head attention: four projections (query, key, value, result), the scores and the weighted values.
 
-    The shapes are (length, batch, width); the batch may be missing.
+    The shapes `query` and `key` are (length, batch, width); the batch may be missing.
     """
     width, asked, given = query[-1], math.prod(query[:-1]), math.prod(key[:-1])
     return 4 * (asked + given) * width**2 + 4 * asked * key[0] * width
 
 
 def _encoder_flops(source: Shape, weights: Sequence[Shape]) -> int:
-    """Return the FLOPs of an encoder layer: the products with its four weights, the attention scores, and the weighted values."""
+    """Return the FLOPs of a transformer encoder layer on an input of shape `source`: products with its four weights, and attention."""
     rows = math.prod(source[:-1])
     return 2 * rows * sum(map(math.prod, weights)) + 4 * rows * source[-2] * source[-1]
 
@@ -99,7 +99,7 @@ def _operands(node: torch.fx.Node) -> list[Shape]:
 
 
 def _equation(node: torch.fx.Node) -> str:
-    """Return the equation of an einsum as text, also if the call passes a list of dim numbers after each operand."""
+    """Return the equation of an einsum as text, also for a call without text: "ab,bc" for `einsum(x, [0, 1], y, [1, 2])`."""
     first = node.kwargs.get("equation", node.args[0] if node.args else "")
     if isinstance(first, str):
         return first

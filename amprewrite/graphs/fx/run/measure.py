@@ -82,9 +82,9 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """Return the key of a call in the price file, which is the call as text; "" if the call cannot be made.
+    """Return the key of a call in the price file: the call as text, such as "torch.add(bf16[8], 1) bf16". `fmt` replaces fp32.
 
-    A call cannot be made if a node among its arguments is no strided tensor.
+    The key is "" if a node among the arguments is no strided tensor, because such a call cannot be made alone.
     """
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
@@ -129,7 +129,7 @@ def _caster(numel: int, low: Format, device: str) -> Callable[[], Callable[[], A
 
 
 def _seconds(make: Callable[[], Callable[[], Any]]) -> float | None:
-    """Return the seconds that one call of the function `make()` takes; None if it raises an error."""
+    """Return the seconds that one call of the function returned by `make` takes; None if `make` or the call raises an error."""
     try:
         with torch.no_grad(), torch.random.fork_rng():
             timer = Timer("call()", globals={"call": make()}, num_threads=torch.get_num_threads())
@@ -180,7 +180,7 @@ def read_prices() -> Prices:
 
 
 def write_prices(new: Prices) -> None:
-    """Add `new` to the file on disk. If the folder cannot be written or the disk is full, the file stays unchanged, without an error."""
+    """Add the prices `new` to the file on disk. The file stays unchanged, without an error, if it cannot be written or the disk is full."""
     path = cache_file()
     if path is None:
         return

@@ -29,8 +29,8 @@ class Observer:
     """Callable that runs captured graphs op by op in fp32, and records the ranges of all their values in `regions`.
 
     If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips weights, whose ranges are known since
-    capture, unless an op with a pole at zero (`log`, `reciprocal`) reads them. If `brief` is True, it records no histograms, and it
-    records the smallest magnitude only of values before ops with a pole (`before_pole`).
+    capture, unless an op with a pole at zero (`log`, `reciprocal`) reads them. If `brief` is True, it saves time: it records no
+    histograms, and smallest magnitudes only for values whose zeros reach such an op (`before_pole`).
     """
 
     def __init__(self, gradients: bool = False, weights: bool = True, brief: bool = False) -> None:
@@ -49,7 +49,7 @@ class Observer:
 
 
 def inside_transform(vertex: OpNode) -> bool:
-    """True if `vertex` is inside a torch.func transform. Code outside cannot read its value, and its op is not rewritten."""
+    """True if the op `vertex` is inside a torch.func transform. Code outside cannot read its value, and the op is not rewritten."""
     return vertex.pinned is not None and vertex.pinned[1] is Reason.TRANSFORMED
 
 
@@ -114,7 +114,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             tensor.register_hook(look)
 
     def _run_body(self, n: torch.fx.Node) -> Any:
-        """Run the body of an activation checkpoint like any captured graph. It needs no checkpoint, because no backward recomputes it."""
+        """Run the body of an activation checkpoint under the observer. Its values stay in memory, so no backward recomputes them."""
         args = self.fetch_args_kwargs_from_env(n)[0]
         return self.watch(self.captured.parts[n], args[1:])
 
@@ -130,10 +130,10 @@ def exchanges_infinities(captured: Captured) -> bool:
 
 
 def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> Iterator[str]:
-    """Yield a description of each value that leads to an infinity because `plan` makes it, or a copy of it, in the low format.
+    """Yield a description of each value that would cause an infinity because `plan` computes it in or casts it to the low format.
 
-    Such a value is too large, or it becomes zero and an op that returns an infinity for zero (`log`, `reciprocal`) reads it. `seen` holds
-    the ranges of an fp32 run, by fingerprint of the graph.
+    Such a value is too large for the format. Or it becomes zero, and an op that returns an infinity for zero (`log`, `reciprocal`) reads
+    it. `seen` holds the ranges of an fp32 run, by fingerprint of the graph.
     """
     yield from too_large(captured, plan, seen)
     smallest = ROOM * captured.problem.policy.low.smallest_subnormal
@@ -148,10 +148,10 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
 
 
 def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges], room: float = ROOM) -> Iterator[str]:
-    """Yield a description of each value that `plan` makes or copies low although `room` times the value exceeds the low format's range.
+    """Yield a description of each value that `plan` computes in or casts to the low format, and that may exceed the format's range.
 
-    Only results of ops get this margin; the values of weights are known. Values that may be clamped to ±max, such as masks, are left out.
-    `seen` holds the ranges of an fp32 run, by fingerprint of the graph.
+    The result of an op may exceed it if `room` times its largest magnitude does; other values, such as weights, have no such margin. Values
+    that may be clamped to ±max, such as masks, are left out. `seen` holds the ranges of an fp32 run, by fingerprint of the graph.
     """
     end = captured.problem.policy.low.max
     for each, planned in _planned(captured, plan):
@@ -183,10 +183,9 @@ def unobserved(captured: Captured, plan: RegionPlan) -> bool:
 
 
 def before_pole(graph: OpGraph, vertex: OpNode) -> Iterator[str]:
-    """Yield the names of the values whose zeros `vertex` turns into infinities.
+    """Yield the names of the values whose zeros the op `vertex` turns into infinities, such as the divisor of a division.
 
-    These are the operands for which `vertex` has a pole at zero. If an op that passes on small numbers, such as a square root, makes one of
-    them, the names of that op's operands are yielded, too.
+    If an op that keeps small numbers small, such as a square root, makes one of these values, the op's operands are yielded, too.
     """
     operands = vertex.operands if vertex.op in POLES else vertex.operands[1:2] if vertex.op in _DIVIDES else ()
     return reached([each.value for each in operands], lambda name: _handed_on(graph[name]))
@@ -197,7 +196,7 @@ def _handed_on(vertex: OpNode) -> list[str]:
 
 
 def _planned(captured: Captured, plan: RegionPlan) -> list[tuple[Captured, RegionPlan]]:
-    """Return (graph, plan) for this graph and for the body graphs of its checkpoints, nested ones included."""
+    """Return pairs (graph, its plan): for `captured`, and for the bodies of its activation checkpoints, nested bodies included."""
     plans = {each.name: each for each in plan.bodies}
     found = [(captured, plan)]
     for part in captured.parts.values():

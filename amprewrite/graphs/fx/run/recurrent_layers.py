@@ -28,7 +28,7 @@ STEPS = 16
 
 
 def is_packed_call(args: tuple[Any, ...]) -> bool:
-    """True if `args`, the arguments of a function in LAYERS, include a packed sequence. If so, args[3] is the list of weights."""
+    """True if `args`, the arguments of a function in LAYERS, pass a packed sequence. Then args[3] is the list of weights, not a flag."""
     return len(args) == 9 and not isinstance(args[3], bool)
 
 
@@ -97,7 +97,7 @@ def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
 def _run_direction(
     layer: Callable[..., Any], rows: Tensor, sizes: Tensor | None, state: list[Tensor], weights: list[Tensor], biased: bool, training: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return (results, final state) of one layer in one direction, run in parts of STEPS time steps. `weights` are its low weights."""
+    """Return (results, final state) of one layer in one direction, in parts of STEPS steps. `sizes`: batch sizes if packed, or None."""
     done, wide = [], [weight.float() for weight in weights]
     for part, *size in _parts(rows, sizes):
         low = [linked_copy(each, weight.dtype, (), weight) for each, weight in zip(wide, weights, strict=True)]

@@ -3,8 +3,8 @@
 Calls are alike if they have the same op, the same plain arguments, and tensors of the same dtype, device, sizes, strides and offset. A
 later call returns the same fake tensor object as the first call. Its op does not run, which saves milliseconds for an op with symbolic
 sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on it (`MEMORY` in its meta).
-Results have the sizes of capture's example values, unless the graph is padded; only their dtypes may differ. So an op with symbolic sizes
-runs on the sizes at capture. If the result is new memory with these sizes and strides, calls that differ only in sizes do not run it again.
+Unless the graph is padded, a result has the sizes of its example value from capture, and only its dtype may differ. So an op with symbolic
+sizes runs on the sizes at capture. If its result is new memory, later calls that differ only in sizes reuse its dtype and do not run.
 
 Some values are not reused, because they may change, or may differ between calls that are alike: values known at capture, values computed
 under the model's own autocast, and all values of a graph that has data-dependent sizes, or an in-place op that may resize a tensor.
@@ -63,14 +63,14 @@ def _sizes(tensor: torch.Tensor) -> Hashable:
 
 
 def _order(tensor: torch.Tensor) -> Hashable:
-    """Return the dims of `tensor` in their order in memory; its sizes and strides if there are gaps in its memory."""
+    """Return a key of the memory layout of `tensor`: its dims, innermost first; its sizes and strides if its memory has gaps."""
     sizes, strides = hints(tensor), tuple(map(hint, tensor.stride()))
     dense = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) == math.prod(sizes)
     return tuple(sorted(range(len(sizes)), key=strides.__getitem__)) if dense else _sizes(tensor)
 
 
 class Alike:
-    """Finds alike calls of one graph (same op, plain arguments, and form of the tensors): `key` gives such calls equal keys."""
+    """Compares op calls of one graph. Calls with the same op, plain arguments, and dtypes and layouts of tensors get equal keys (`key`)."""
 
     def __init__(self, layout: Callable[[torch.Tensor], Hashable] = _sizes) -> None:
         """`layout` returns the part of the sizes and strides of a tensor that must be equal in calls that are alike."""
@@ -134,10 +134,10 @@ def _differ_in_dtype(made: Any, captured: Any) -> bool:
 
 
 class Answers:
-    """Keeps the answers of a function about op calls of one graph. Calls that are alike, as in the layers of a model, share one answer."""
+    """Caches a function of the op calls of one graph. Calls that are alike (`Alike`), as in repeated layers of a model, share a result."""
 
     def __init__(self, ask: Callable[[torch.fx.Node], Any], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
-        """`ask` returns the answer for one call. It may read only the op, plain arguments, and operands as `value_of` returns them."""
+        """`ask` is the cached function. Of a call it may read only the op, plain arguments, and operands as `value_of` returns them."""
         self._ask, self._value_of = ask, value_of
         self._alike, self._known = Alike(), dict[Hashable, Any]()
 
@@ -149,10 +149,10 @@ class Answers:
 
 
 class RepeatedCalls:
-    """Reuses the result of an op call on fake tensors for later calls with the same op, arguments and forms of tensors, in one graph."""
+    """Reuses results of op calls on fake tensors for later calls in one graph with the same op, arguments, and dtypes and sizes."""
 
     def __init__(self, graph: torch.fx.Graph, padded: bool = False) -> None:
-        """`padded` is True if values of the graph may have other sizes than at capture."""
+        """`padded` is True if padding may give values of the graph other sizes than at capture."""
         self._off = any("unbacked_bindings" in node.meta or (written(node) and not _leaves_sizes(node)) for node in graph.nodes)
         self._given: dict[Hashable, _Given] = {}
         self._alike, self._alike_but_for_sizes = Alike(), Alike(_order)
@@ -164,10 +164,10 @@ class RepeatedCalls:
         self._fresh = itertools.count(-1, -1)
 
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[Any], Any]) -> Any:
-        """Return the value of `node`: the result of an earlier call that is alike, otherwise the result of `run`.
+        """Return the value of `node`: the result of an earlier call that is alike, if there is one, otherwise the result of `run`.
 
-        `value_of` returns the value of an operand, `run` the result for given operand values. The meta of `node` records the memory of a
-        reused result.
+        `value_of` returns the value of an operand, `run` the result for given operand values. For a reused result, the meta of `node`
+        records the memory that the value has in a real run.
         """
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)

@@ -101,11 +101,11 @@ class FrozenWeight(Tensor):
         return self.stored.dtype == dtype and self.padded == layout
 
     def of(self, stored: Tensor, high: Tensor | None) -> FrozenWeight:
-        """Return a frozen weight that holds `stored` and `high`, with the sizes, strides, padding and `trains` flag of this weight."""
+        """Return a frozen weight like this one, but with the low copy `stored` and the fp32 values `high` (None: not stored)."""
         return FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
 
     def held(self) -> tuple[Tensor, ...]:
-        """Return the tensors that hold the memory of this weight."""
+        """Return the tensors in which this weight is stored: the low copy and, if stored, the fp32 values."""
         return (self.stored,) if self.high is None else (self.stored, self.high)
 
     # -- the Python interface of a tensor ---------------------------------------------------
@@ -194,7 +194,7 @@ class FrozenWeight(Tensor):
         return func(*tree_map_only(cls, plain, args), **tree_map_only(cls, plain, kwargs))
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of the view op `func`, as frozen views of the stored tensors. Writing to these views is refused, too."""
+        """Return the result of the view op `func` on this weight: frozen views of the stored tensors. Writing to them is refused, too."""
         low = func(self.low(), *args, **kwargs)
         high = low if self.high is None else func(self.high, *args, **kwargs)
         if isinstance(low, Tensor):
@@ -207,7 +207,7 @@ class FrozenWeight(Tensor):
         return made
 
     def _converted(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the result of `to(...)` if nothing is rounded; otherwise None.
+        """Return the result of a `to` with the arguments `kwargs` if this method can make it without rounding; otherwise None.
 
         For the stored dtype the result is a copy of the low values. For another device without a change of dtype it is a frozen weight.
         """
@@ -246,7 +246,7 @@ def _view(low: Tensor, high: Tensor, weight: FrozenWeight) -> FrozenWeight:
 
 
 def _is_as_kept(source: Any, weight: FrozenWeight) -> bool:
-    """True if copying `source` to the weight rounds nothing: it has the weight's shape and its dtype in a state dict."""
+    """True if `source` can be copied to the weight without loss: a plain tensor of the weight's shape and dtype in a state dict."""
     plain = isinstance(source, Tensor) and not isinstance(source, FrozenWeight)
     return plain and source.dtype == weight.low_dtype and source.shape == weight.shape
 
@@ -271,8 +271,8 @@ def thawed(value: Any) -> Any:
 def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
     """Replace the example value of each graph input that Dynamo captured as a frozen weight by a plain fp32 fake tensor.
 
-    Passes can read this fake tensor. While gradients are enabled, it requires no gradient: the weight is a constant. While they are
-    disabled, it requires one if the weight did before freezing.
+    Passes can read this fake tensor. If gradients are enabled, it requires no gradient, because the weight is a constant. If they are
+    disabled, it requires a gradient if the weight did so before freezing.
     """
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")

@@ -16,7 +16,7 @@ Listener = Callable[[Optimizer], None]
 
 
 class StepListeners:
-    """Bound methods to call at each step of any optimizer. `register` is the function of PyTorch that registers a hook on all steps."""
+    """Calls bound methods at each step of any optimizer. `register` is PyTorch's function that registers a hook on all such steps."""
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
         self._register, self._hook = register, None

@@ -115,7 +115,7 @@ class WeightCache:
 
     # -- copies --------------------------------------------------------------------------
     def take(self, asked: Sequence[Wanted]) -> list[Tensor]:
-        """Return the low copies in `asked`: a kept copy if an open `Block` (a span of calls) has one up to date, otherwise a new copy."""
+        """Return a low copy for each entry of `asked`: a kept copy if the open `Block` (a span of calls) has a fresh one, or a new copy."""
         streams = streams_of([weight for weight, _, _ in asked])
         if streams and recording(_CUDA):
             self._replayed = True  # keep no copies from now on: a replay of the CUDA graph may step weights without calling our hook
@@ -209,10 +209,10 @@ class WeightCache:
         return stale
 
     def _end(self, block: Block, stepped: Set[int] | None = None) -> None:
-        """Drop all copies in `block`, or with `stepped` the copies of the weights with these ids, which an optimizer has stepped.
+        """Drop all copies in `block`. If `stepped` holds the ids of weights that an optimizer stepped, drop only the copies of these.
 
-        With `stepped`, the block of `cache_weights="step"` drops the copies of all weights that require gradients. The optimizer may have
-        stepped other tensors instead (such as master weights), and the training loop copies these to the weights afterwards.
+        With `stepped`, the block of `cache_weights="step"` also drops the copies of all other weights that require gradients: the optimizer
+        may have stepped master weights instead, which the training loop copies to the weights afterwards.
         """
 
         def stays(weight: Tensor) -> bool:
@@ -249,9 +249,9 @@ class WeightCache:
         """Compare a few rows of a few kept copies with their weights, to find writes that PyTorch does not count.
 
         Each call checks different rows and copies. If a weight changed, the copies are dropped. Then the block of `cache_weights="step"`
-        warns, and any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once. On an accelerator a
-        later call uses it, so that the host does not wait. The block of a `generate()` is compared only at its end, so that not every token
-        pays for it.
+        warns, and any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once. On CUDA a later call
+        uses it, so that the host does not wait; copies on other accelerators are compared only when their block closes. The block of a
+        `generate()` is compared only when it closes, so that not every token pays for it.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):
@@ -322,11 +322,11 @@ def marked(copy: Tensor, weight: Tensor) -> Tensor:
 
 
 def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
-    """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the copy that `cache` keeps.
+    """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the low copy that `cache` keeps.
 
-    Without a loss scale the result is the kept copy itself: the autograd node of its cast saves no tensor, so it serves many backwards.
-    With a loss scale each call makes a new autograd node, because the node reads the scale of its forward. Tensor subclasses and duals of
-    forward-mode AD are cast anew, because a kept copy has no tangent.
+    If `inverse` (one over the loss scale) is None, the result is the kept copy itself: the autograd node of its cast saves no tensor, so it
+    serves many backwards. Otherwise each call makes a new autograd node, because the node reads the scale of its forward. Tensor subclasses
+    and duals of forward-mode AD are cast anew, because a kept copy has no tangent.
     """
     if in_forward_mode() or not is_plain(weight):
         return pad_cast(weight, dtype, layout, inverse)

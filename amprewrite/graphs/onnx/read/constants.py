@@ -3,17 +3,17 @@
 This file has special code for the bounds of `clamp` and `maximum`, for `add`, which keeps the sign of large mask numbers, and for
 `BatchNormalization`, whose results after the first are running averages.
 
-`Readers` searches the graph forward from a value: for its readers, a softmax, the root of a distance, or a pole (an infinite result). It
-has special code for powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` after a mask, `scaled_dot_product_attention`, and the ops
-that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
+`Readers` and other functions search the graph forward from a value: for its readers, a softmax, the root of a distance, or a pole (an op
+that returns an infinity). They have special code for powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` after a mask,
+`scaled_dot_product_attention`, and the ops that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
 
 Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite mask numbers beyond
 the range become ±max. If they mask scores before a softmax, they become less than half of ±max: adding a score or a second mask must not
 give an infinity, because the softmax of a fully blocked row would then be NaN. An op stays fp32 if a constant that it reads would overflow
 and is neither a mask nor a bound, or would lose too many bits to underflow.
 
-`Kinds` chooses the kind of an op by its name, its attributes, and the values in sample runs. It has special code for `exp`, for an
-`einsum` that is a `mul`, and for `Cast`.
+`Kinds` chooses the kind of an op, which tells if it may run low, by its name, its attributes, and the values in sample runs. It has
+special code for `exp`, for an `einsum` that is a `mul`, and for `Cast`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ConstantFacts:
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return the `ConstantRead` (record of one read): `node` reads the constant `value` as operand `index`, in the format of `node`.
+        """Return a record of one read of a constant: `node` reads `value` as operand `index`, in the format in which `node` runs.
 
         `constant` and `reader` are the names of the op-graph nodes of `value` and `node`. `result` is the value that `node` computes.
         """
@@ -210,7 +210,7 @@ class Readers(MaskRules[ir.Value]):
                     self._leaving.setdefault(value, []).extend((*node.outputs, *body.inputs))
 
     def reads(self, value: ir.Value) -> Iterator[Read[ir.Value]]:
-        """Yield one `Read` for each op that reads `value`. An output of a subgraph or of the model counts as an op with the name ""."""
+        """Yield a `Read` (one use of `value`) for each op that reads `value`. An output of a graph or subgraph counts as an op named ""."""
         for made in self._leaving.get(value, [value] if value.is_graph_output() else []):
             yield Read("", OpKind.CLEAR if made is not value else None, made, floating=is_float(made))
         for use in value.uses():
@@ -367,7 +367,7 @@ def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
 
 
 def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
-    """Return the largest relative L2 error of the whole constant or of a slice along its first or last axis."""
+    """Return the largest relative L2 error of a constant or of a slice along its first or last axis. `error` holds its errors."""
     square_error, square = error.astype(np.float64) ** 2, values.astype(np.float64) ** 2
     axes = [None] if values.ndim < 2 else [None, tuple(range(1, values.ndim)), tuple(range(values.ndim - 1))]
     worst = 0.0
@@ -405,7 +405,7 @@ EXP_MOST = 8.0
 
 @dataclass(frozen=True)
 class Kinds:
-    """Chooses the kind of an op (allow, deny, …) by op lists and ranges in samples. `asked_ops`: ops that an override puts on a list."""
+    """Chooses the kind of an op (allow, deny, …) by op lists and ranges in samples. `asked_ops` are the ops that users' overrides name."""
 
     low: Format
     lists: OpLists
@@ -413,7 +413,7 @@ class Kinds:
     asked_ops: frozenset[str] = frozenset()
 
     def of(self, op: str, node: ir.Node) -> OpKind | None:
-        """Return the kind of an op in the op lists; None if it is on no list.
+        """Return the kind of an op in the op lists, which says whether it may run low; None if it is on no list.
 
         With the rule "cost" (the default planner) there are three exceptions, unless the user has an override for the op. An op that is
         denied only in fp16, for its range, gets its kind in bf16 if samples stay within the range. An einsum that sums over no dim of two

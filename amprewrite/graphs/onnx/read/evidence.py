@@ -1,4 +1,4 @@
-"""Read evidence for passes from an ONNX graph.
+"""Read facts from an ONNX graph that help passes to decide which ops run low.
 
 1. Constants with an offset: their mean is larger than their spread.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised.
@@ -73,9 +73,9 @@ def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
 
 
 def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
-    """Return the op graph of `reading`, in which each matrix product is marked (`OpNode.counted`) that would round whole numbers if low.
+    """Return the op graph of `reading`, with a mark (`OpNode.counted`) on each matrix product that must keep whole numbers exact.
 
-    Such numbers are positions, lengths, indices and time steps: if they are rounded, neighbouring numbers become equal. Marked products run
+    Such numbers are positions, lengths, indices and time steps. A low format would make neighbouring numbers equal, so marked products run
     in fp32.
     """
     if not any(node.flops for node in reading.graph):
@@ -144,7 +144,7 @@ def read_repeated(reading: OnnxReading) -> frozenset[str]:
 
 
 def read_summands(reading: OnnxReading) -> dict[str, Summands]:
-    """Return {name of a linear op, such as `x + 0.1 * y`: the values that it adds up, each with its factor}."""
+    """Return the summands of each linear op, such as `x + 0.1 * y`, by the name of the op. Each summand has a factor, here 1 and 0.1."""
     names = {value: name for name, value in reading.values.items()}
     exact, found = set[str](), dict[str, Summands]()
 

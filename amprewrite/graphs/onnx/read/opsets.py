@@ -137,7 +137,7 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str]]:
-    """Return (the model at the lowest opset at which its ops may return the type `low`, for instance bf16; notes on the change).
+    """Raise a model to the lowest opset at which its ops may return the type `low`, such as bf16. Return (model, notes on the change).
 
     Ops that `lists` keep in fp32 do not count, and neither do ops that return `low` at no opset. The new opset is at least `least`, and
     never lower than before. If the opset cannot be raised, the model is returned unchanged, with a note.

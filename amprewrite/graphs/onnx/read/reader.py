@@ -334,7 +334,7 @@ class _Reader:
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
         """Return the operands of an op that must run in fp32, since it is on no op list, has subgraphs, or reads values of unknown type.
 
-        The operands are all fp32 values of the op graph that the op or its subgraphs `inner` read. They are needed in fp32.
+        The operands are all fp32 values of the op graph that the op or its subgraphs `inner` read. The op needs them in fp32.
         """
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
@@ -425,8 +425,8 @@ class _Reader:
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
         """Add an op-graph node, named after `name`, for `value`, which enters or leaves a body (subgraph) of `node`.
 
-        `reads` holds the values that become `value`, each with the place where it is read: for a result of an If, one output of each
-        branch. `precision_group` names a group of nodes that must have one format; "" for none.
+        `reads` holds pairs (place, value that is read there and becomes `value`). A result of an If has two: one output of each branch.
+        `precision_group` names a group of nodes that must have one format; "" for none.
         """
         name = self.unique(name)
         demands: dict[str, Demand] = {}

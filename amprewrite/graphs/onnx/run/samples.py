@@ -53,7 +53,7 @@ class CallersError(Exception):
 
 @dataclass
 class Samples:
-    """Results of sample runs."""
+    """Results of running a model on samples in fp32: ranges of its values, inputs and outputs of some samples, and errors."""
 
     feeds: list[Feed] = field(default_factory=list)
     """Inputs of the samples that are kept: the first ones, at most KEPT."""
@@ -295,7 +295,7 @@ def _fill_types(model: ir.Model, runnable: Runnable) -> None:
 
 
 class _Observer:
-    """Runs one model and records the ranges of its outputs and of the values `wanted`. Each chunk of values has its own session."""
+    """Runs one model and records the ranges of its outputs and of the values `wanted`. Values that do not fit one run get further runs."""
 
     def __init__(self, runnable: Runnable, wanted: Iterable[ir.Value]) -> None:
         self.runnable, self.own = runnable, runnable.outputs

@@ -1,6 +1,7 @@
-"""Try an ONNX model in a separate process, because ONNX Runtime may abort the process.
+"""Load and run an ONNX model in a separate process, because a crash of ONNX Runtime would end the process that calls it.
 
-It may abort on a model that onnx.checker refuses. ONNX Runtime 1.31 also aborts on some valid models (see `may_crash` in onnx_runtime.py).
+ONNX Runtime may crash on a model that onnx.checker refuses. Version 1.31 crashes on some valid models, too (see `may_crash` in
+onnx_runtime.py).
 
 The separate process runs this file as a script. The file imports nothing else of amprewrite, so that the process starts quickly.
 
@@ -25,10 +26,10 @@ START = 60.0
 
 
 def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
-    """Return "" if ONNX Runtime loads a model and runs it on at least one of `feeds` without crashing, otherwise the error.
+    """Try a model in a separate process. Return "" if ONNX Runtime loads it and runs at least one of `feeds`, otherwise the error as text.
 
-    `model` is the bytes of a protobuf, or a path. `seconds` is the time that one run may take; the limit of the whole trial is computed
-    from it (None: no limit).
+    If `feeds` is empty, loading is enough. `model` is the bytes of a protobuf, or a path. `seconds` is the time that one run may take, from
+    which the time limit of the whole trial is computed; None for no limit.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python beside this program to try it in"
@@ -47,7 +48,7 @@ def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iter
 
 
 def _load(model: bytes | str, providers: list[str], plainly: bool) -> Any:
-    """Return a session of the model. `plainly` switches off all optimisations."""
+    """Return an ONNX Runtime session of the model. `plainly` switches off all graph optimisations."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -93,14 +93,14 @@ def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> No
 
 # -- 2. casts -------------------------------------------------------------------------
 def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
-    """Make all users of `cast` (the ops that need the value in its format) read `copy` instead of the value."""
+    """Make the users of `cast`, the ops that need its value in the other format, read `copy` instead of that value."""
     for user in cast.users:
         for slot in reading.slots[user, cast.value]:
             slot.put(copy)
 
 
 def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
-    """Store the low copy of a constant. It replaces the constant if all readers use the copy, otherwise it is a second constant."""
+    """Store a constant in the low format, as `cast` asks. The copy replaces the constant if all readers use it, otherwise both are kept."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)
@@ -218,7 +218,7 @@ STORED = ir.DataType[E4M3.onnx]
 
 
 def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, largest: Mapping[str, float], low: Format) -> None:
-    """Edit `model` in place so that the fp8 products of `plan` read operands that were quantised to e4m3 and back to `low`.
+    """Edit `model` in place so that the fp8 products of `plan` read operands that were quantised to e4m3 and dequantised to `low`.
 
     `largest` has the largest magnitude of each value in samples. Raises PolicyError if a needed magnitude is missing, or if the opset is
     lower than OPSET.

@@ -49,7 +49,7 @@ HASH = 16
 
 @dataclass(frozen=True)
 class Written:
-    """A model written to files in a scratch folder, and the path to which `keep` moves them."""
+    """A model that was written to files in a scratch folder. `keep` moves the files to their final path."""
 
     path: Path
     target: Path | None
@@ -65,7 +65,7 @@ class Written:
         return self.data is not None
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Move model and data into place, and write `texts` ({path: content}). If that fails, restore the old files and raise EmitError."""
+        """Move model and data to `target`, and write `texts`, {path: content}. If that fails, restore the old files and raise EmitError."""
         assert self.target is not None
         real, scratch = resolved(self.target), []
         plans = {resolved(path): text for path, text in texts.items()}
@@ -99,7 +99,7 @@ class Written:
 
 
 def _is_there(data: Path, target: Path) -> bool:
-    """True if the file `target` has the same content as `data`. It is then not replaced, because a reader may have it open."""
+    """True if the file `target` has the same content as `data`. Such a file is not replaced, because a reader may have it open."""
     return target.is_file() and not target.is_symlink() and filecmp.cmp(data, target, shallow=False)
 
 
@@ -147,7 +147,7 @@ def _link(source: Path, target: Path) -> None:
 
 # -- data files that are no longer read --------------------------------------------------
 def _old_data(model: Path) -> list[Path]:
-    """Return the data files next to the file `model` that earlier rewrites wrote.
+    """Return the files next to the file `model` in which earlier rewrites stored weights of this model.
 
     For a model `m.onnx` these are the files `m.onnx.<hash>.data`, and `m.onnx.data` if the model reads it.
     """
@@ -185,10 +185,10 @@ def _mentions(path: Path, name: str) -> bool:
 # -- scratch files ---------------------------------------------------------------------------
 @contextlib.contextmanager
 def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
-    """Context manager that writes the model to files in a scratch folder, and removes the folder at its end. `Written.keep` saves them.
+    """Context manager that writes the model to files in a scratch folder, and removes the folder at its end.
 
-    `target` is the path to save to later; None for a model that is only checked. `external_data` True puts the weights outside the model,
-    "auto" only if they do not fit one protobuf. Raises EmitError if the files cannot be written.
+    `Written.keep`, called inside the block, moves the files to `target`, which is None for a model that is only checked. `external_data`
+    True puts weights outside the model, "auto" only if they do not fit one protobuf. Raises EmitError if a file cannot be written.
     """
     outside = is_large(model) if external_data == "auto" else bool(external_data)
     shown = target or Path(tempfile.gettempdir()) / "model.onnx"
@@ -214,7 +214,7 @@ def written(model: ir.Model, target: Path | None, external_data: bool | str) -> 
 
 
 def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | None]:
-    """Write large weights to a file next to `made`, named by its content. Return (model, file); the file is None if no weight is large."""
+    """Write large weights to a data file next to `made`. Return (model without them, path of the data file; None if no weight is large)."""
     first = made.with_name("weights.data")
     held = [(value, value.const_value) for graph in model.graphs() for value in graph.initializers.values()]
     try:

@@ -69,9 +69,9 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """Return a function from {name of an operand: number in its padding} (`Contents`) to the number in the padding of the result of `op`.
+    """Return a function that computes the number in the padding of the result of `op`, such as `add`, from the operands' paddings.
 
-    `op` is arithmetic on two tensors, or on a tensor and a number, for instance `add`.
+    Its argument is {name of an operand: number in its padding} (`Contents`). It raises Hazard if the number is unknown, infinite or large.
     """
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
@@ -109,7 +109,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 def pointwise(view: View) -> Rule:
     """Return the padding rule of an op with one tensor operand. All dims may be padded, unless the call has arguments unknown to the rule.
 
-    The number in the result's padding is computed by applying the op to the number in the operand's padding.
+    The rule applies the op to the number in the operand's padding, to get the number in the result's padding.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
@@ -121,7 +121,7 @@ def pointwise(view: View) -> Rule:
 
 
 def prelu(view: View) -> Rule:
-    """Return the padding rule of prelu. All dims may be padded; slopes for each channel are padded together with the channels."""
+    """Return the padding rule of prelu. All dims may be padded. If each channel has its own slope, slopes and channels are padded alike."""
     x, w = view.call.get(0, "input"), view.call.get(1, "weight")
     xs, ws = view.shape(x), view.shape(w)
     rule = Rule(content=_unary("prelu"))
@@ -164,7 +164,7 @@ def clamp(view: View) -> Rule:
 
 
 def power(view: View) -> Rule:
-    """Return the padding rule of a power. All dims may be padded if the op and its derivative are finite for the number in the padding."""
+    """Return the padding rule of `pow`. All dims may be padded if the power and its derivative are finite for the number in the padding."""
     exponent = view.call.get(1, "exponent")
 
     def content(contents: Contents) -> Content:

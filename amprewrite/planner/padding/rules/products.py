@@ -17,7 +17,7 @@ from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard
 def reduction(view: View) -> Rule:
     """Return the padding rule of sums and means over some dims. The other dims may be padded. A sum over all dims is never padded.
 
-    Summed dims keep their unpadded size. Slicing a padded operand to this size costs little, since the slice is a view, without a kernel.
+    Summed dims keep their unpadded size. To slice a padded operand to this size costs little: the slice is a view, and runs no kernel.
     """
     call = view.call
     source, dims = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")
@@ -57,7 +57,7 @@ def batch_norm(view: View) -> Rule:
 
 
 def normalised(view: View) -> Rule:
-    """Return the padding rule of norms except batch norm, and of softmax. No dim may be padded, because padding would change the result."""
+    """Return the padding rule of softmax, and of norms other than batch norm. No dim may be padded: padding would change the result."""
     return Rule(why_opaque=f"{view.call.op} runs over the logical size")
 
 
@@ -90,7 +90,7 @@ def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
 
 
 def linear(view: View) -> Rule:
-    """Return the padding rule of a linear layer. Its weight is padded with zeros in both dims, and its bias together with the result."""
+    """Return the padding rule of a linear layer. Input and output features may be padded; weight and bias are padded with zeros."""
     x, w, b = (view.call.get(i, name) for i, name in enumerate(("input", "weight", "bias")))
     xs, ws = view.shape(x), view.shape(w)
     if xs is None or ws is None or len(ws) != 2 or not xs:

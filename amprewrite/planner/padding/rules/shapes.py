@@ -101,7 +101,7 @@ def permuted(view: View) -> Rule:
 
 
 def permutation(call: Call, rank: int) -> list[int] | None:
-    """Return, for every dim of a permutation's result, the dim of the operand that it was; None if the arguments do not tell it."""
+    """Return the operand's dims in the order of the result of `t`, `permute` or `transpose`; None if the arguments are no plain numbers."""
     order = list(range(rank))
     if call.op == "t":
         return order[::-1] if rank <= 2 else [*order[:-2], order[-1], order[-2]]
@@ -144,7 +144,7 @@ def zeros(view: View) -> Rule:
 
 # -- pieces ------------------------------------------------------------------------------------
 def piece(start: int, stop: int, size: Any) -> tuple[int, int] | None:
-    """Return (number of pieces, index of this piece) if [start, stop) is one of the equal pieces of a dim of `size`; otherwise None."""
+    """Return (n, index of this piece) if [start, stop) is one of n equal pieces of a dim of `size`, as (3, 1) for [4, 8) of 12; or None."""
     if not isinstance(size, int) or stop <= start or size % (stop - start) or start % (stop - start):
         return None
     return size // (stop - start), start // (stop - start)
@@ -218,8 +218,7 @@ def _slice_tie(rule: Rule, name: str, dim: int, size: Any, cut: slice, after: in
 
 
 def narrow(view: View) -> Rule:
-    """Return the padding rule of `narrow`. The narrowed dim may be padded if the op takes one of several equal pieces, other dims always.
-    """
+    """Return the padding rule of `narrow`. The dim it cuts may be padded if the piece is one of several equal pieces, other dims always."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
@@ -253,7 +252,7 @@ def select(view: View) -> Rule:
 def chunks(view: View) -> Rule:
     """Return the padding rule of chunk, split and unbind. All dims but the cut dim may be padded.
 
-    For chunk and split the cut dim may be padded as well if all pieces are multiples of the smallest piece. Each piece is then padded.
+    For chunk and split the cut dim may be padded as well if all sizes of pieces are multiples of the smallest. Each piece is then padded.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
@@ -317,7 +316,7 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Return the padding rule of a pad in the model's code. Dims that the model does not pad may be padded.
+    """Return the padding rule of a `pad` in the model's own code. Dims whose size it does not change may be padded.
 
     If the model pads with 0, zeros in the operand's padding stay zeros. Otherwise the numbers in the padding are unknown (MIXED).
     """

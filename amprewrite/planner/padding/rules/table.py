@@ -84,7 +84,7 @@ RULES: dict[str, Callable[[View], Rule]] = {
 
 
 def rule_of(call: Call, calls: Mapping[str, Call]) -> Rule:
-    """Return the padding rule of `call`, one of `calls`. No dim of the call may be padded if its op has no row, or if it is `opaque`."""
+    """Return the padding rule of `call`, one of `calls`. No dim may be padded if its op has no row in RULES, or if `call.opaque` is set."""
     if call.opaque:
         return Rule(why_opaque=call.opaque)
     maker = RULES.get(call.op)

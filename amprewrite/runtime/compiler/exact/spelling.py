@@ -111,11 +111,11 @@ def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
 
 
 def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
-    """True if inductor and PyTorch's kernel get the same value for each Python number among the arguments, in whatever format they read it.
+    """True if each Python number among the arguments has the same value for inductor and for PyTorch's kernel.
 
-    A number must be exact in the low formats (bf16, fp16) of the tensors. If no tensor is low, it must be exact in their formats only if
-    the call is in CHOICES (`chooses`). False if a sum has `alpha`, a factor of its second operand, other than 1, because only inductor
-    rounds the product. False if a quotient has a rounding mode.
+    They may read it in different formats, so it must be exact in each low format (bf16, fp16) of the tensors. Without a low tensor, it must
+    be exact only in calls of CHOICES (`chooses`). False for a quotient with a rounding mode, and for a sum whose second operand has a
+    factor `alpha` other than 1, because only inductor rounds that product.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False
@@ -160,7 +160,7 @@ _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return inductor's decompositions of the calls in DECOMPOSED, where it has any, and our own for slices and dropout."""
+    """Return the decompositions for inductor: its own for the calls in DECOMPOSED, and ours for dropout and the backward of a slice."""
     table = select_decomp_table()
     own: dict[Any, Callable[..., Any]] = {
         aten.slice_backward.default: _slice_backward,
@@ -203,7 +203,7 @@ def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any
 
 
 def spell(graph: torch.fx.Graph) -> None:
-    """Replace calls of `graph`, in place, by equivalent calls that inductor can fuse (items 2 to 4 at the top of this file)."""
+    """Replace calls of `graph`, in place, by equivalent fusible calls: powers, and arithmetic with a number that a low format rounds."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

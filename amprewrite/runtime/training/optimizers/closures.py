@@ -35,7 +35,7 @@ _HARMLESS = frozenset({"_cuda_graph_capture_health_check", "_accelerator_graph_c
 
 
 class Evaluated:
-    """A closure that runs once before the step. When the step calls it, it returns the loss of that run and does nothing else."""
+    """Wrapper that runs a closure once, before the step. When the step calls the wrapper, it only returns the loss of that run."""
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], look: Look) -> None:
         with torch.enable_grad():
@@ -48,13 +48,13 @@ class Evaluated:
         return self.loss
 
     def rewind(self) -> None:
-        """Do nothing: a step whose gradients overflowed was skipped as a whole."""
+        """Do nothing: there is no step to undo, because a step whose gradients overflowed was skipped as a whole."""
 
 
 class Checked:
-    """A closure that runs when the step calls it, in the step's grad mode. Gradients are checked before the step and after each call.
+    """Wrapper that runs a closure each time the step calls the wrapper, in the step's grad mode.
 
-    If they overflow, they are set to zero.
+    Gradients are checked before the step and after each call. If they overflow, they are set to zero.
     """
 
     idles = False

@@ -46,7 +46,7 @@ from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 _SAVES = "_optimizer_state_dict_post_hooks"
 
 def guard_of(optimizer: Optimizer) -> Guard:
-    """Return the guard (the hooks) of `optimizer`. The first call sets the hooks, which stay until no model needs them any more."""
+    """Return the `Guard` of `optimizer`, which hooks its steps. The first call makes it, and it lasts until no model needs it any more."""
     guard = _GUARDS.get(optimizer)
     if guard is None:
         guard = _GUARDS[optimizer] = Guard(optimizer)
@@ -144,7 +144,7 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer, gates: list[StepRecord], params: list[Tensor]) -> Tensor | None:
-        """Return a flag: above 0 if gradients hold inf or NaN, or if the flag of an earlier backward is above 0 (`Noted.due`).
+        """Return the overflow flag of a step: above 0 if gradients hold inf or NaN, or did so after an earlier backward (`Noted.due`).
 
         Returns None if there is nothing to check. `gates`: the StepRecords of the guarded models. `params`: the parameters of `optimizer`.
         """
@@ -227,7 +227,7 @@ class Guard:
         self._tell(self.gates(), optimizer, params_of(optimizer), closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
-        """Record whether the latest step was skipped, and report it to `wrappers`."""
+        """Record whether the latest step was skipped (a bool, or an overflow flag on the device), and store the answer in `wrappers`."""
         self._latest = skipped
         for wrapper in wrappers:
             tell(wrapper, self.skipped)
@@ -271,7 +271,7 @@ class Guard:
 
 
 class _NoGroups(list[dict[str, Any]]):
-    """A list of parameter groups that looks empty to loops and `len`. Code that looks up settings by index still finds the groups."""
+    """Parameter groups of a stand-in optimizer. They look empty to loops and `len`, but code that looks up settings by index finds them."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(())
@@ -281,7 +281,7 @@ class _NoGroups(list[dict[str, Any]]):
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class with no parameters and an empty state, which makes one step in place of `optimizer`."""
+    """Return an optimizer of the same class with no parameters and an empty state. It steps in place of `optimizer` and changes nothing."""
     idle = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
         if isinstance(value, Optimizer):
@@ -375,7 +375,7 @@ _BROUGHT: weakref.WeakKeyDictionary[LossScale, Brought] = weakref.WeakKeyDiction
 
 
 def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
-    """Add the states of `scales` to `state`, an optimizer's state_dict, if one of them is dynamic."""
+    """Add the states of the loss scales `scales` to `state`, an optimizer's state_dict, if one of the scales is dynamic."""
     groups = state.get("param_groups")
     if groups and any(scale.kind == "dynamic" for scale in scales):
         groups[0][KEY] = [scale.state_dict() for scale in scales]
@@ -384,11 +384,10 @@ def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
 class Arrived:
     """Loss-scale states from the checkpoint of one optimizer. A state waits here until `resume` gets a `LossScale` to load it into.
 
-    torch copies all entries of the saved groups into the groups of the optimizer. `resume` removes the states from there when the optimizer
-    is loaded, when it is guarded, and before each forward of a model that it trains. If an optimizer has several loss scales, the states
-    belong to them in order: the order of the models that it trains. Several optimizers may step parts of one model and carry its scale.
-    Their checkpoints bring the same state, and only the first is loaded: the scale may have changed by the time when the second arrives.
-    Only dynamic scales change, so only dynamic scales are loaded. A static scale has the value that the code gives.
+    torch copies all entries of the saved parameter groups into the optimizer's groups. `resume` moves the states out of the groups when the
+    optimizer is loaded, when it is guarded, and before each forward of a model that it trains. The states belong to the loss scales of
+    these models, in order. If several optimizers step parts of one model, all their checkpoints have the state of its scale. Only the first
+    is loaded: the scale may have changed before the next arrives. A static scale keeps its value from the code, so no state is loaded.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows of kind ALLOW: ops that run low, because Tensor Cores make them several times faster."""
+"""Rows of the op table of kind ALLOW: ops that run in the low format (bf16, fp16), because Tensor Cores make them several times faster."""
 
 from amprewrite.tables.ops.op_row import ALLOW, BOTH, rows
 

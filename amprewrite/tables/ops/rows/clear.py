@@ -1,4 +1,4 @@
-"""Rows of kind CLEAR: ops that are harmless in any precision, and take the precision of their neighbours."""
+"""Rows of the op table of kind CLEAR: ops that are harmless in any precision, and take the precision of their neighbours."""
 
 from amprewrite.tables.ops.op_row import BOTH, CLEAR, rows
 

@@ -1,4 +1,4 @@
-"""Rows of kind DENY: ops that run in fp32."""
+"""Rows of the op table of kind DENY: ops that run in fp32, because they overflow or lose too many bits in the low format."""
 
 from amprewrite.tables.ops.op_row import DENY, NOWHERE, ON_CPU, rows
 

@@ -1,4 +1,4 @@
-"""Rows of kind INFER: ops that run low unless a denied op is upstream."""
+"""Rows of the op table of kind INFER: ops that run in the low format (bf16, fp16) unless a denied op is upstream."""
 
 from amprewrite.tables.ops.op_row import DENY, INFER, rows
 

@@ -1,4 +1,4 @@
-"""Rows of kind INTERNAL: ops that read and write low values next to low neighbours, and whose kernels compute in fp32."""
+"""Rows of the op table of kind INTERNAL: ops whose kernels compute in fp32, but read and write the low format next to low ops."""
 
 from amprewrite.tables.ops.op_row import BOTH, DENY, INTERNAL, ON_CPU, rows
 

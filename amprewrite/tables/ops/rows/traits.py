@@ -1,4 +1,4 @@
-"""The ops that have each trait. `ops/op_lists.py` adds the traits to the rows, from which other files derive every set of ops."""
+"""The ops that have each trait (a property such as DIVIDES). `ops/op_lists.py` adds the traits to the rows of the op table."""
 
 from amprewrite.tables.ops.op_row import Trait
 
