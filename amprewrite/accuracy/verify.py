@@ -83,7 +83,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return an HTML fragment that notebooks display."""
-        rows = ((place_of(row, len(row.name) + len(row.module) + 4).rstrip(), *_figures(row)) for row in self._telling()[:20])
+        rows = ((f"{row.name} in {row.module}" if row.module else row.name, *_figures(row)) for row in self._telling()[:20])
         return fragment(self._head(), ("node", *_COLUMNS), rows)
 
     def _head(self) -> list[str]:

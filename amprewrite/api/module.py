@@ -124,9 +124,10 @@ class Rewritten(RewrittenBase):
             raise PlanError(f"this {type(self).__name__} is not frozen")
         rounded = session_of(self).thaw(state_dict)
         if rounded:
+            which = f"{rounded[0]} and {len(rounded) - 1} more weights are" if len(rounded) > 1 else f"{rounded[0]} is"
             warnings.warn(
-                f"{rounded[0]} and {len(rounded) - 1} more weights are fp32 again with the low values that were stored: what freeze() "
-                "rounded off is lost; amp.unfreeze(state_dict) takes fp32 values", AmpRewriteWarning, stacklevel=2,
+                f"{which} fp32 again with the low values that were stored: what freeze() rounded off is lost; "
+                "amp.unfreeze(state_dict) takes fp32 values", AmpRewriteWarning, stacklevel=2,
             )  # fmt: skip
 
     # -- low copies of weights -----------------------------------------------------

@@ -185,8 +185,9 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 
 
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
-    """Yield the paths of the modules that the model's class lists by name to be kept in fp32. Modules inside them are not yielded.
+    """Yield the paths of the modules that the model's class lists to be kept in fp32, by their names or by those of their tensors.
 
+    A listed tensor of a module with submodules is passed over, because an override of the module would also keep these.
     The list `_keep_in_fp32_modules_strict` always counts; the list `_keep_in_fp32_modules` counts only in a `narrow` format (fp16).
     """
     names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
@@ -195,7 +196,10 @@ def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
     if not names:
         return
     pattern = re.compile("|".join(rf"(?:^|\.){re.escape(name)}$" for name in sorted(names)))
-    yield from (path for path, _ in model.named_modules() if path and pattern.search(path))
+    for path, module in model.named_modules():
+        own = () if module._modules else (*module._parameters, *module._buffers)
+        if path and any(map(pattern.search, (path, *(f"{path}.{name}" for name in own)))):
+            yield path
 
 
 def _is_json(value: Any) -> bool:

@@ -344,7 +344,8 @@ class Session(GraphRewriter):
 
     def _check_node_overrides(self) -> None:
         if any(override.scope == "node" for override in self.options.overrides):
-            self.policy.check("node", (node.name for region in self.regions for node in region.plan.nodes))
+            plans = (part for region in self.regions for part in region.plan.flat(""))
+            self.policy.check("node", (node.name for plan in plans for node in plan.nodes))
 
     def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
         """Add `failures`, the code that Dynamo failed to capture in a call of `entry`, to `plan.skipped`. Warn once for each place.

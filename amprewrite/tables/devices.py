@@ -120,7 +120,7 @@ def device_row(device: str | torch.device) -> Device:
     if capability < (8, 0):
         return V100 if capability < (7, 5) else T4
     if capability < (9, 0):
-        return A100 if capability == (8, 0) else L4
+        return A100 if capability < (8, 9) else L4  # sm_86 and sm_87 multiply no fp8, as the A100
     return H100 if capability < (10, 0) else B200
 
 

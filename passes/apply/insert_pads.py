@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.node_facts import LEAVES, Openings, example_value, outside, tensors, transform_openings
+from amprewrite.graphs.fx.node_facts import LEAVES, Openings, example_value, named_arguments, outside, tensors, transform_openings
 from amprewrite.graphs.fx.ops.pad_ops import batch_norm_padded, pad_cast, resize
 from amprewrite.ir.op_graph import Call, Shape
 from amprewrite.ir.pass_base import Pass
@@ -241,10 +241,8 @@ def _depthwise(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _batch_norm(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    if run.layout(call) and call.get(5, "training", False):
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-        named = dict(zip(names, node.args, strict=False))
-        named |= {key: value for key, value in node.kwargs.items() if key != "cudnn_enabled"}
+    if run.layout(call) and call.kwargs.get("training", False):
+        named = {name: value for name, value in named_arguments(node).items() if value is not None and name != "cudnn_enabled"}
         named["x"] = named.pop("input")
         node.op, node.target, node.args, node.kwargs = "call_function", batch_norm_padded, (), named
         node.meta[PAD] = "sizes"

@@ -10,8 +10,9 @@ of the fused op reads and writes the low format and computes in fp32 inside. The
 
 A pattern is fused only if no node outside it reads its intermediate values, and the lists allow its op to run low. A norm over a dim of
 symbolic size is not fused, because the kernels take numbers. Patterns in the model's own autocast regions and in torch.func transforms
-stay written out. If gradients are recorded, no later node may write to the operands or the result of a pattern, because the kernel may
-save them for backward. Conversions to fp32 inside a pattern are left out, because the kernel makes them. The pass edits a copy of the
+stay written out. No node may write to the operands between the first and the last node of a pattern. If gradients are recorded, none may
+write to the operands or the result afterwards, because the kernel may save them for backward, and no `no_grad` may begin or end inside
+the pattern. Conversions to fp32 inside a pattern are left out, because the kernel makes them. The pass edits a copy of the
 captured graph.
 
 Op names hard-coded in this pass, as parts of the patterns: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `mean`,
@@ -21,7 +22,7 @@ Op names hard-coded in this pass, as parts of the patterns: `mul`, `div`, `squar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.graphs.fx.node_facts import (
     CONVERSIONS,
+    GRAD_SWITCHES,
     comparable,
     example_value,
     in_autocast,
@@ -105,33 +107,37 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
     if not sought:
         return
     taken = in_autocast(graph) | transformed_nodes(graph)
-    last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
+    writes = [(node, storage) for node in graph.nodes for target in written(node) for storage in memory_of(target)]
+    switches = [node for node in graph.nodes if op_name(node.target) in GRAD_SWITCHES]
     for node in reversed(graph.nodes):
         matches = sought.get(ops[node])
         if matches is None or node in taken or not _is_fp32(node):
             continue
         for match in matches:
             unit = match(node)
-            if unit is not None and _closed(unit, last_write) and _allowed(unit, lists) and not unit.inside & taken:
+            if unit is not None and _closed(unit, writes, switches) and _allowed(unit, lists) and not unit.inside & taken:
                 taken |= unit.inside | {node}
                 yield unit
                 break
 
 
-def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
-    """True if a pattern may be replaced: no node outside reads its intermediate values, and no node inside writes in place.
+def _closed(unit: Pattern, writes: Sequence[tuple[Node, int]], switches: Sequence[Node]) -> bool:
+    """True if one call at the end of a pattern computes the same: no node outside reads its intermediate values, and none inside writes.
 
-    If gradients are recorded, no later node may write to the pattern's operands or result. `last_write` maps memory to the last
-    node that writes to it.
+    No node writes to the operands between the first node of the pattern and its end, nor, if gradients are recorded, to the operands or
+    the result afterwards. If gradients are recorded, all nodes record them: none of `switches`, which turn gradients on or off, stands
+    in between. `writes` has a pair (node, memory that it writes) for each write of the graph.
     """
-    edge = [unit.end, *(leaf for leaf in tree_leaves((unit.args, unit.kwargs)) if isinstance(leaf, Node))]
-    kept = example_value(unit.end).requires_grad
-    if kept and any(unit.end < last_write[storage] for node in edge for storage in memory_of(node) if storage in last_write):
-        return False
     unit.inside.discard(unit.end)
     members = unit.inside | {unit.end}
-    own = [node for node in members if isinstance(node.target, str) and node.target.endswith("_")]
-    return not own and all(user in members for node in unit.inside for user in node.users)
+    start, kept = min(members), example_value(unit.end).requires_grad
+    operands = {storage for leaf in tree_leaves((unit.args, unit.kwargs)) if isinstance(leaf, Node) for storage in memory_of(leaf)}
+    saved = operands | memory_of(unit.end) if kept else set()
+    if any((start < node < unit.end and storage in operands) or (unit.end < node and storage in saved) for node, storage in writes):
+        return False
+    if kept and any(start < node < unit.end for node in switches):
+        return False
+    return not any(map(written, members)) and all(user in members for node in unit.inside for user in node.users)
 
 
 def _allowed(unit: Pattern, lists: OpLists) -> bool:
@@ -245,12 +251,13 @@ def _gelu(end: Node) -> Pattern | None:
     if len(nodes) != 2 or not _number(factors, 0.5):
         return None
     for x, gate in (nodes, nodes[::-1]):
-        one = _plus(gate, inside) if isinstance(gate, Node) and isinstance(x, Node) else None
+        tried = set(inside)
+        one = _plus(gate, tried) if isinstance(gate, Node) and isinstance(x, Node) else None
         if one is None or one[0] != 1 or _op(one[1]) != "tanh":
             continue
-        inside.add(one[1])
-        if _is_tanh_argument(one[1].args[0], x, inside):
-            return Pattern(end, "gelu", F.gelu, (x,), {"approximate": "tanh"}, inside)
+        tried.add(one[1])
+        if _is_tanh_argument(one[1].args[0], x, tried):
+            return Pattern(end, "gelu", F.gelu, (x,), {"approximate": "tanh"}, tried)
     return None
 
 

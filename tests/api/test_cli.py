@@ -51,6 +51,7 @@ def needs(width, depth=2): ...
 def wrong(): return 42
 def no_model(): return "model", ()
 def no_inputs(): return nn.Linear(2, 2), 3.0
+def no_kwargs(): return nn.Linear(2, 2), (torch.randn(3, 2),), [1]
 def breaks(): return nn.Linear(2, 2), torch.randn(3, 5)
 number = 7
 '''
@@ -206,6 +207,7 @@ BAD = {
     "plan {m}:wrong": "returned an int; it should return (module, inputs)",
     "plan {m}:no_model": "returned a str as the model, not an nn.Module",
     "plan {m}:no_inputs": "returned a float as inputs",
+    "plan {m}:no_kwargs": "returned a list as keyword arguments",
     "plan {m}:number": "is an int, no function to call",
     "plan {m}:goood": "has no goood; did you mean good?",
     "plan {m}:breaks --dtype bf16": "(--debug shows where)",
@@ -227,6 +229,7 @@ BAD = {
     "plan {m}:good --dtype bf16 --svg .": "is a folder; name a file in it",
     "plan {m}:good --svg ''": "'' names no file; give a path",
     "plan {m}:good --errors": "--errors goes into the report of --html",
+    "plan {m}:good --depth 0": "--depth is for the pictures of --svg and --png",
     "plan {m}:good --depth 1": "--depth is for the pictures of --svg and --png",
     "plan {m}:good --time-limit 3": "--time-limit is for runs of ONNX files",
     "plan noise.onnx --train": "--train is for PyTorch models",

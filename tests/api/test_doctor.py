@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from torch import nn
 
 from amprewrite.api.cli import doctor
@@ -37,3 +38,9 @@ def test_a_machine_on_which_nothing_runs_gets_a_report(capsys: pytest.CaptureFix
     monkeypatch.setattr(doctor, "_Small", Broken)
     assert main(["doctor"]) == 1
     assert "RuntimeError: no kernel image is available" in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--run-on", "cuda"]) == 2
+    assert "--run-on cuda: doctor checks cpu here" in capsys.readouterr().err

@@ -81,6 +81,39 @@ def test_external_data_of_a_constant_node_is_checked_too(tmp_path: Path) -> None
         rewrite_onnx(path)
 
 
+def branching(branch: onnx.GraphProto, folder: Path) -> Path:
+    """A model with a function of its own, in which an If has `branch` twice."""
+    taken = node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+    function = helper.make_function("own", "f", ["x", "c"], ["y"], [taken], [helper.make_opsetid("", 18)])
+    call = node("f", ["x", "c"], ["y"], domain="own")
+    path = folder / "m.onnx"
+    model = made([call], [value("x", 4), value("c", dtype=BOOL)], [value("y", 4)], functions=[function], extra=["own"])
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def branch_with(location: str = "", twice: bool = False, gap: bool = False) -> onnx.GraphProto:
+    tensor = const("k", np.ones(4, np.float32))
+    if location:
+        tensor = TensorProto(name="k", data_type=F32, dims=[4], data_location=TensorProto.EXTERNAL)
+        tensor.external_data.add(key="location", value=location)
+    last = node("Sum", ["s", ""], ["z"]) if gap else node("Relu", ["s"], ["z"])
+    nodes = [node("Constant", [], ["k"], value=tensor), node("Add", ["x", "k"], ["s"]), last]
+    return graph(nodes, "body", [], [value("z", 4)], [const("w", np.ones(4, np.float32))] * (2 if twice else 1))
+
+
+def test_subgraphs_inside_functions_are_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "ok.bin").write_bytes(np.ones(4, np.float32).tobytes())
+    for branch, says in (
+        (branch_with("../secret.bin"), "no path inside the model's folder"),
+        (branch_with(twice=True), "two initialisers named w"),
+        (branch_with(gap=True), "has an operand without a name"),
+    ):
+        with pytest.raises(CaptureError, match=says):
+            rewrite_onnx(branching(branch, tmp_path))
+    rewrite_onnx(branching(branch_with("ok.bin"), tmp_path))
+
+
 # -- sizes, functions, loops -------------------------------------------------------------------
 def bomb(depth: int) -> onnx.ModelProto:
     """A file of some hundred bytes that functions multiply to 2**depth nodes."""

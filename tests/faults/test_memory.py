@@ -94,3 +94,41 @@ def test_calls_beyond_the_limit_of_graphs_leave_nothing(times, monkeypatch):
     with pytest.warns(amprewrite.AmpRewriteWarning, match="more than 2 graphs"):
         tensors, memory = grown(work, times)
     assert tensors <= 2 and memory < 8
+
+
+@torch._dynamo.disable
+def outside(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Forces(nn.Module):
+    """Code outside of graphs computes with a gradient that the forward took, and another graph reads the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.head = net(), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return self.head(torch.tanh(outside(force)))
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_forwards_that_take_gradients_leave_nothing(steps: bool, frozen: bool) -> None:
+    """A cycle through autograd's C++ nodes, which gc does not see, kept the graph of each forward alive in fp16."""
+    model = Forces()
+    model.energy.requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    amp = amprewrite.rewrite(model, dtype="fp16", optimizer=optimizer)
+
+    def work() -> None:
+        loss = amp(X).square().mean()
+        if steps:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    tensors, _ = grown(work, 50)
+    assert tensors <= 2

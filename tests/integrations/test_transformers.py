@@ -146,6 +146,22 @@ def test_modules_that_a_class_keeps_in_fp32_are_overrides(dtype: str, kept: set[
     assert {path.partition(".")[0] for path in ours.fp32_modules(Net(), narrow=dtype == "fp16")} == kept
 
 
+def test_tensors_that_a_class_keeps_in_fp32_are_overrides_of_their_modules():
+    class Router(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 4)
+            self.register_buffer("score_bias", torch.zeros(4))
+
+    class Net(nn.Module):
+        _keep_in_fp32_modules_strict = ("gate.weight", "score_bias", "queries")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.queries = nn.ModuleDict({"gate": nn.Linear(8, 4), "router": Router()}), nn.Parameter(torch.zeros(8))
+
+    assert list(ours.fp32_modules(Net(), narrow=False)) == ["block.gate", "block.router"]
+
+
 def test_t5_keeps_its_wo_in_fp32(tmp_path: Path):
     torch.manual_seed(0)
     config = transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=40, decoder_start_token_id=0)

@@ -83,6 +83,20 @@ def written(x: Tensor) -> Tensor:
     return mask
 
 
+def written_by_name(x: Tensor) -> Tensor:
+    n, _ = lengths(x)
+    mask = torch.zeros(n, n)
+    torch.select(input=mask, dim=1, index=0).fill_(-1e4)
+    return mask
+
+
+def written_by_list(x: Tensor) -> Tensor:
+    n, _ = lengths(x)
+    mask = torch.zeros(n, n)
+    torch._foreach_add_([mask.diagonal()], -1e4)
+    return mask
+
+
 def by_triu_in_place(x: Tensor) -> Tensor:
     n, _ = lengths(x)
     return torch.full((n, n), float("-inf")).triu_(1)
@@ -171,7 +185,7 @@ def test_masks_that_say_nothing_go(mask: Mask) -> None:
     assert calls == [(False, False)] * 2
 
 
-@pytest.mark.parametrize("mask", [window, slope, written, by_triu_in_place])
+@pytest.mark.parametrize("mask", [window, slope, written, written_by_name, written_by_list, by_triu_in_place])
 def test_other_masks_stay(mask: Mask) -> None:
     amp, calls = check(Attention(mask), [noise()])
     assert notes(amp) == [] and calls == [(True, False)] * 2

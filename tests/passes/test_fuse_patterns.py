@@ -233,3 +233,44 @@ def test_what_is_written_later_is_not_what_a_kernel_keeps(body: Body) -> None:
     assert (got - want).norm() <= 6e-2 * want.norm()
     with torch.no_grad():
         assert (amp(x) - model(x)).norm() <= 2e-2 * model(x).norm()
+
+
+def norm_whose_operand_is_overwritten(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    c = x - x.mean(-1, keepdim=True)
+    x.zero_()
+    return c / torch.sqrt(c.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def softmax_whose_operand_is_overwritten(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    e = torch.exp(x - x.amax(-1, keepdim=True))
+    x.zero_()
+    return e / e.sum(-1, keepdim=True)
+
+
+def norm_with_fixed_statistics(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+    return x * scale
+
+
+def gelu_of_a_sum(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    x = x + 0.5
+    return 0.5 * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0)))) * x
+
+
+@pytest.mark.parametrize(
+    ("body", "trains"),
+    [(norm_whose_operand_is_overwritten, True), (softmax_whose_operand_is_overwritten, False), (norm_with_fixed_statistics, True),
+     (gelu_of_a_sum, True)],
+)  # fmt: skip
+def test_writes_regions_and_factors_between_the_parts_of_a_unit_are_minded(body: Body, trains: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Between(body), torch.randn(64, 24)
+    found = []
+    for run in (model, amprewrite.rewrite(model, dtype="bf16", strict=True)):
+        with torch.set_grad_enabled(trains):
+            result = run(x)
+        gradient = torch.autograd.grad(result.square().sum(), model.first.weight) if trains else ()
+        found.append((result.detach(), *gradient))
+    for want, got in zip(*found, strict=True):
+        assert (got - want).norm() <= 3e-2 * want.norm()

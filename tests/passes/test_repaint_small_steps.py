@@ -331,3 +331,21 @@ def test_noise_scales_small_steps(dtype: str, drawn: bool) -> None:
 def test_a_mask_is_no_noise() -> None:
     plan = amprewrite.plan(Noisy(False), (torch.randn(64, 64), torch.randint(0, 2, (40, 64, 64))), dtype="bf16")
     assert not any(node.reason is Reason.SMALL_STEPS for node in plan.nodes)
+
+
+@pytest.mark.parametrize("how", ["an input", "computed", "a whole mask"])
+def test_a_padding_mask_of_one_dim_is_no_schedule(how: str) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            keep = (torch.arange(len(x)) < 100)[:, None] if how == "computed" else keep
+            for layer in self.layers:
+                x = x + torch.relu(layer(x)) * keep
+            return x
+
+    keep = torch.rand(128, 64 if how == "a whole mask" else 1) < 0.9
+    plan = amprewrite.plan(Padded(), (torch.randn(128, 64), keep), dtype="bf16", device="h100", lists="o3")
+    assert not [node for node in plan.nodes if node.reason is Reason.SMALL_STEPS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
@@ -109,3 +110,8 @@ def test_long_work_counts_on(notebook: list[str], work: Callable[[], Any], last:
 def test_nothing_is_shown_where_nobody_watches(capfd: pytest.CaptureFixture[str]) -> None:
     amprewrite.calibrate(net(), batches())
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_short_module_path_is_in_the_page_of_verify() -> None:
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(64, 64), act=nn.GELU(), head=nn.Linear(64, 64)))
+    assert "linear in fc1" in shown(amprewrite.verify(model, (torch.randn(4, 64),), dtype="bf16")).text

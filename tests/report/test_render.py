@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -151,3 +153,13 @@ def test_counts_in_few_characters() -> None:
 def test_heavy_and_cast_kinds(plan: CastPlan) -> None:
     assert by_impact(plan) == []
     assert sum(casts_by_kind(plan.casts).values()) == len(plan.casts)
+
+
+def test_model_explorer_data_of_an_onnx_file_has_the_names_of_its_nodes(tmp_path: Path) -> None:
+    weight = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (4, 4)) for name in "xy")
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["h"], "/a/MatMul"), onnx.helper.make_node("MatMul", ["h", "w"], ["y"], "/b/MatMul")]
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [x], [y], [weight]), ir_version=9)
+    plan = amprewrite.rewrite_onnx(model, dtype="fp16").plan
+    data = json.loads(plan.to_model_explorer(tmp_path / "data.json").read_text())
+    assert {"/a/MatMul", "/b/MatMul"} <= data["main"]["results"].keys()

@@ -163,6 +163,15 @@ def test_small_powers_are_products(power, dtype):
     assert torch.equal(spelt(x), x.pow(power))
 
 
+@pytest.mark.parametrize(("values", "power"), [([2**40, 3], 2.0), ([2, 3], 1.0), ([True, False], 2)])
+def test_powers_that_have_another_dtype_stay_powers(values, power):
+    x = torch.tensor(values)
+    node = called(aten.pow.Tensor_Scalar, x, power)
+    spell(node.graph)
+    spelt, want = torch.fx.GraphModule({}, node.graph)(x), x.pow(power)
+    assert spelt.dtype == want.dtype and torch.equal(spelt, want)
+
+
 def test_a_cube_in_fp16_is_the_kernels():
     node = called(aten.pow.Tensor_Scalar, torch.ones(3).half(), 3)
     spell(node.graph)

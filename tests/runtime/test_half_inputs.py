@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -191,3 +192,18 @@ def test_an_error_of_the_model_itself_gets_no_note_on_half_inputs():
     assert not hasattr(caught.value, "__notes__")
     with pytest.raises(CaptureError, match="strict"):
         amprewrite.rewrite(Breaks(3, 8, 3), dtype="bf16", strict=True)(torch.randn(2, 3, 8, 8).bfloat16())
+
+
+def test_half_tensors_in_a_named_tuple_become_fp32():
+    class Batch(NamedTuple):
+        x: torch.Tensor
+        scale: float
+
+    class Net(nn.Conv2d):
+        def forward(self, batch):
+            return super().forward(batch.x) * batch.scale
+
+    amp = amprewrite.rewrite(Net(3, 8, 3), dtype="fp16")
+    batch = Batch(torch.randn(2, 3, 8, 8).half(), 2.0)
+    assert amp(batch).dtype == torch.float32
+    assert batch.x.dtype == torch.float16

@@ -599,3 +599,24 @@ def test_recurrent_layers_stay_low_at_other_sizes(kind, dtype, training):
             amp(torch.randn(batch, length, 16))
             colours = {node.colour.value for node in amp.plan.nodes if node.op in ("lstm", "gru", "rnn_tanh")}
             assert colours == {"low"}, (batch, length)
+
+
+@pytest.mark.parametrize("start", [torch.zeros(1, 1), torch.zeros(0), None], ids=["broadcasts", "empty", "none"])
+def test_a_buffer_that_a_forward_replaces_is_as_before_after_a_capture_with_example_inputs(start):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+            self.register_buffer("at", start, persistent=False)
+
+        def forward(self, x):
+            if self.at is None or self.at.numel() < x.shape[1]:
+                self.at = torch.arange(x.shape[1]).float()[None]
+            return self.fc(x) + self.at
+
+    torch.manual_seed(0)
+    model, x = Positions(), torch.randn(64, 16)
+    amp = amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,))
+    assert (amp.at is None) if start is None else torch.equal(amp.at, start)
+    want = model(x)
+    assert (amp(x) - want).norm() < 1e-2 * want.norm()

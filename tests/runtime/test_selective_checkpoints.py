@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import amprewrite
+from amprewrite.tables.vocabulary import Colour
 
 SAVED = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
 
@@ -63,3 +64,18 @@ def test_gradients_are_those_of_fp32(dtype, factor, options, inside):
         for each in (optimizer, beside):
             each.step()
             each.zero_grad()
+
+
+def test_an_op_inside_a_checkpoint_has_overrides_by_its_name():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False).sum()
+
+    amp = amprewrite.rewrite(Net(), dtype="bf16", overrides={"node:linear": "fp32"})
+    amp(torch.randn(64, 64)).backward()
+    (kept,) = [node for region in amp.plan.regions for part in region.flat("") for node in part.nodes if node.op == "linear"]
+    assert kept.colour is Colour.HIGH

@@ -36,7 +36,7 @@ from amprewrite.ir.evidence.ranges import Calibration, as_text
 from amprewrite.passes import stages
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.counts import code_lines, fold_table, laid_out, op_table
-from amprewrite.report.questions.explain import WhatIf, decided_after, progress_rows, region_of
+from amprewrite.report.questions.explain import WhatIf, bare_name, decided_after, progress_rows, region_of
 from amprewrite.tables.boundary.arguments import did_you_mean
 from amprewrite.tables.boundary.files import resolved, write_text
 from amprewrite.tables.devices import DEVICES, device_row, named_device
@@ -128,7 +128,7 @@ def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
     }  # fmt: skip
     asked = WhatIf.of(region_of(plan, node)) if node.role == "op" and node.colour is not Colour.PLAIN else None
     if asked is not None:
-        bare = node.name.rpartition("/")[2] if len(plan.regions) > 1 else node.name
+        bare = bare_name(plan, node)
         for key, change in (("cause", asked.cause(bare)), ("alone", asked.forced(bare))):
             told[key] = change and asdict(change) | {"colour": change.colour.value, "overrides": change.overrides}
     return told
@@ -339,7 +339,8 @@ DECIDED = "plans a model, and a saved plan is decided already: name the model"
 def _refuse(options: Options, names: Iterable[str], why: str) -> None:
     """Raise UsageError if one of the options `names` is given, because it would do nothing here. The message is the option and `why`."""
     for name in names:
-        if getattr(options, name, None) not in (None, False, [], "default", "auto"):
+        given = getattr(options, name, None)
+        if given is not None and given is not False and given not in ([], "default", "auto"):
             raise UsageError(f"--{name.replace('_', '-')} {why}")
 
 

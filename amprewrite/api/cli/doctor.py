@@ -104,7 +104,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 def _at_hand(device: str) -> str:
     """Return `device` if it is "cuda" or one of this machine's devices. Raises UsageError otherwise."""
-    if device not in ("cuda", *_devices()):
+    if device not in ("cuda" if torch.cuda.is_available() else "", *_devices()):
         raise UsageError(f"--run-on {device}: doctor checks {', '.join(_devices())} here")
     return device
 

@@ -213,8 +213,9 @@ def _checked(word: str, name: str, made: Any) -> TorchModel:
         inputs = (inputs,)
     if isinstance(inputs, Mapping) and not rest:
         inputs, kwargs = (), inputs
-    if not isinstance(inputs, tuple | list) or not isinstance(kwargs, Mapping):
-        raise UsageError(f"{word} returned {_a(type(inputs).__name__)} as inputs; it should {RETURNS}")
+    for given, kind, what in ((inputs, (tuple, list), "inputs"), (kwargs, Mapping, "keyword arguments")):
+        if not isinstance(given, kind):
+            raise UsageError(f"{word} returned {_a(type(given).__name__)} as {what}; it should {RETURNS}")
     return TorchModel(type(model).__name__ if isinstance(model, nn.Module) else name, model, tuple(inputs), dict(kwargs))
 
 

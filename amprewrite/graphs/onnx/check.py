@@ -49,6 +49,14 @@ def same_complaint(one: str, other: str) -> bool:
     return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 
+def all_graphs(model: ir.Model) -> Iterator[ir.Graph]:
+    """Yield the graph of a model and those of its functions, each followed by the subgraphs of its nodes, at any depth."""
+    yield from model.graphs()
+    for function in model.functions.values():
+        yield function.graph
+        yield from function.subgraphs()
+
+
 # -- constants -----------------------------------------------------------------------------
 def check_constants(model: ir.Model, name: str) -> None:
     """Raise CaptureError if a constant has an invalid shape, or if its data is missing, not in its folder, or does not fit its shape."""
@@ -70,13 +78,11 @@ def check_constants(model: ir.Model, name: str) -> None:
 
 def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProtocol]]:
     """Yield (text that names the tensor, tensor) for all tensors of a model. Raises CaptureError if an initialiser has no data."""
-    for graph in model.graphs():
+    for graph in all_graphs(model):
         for value in graph.initializers.values():
             if value.const_value is None:
                 raise CaptureError(f"{name}: initialiser {printable(value.name)} holds no data; export it again")
             yield f"{name}: the data of {printable(value.name)}", value.const_value
-    graphs = [*model.graphs(), *(function.graph for function in model.functions.values())]
-    for graph in graphs:
         for node in graph:
             for attribute in node.attributes.values():
                 if attribute.is_ref():
@@ -143,7 +149,7 @@ def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int],
 # -- operands --------------------------------------------------------------------------------
 def check_operands(model: ir.Model, name: str) -> None:
     """Raise CaptureError if a node leaves out an operand of a variadic list. Only an optional operand may be left out, by an empty name."""
-    for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+    for graph in all_graphs(model):
         for node in graph:
             takes = signature(node.domain, node.op_type, model.opset_imports.get(node.domain, 1)) if None in node.inputs else None
             if takes is not None and takes.variadic and None in node.inputs[len(takes.inputs) - 1 :]:

@@ -10,7 +10,8 @@ large, as a square root does at zero, its rule raises Hazard: the padding is sli
 its weight is zero there and the other operand finite, or, for two activations, if both are zero. So gradients of padding are always zero:
 the backward of a slice returns zeros, and so does the backward of such a matmul.
 
-An infinity in real data (an overflow) may put NaN into the padding of the same row. That row then has no finite result anyway.
+A factor that is infinite after an overflow puts NaN into the padding of the same row, whose products are then infinite, too. A divisor may
+be zero without an overflow, so values are not padded where they are divided by a tensor that is broadcast along the padded dim.
 
 The rules follow XLA's DynamicPadder (service/dynamic_padder.cc) for the ops that it knows. Each Hazard was verified by a measurement.
 

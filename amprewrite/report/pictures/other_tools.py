@@ -85,8 +85,8 @@ def to_model_explorer(plan: ModelPlan, path: Any, graph: str = "main") -> Path:
 def node_data(plan: ModelPlan, graph: str = "main") -> dict[str, Any]:
     """Return node data for Model Explorer as values for JSON: {graph: {"results": {node: {"value": dtype, "bgColor": colour}}, …}}."""
     results: dict[str, Any] = {}
-    for node in plan.nodes:
+    for node in (node for region in plan.regions for node in region.nodes):
         if node.role == "op" and node.colour is not Colour.PLAIN:
             low = node.colour is Colour.LOW
-            results[node.name.rpartition("/")[2]] = {"value": node.dtype, "bgColor": LOW if low else HIGH}
+            results[node.name] = {"value": node.dtype, "bgColor": LOW if low else HIGH}
     return {graph: {"results": results, "showExpandedSummaryOnGroupNode": True, "showLabelCountColumnsInChildrenStatsTable": True}}

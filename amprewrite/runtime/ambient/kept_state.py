@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
+from amprewrite.tables.boundary.members import buffers_in, modules_in, parameters_in
 
 
 class _Outermost:
@@ -58,13 +58,18 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 @contextlib.contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Context manager that restores the buffers of `model` and the random states of the CPU and of the model's CUDA devices."""
-    buffers = {name: buffer.detach().clone() for name, buffer in named_buffers_in(model)}
+    tables = [(module._buffers, dict(module._buffers)) for module in modules_in(model)]
+    values = [(buffer, buffer.detach().clone()) for buffer in buffers_in(model)]
     devices = sorted({p.device.index or 0 for p in parameters_in(model) if p.device.type == "cuda"})
     try:
         with random_state_kept(devices):
             yield
     finally:
+        for table, before in tables:
+            if table.keys() != before.keys() or any(table[name] is not buffer for name, buffer in before.items()):
+                table.clear()  # the model assigned new tensors to its buffers
+                table.update(before)
         with torch.no_grad():
-            for name, buffer in named_buffers_in(model):
-                if name in buffers and not buffer.is_inference() and not torch.equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
+            for buffer, value in values:
+                if not buffer.is_inference() and not torch.equal(buffer, value):
+                    buffer.copy_(value) if buffer.shape == value.shape else buffer.set_(value)  # type: ignore[call-overload]

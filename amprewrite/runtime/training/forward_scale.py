@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from amprewrite.graphs.fx.ops.on_device import on_device
-from amprewrite.graphs.fx.ops.scale_ops import tell_of_entries
+from amprewrite.graphs.fx.ops.scale_ops import is_held, tell_of_entries
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.loss_scale import LossScale
@@ -140,6 +140,8 @@ class ForwardScale:
         """Weights that graphs of this forward read and that require gradients: parameters, or tensors computed from them."""
         self._fed: list[Node] = []
         """Autograd nodes of graph inputs that were computed from tensors that require gradients."""
+        self._passed_over = False
+        """True if a graph read tensors that may be computed from gradients of this forward. They are in neither list (see `watch`)."""
         self._first, self._scaled = pair, True
         self._pairs = {pair[0].device: pair}
         if copied:
@@ -177,6 +179,12 @@ class ForwardScale:
         use the same scale and the caller needs no calls of `entered` (`heard` is False).
         """
         if self.copied or self.heard:
+            if any(is_held(number) for pair in self._pairs.values() for number in pair):
+                # Computed tensors may come from gradients of this forward, whose autograd nodes hold this object. A reference to them would
+                # close a cycle through C++ nodes, which no garbage collector sees: the graph of each forward would stay alive.
+                leaves = [weight for weight in weights if weight.is_leaf]
+                self._passed_over |= len(leaves) < len(weights) or any(not value.is_leaf for value in fed)
+                weights, fed = leaves, ()
             self.weights += weights
             self._fed += [value.grad_fn for value in fed if value.grad_fn is not None]
             for result in results:
@@ -198,7 +206,7 @@ class ForwardScale:
         self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
         if self.copied:
             further = torch.is_grad_enabled()  # True under create_graph=True: the gradients will be differentiated
-            self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
+            self._set(not self.under_way and (kept or self.static + (taken or self._passed_over) + (not further) > 1))
         # `_backward` is assigned last: until then each thread of this backward sets the scale itself, so that none reads it too early.
         call_after_backward(backward)
         self._backward = weakref.ref(backward)
@@ -222,17 +230,21 @@ def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
     """Return (kept, taken): whether the running backward stores gradients of `tensors` in `.grad`, and whether torch.autograd.grad returns
     them.
 
-    An autograd node in `tensors` stands for the tensor that it computed. A computed tensor counts as kept if the backward goes on to the
-    tensors that it was computed from. The search ends at the first kept tensor, usually the first of all.
+    An autograd node in `tensors` stands for the tensor that it computed. Computed tensors count by the leaves from which they were
+    computed, or as returned if the backward ends at them. The search ends at the first leaf that stores a gradient.
     """
     taken = False
-    for each in tensors:
-        node = get_gradient_edge(each).node if isinstance(each, Tensor) else each
+    nodes = [get_gradient_edge(each).node if isinstance(each, Tensor) else each for each in reversed(tensors)]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
         runs = _runs(node)
-        leaf = isinstance(each, Tensor) and each.is_leaf
-        if runs and (leaf or any(_runs(further) is not False for further, _ in node.next_functions if further is not None)):
+        if runs and hasattr(node, "variable"):  # it adds a gradient to a leaf
             return True, taken
-        taken |= runs is not False
+        further = [each for each, _ in node.next_functions if each is not None and _runs(each) is not False] if runs else []
+        taken |= runs is not False and not further
+        nodes += [each for each in further if each not in seen]
+        seen.update(further)
     return False, taken
 
 

@@ -188,9 +188,10 @@ class Widened:
         The items of lists and dicts that must change inside the `with` block are recorded in `_items`.
         """
         kind = type(value)
-        if kind is tuple:
+        if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_make")):  # `_make`: a namedtuple
             inside = tuple(map(self._wide, value))
-            return value if all(map(operator.is_, inside, value)) else inside
+            made = inside if kind is tuple else kind._make(inside)
+            return value if all(map(operator.is_, inside, value)) else made
         if (kind is list or kind is dict) and id(value) not in self._seen:
             self._seen.add(id(value))
             for key, before in enumerate(value) if kind is list else value.items():

@@ -12,6 +12,7 @@ from tiers import long_beyond
 
 import amprewrite
 import amprewrite.runtime.captured.look_ahead
+from amprewrite.graphs.fx.ops.on_device import Recorded
 from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 
 
@@ -194,3 +195,16 @@ def test_recording_the_first_step_is_refused(monkeypatch):
     training = Training((mlp(), data()))
     with pytest.raises(LossScaleError, match="take three steps or more on a side stream first"), recording(monkeypatch):
         training.step()
+
+
+def test_an_error_inside_leaves_the_recorded_tensors_in_place():
+    class Owner:
+        scale = torch.ones(())
+
+    owner = Owner()
+    kept = owner.scale
+    recorded = Recorded(owner, ("scale",), torch.full((), -1.0))
+    with pytest.raises(KeyError), recorded.in_place():
+        owner.scale = torch.zeros(())
+        raise KeyError("scale")
+    assert owner.scale is kept and float(kept) == 1

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import amprewrite
 from amprewrite.graphs.fx.ops import fp8_units, quantised_products
 from amprewrite.graphs.fx.ops.quantised_products import Scaled, multiply, quantise, quantised_product
+from amprewrite.tables.devices import device_row
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 from amprewrite.tables.formats import E4M3, PRESETS, RECIPES
 from amprewrite.torch_internals.dispatch import is_plain
@@ -315,3 +316,11 @@ def test_copies_that_no_kernel_makes_are_priced_as_torch_makes_them(works: bool,
     with contextlib.nullcontext() if works else pytest.raises(PolicyError, match="its copies would cost more"):
         plan = amprewrite.plan(net, (x,), dtype="bf16", products="fp8", device="h100")
         assert any(plan.regions[0].quantised.chosen) and "many passes" not in str(plan)
+
+
+@pytest.mark.parametrize(("name", "capability", "fp8"), [("NVIDIA A10G", (8, 6), False), ("Orin", (8, 7), False), ("RTX 4090", (8, 9), True)])
+def test_an_unknown_gpu_has_fp8_only_from_sm_89(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], fp8: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert bool(device_row("cuda").fp8) is fp8

@@ -21,7 +21,7 @@ from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient
 from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import sharded_parameters
-from amprewrite.runtime.training.optimizers.optimizer_hooks import KEY
+from amprewrite.runtime.training.optimizers.optimizer_hooks import KEY, guard_of
 from amprewrite.runtime.training.step_record import Stuck
 from amprewrite.runtime.training.training import StepGate
 from amprewrite.tables.errors import PolicyError
@@ -735,3 +735,22 @@ def rank_main(rank: int, store: str) -> None:
 @pytest.mark.long
 def test_ranks_agree_though_only_one_overflows(tmp_path):
     torch.multiprocessing.spawn(rank_main, (str(tmp_path / "store"),), nprocs=2)
+
+
+def test_a_fused_optimizer_whose_parameters_take_turns_skips_their_first_step_without_state():
+    """torch's fused SGD makes momentum with `empty_like`, and a step that it skips itself leaves it so."""
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    amp = amprewrite.rewrite(nn.ModuleDict({"first": first, "second": second}), dtype="fp16", loss_scale="dynamic")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, momentum=0.9, fused=True)
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        amp["first"](x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = second.weight.detach().clone()
+    guard = guard_of(optimizer)
+    for p in second.parameters():
+        p.grad = torch.full_like(p, math.inf)
+    assert not guard._skips_by_itself(optimizer)
+    optimizer.step()
+    assert torch.equal(second.weight, before) and second.weight not in optimizer.state

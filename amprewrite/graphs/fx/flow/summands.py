@@ -114,7 +114,7 @@ class _Factors:
         free = role != "parameter" and not value.requires_grad
         if value.dtype != torch.bool and (computed and self.exact.issuperset(given) if role == "op" else free):
             self.exact.add(node)
-        elif role == "parameter" or (computed and all(each in self.exact or each in self.learnt for each in given)):
+        elif role == "parameter" or (computed and given and value.dtype != torch.bool and (self.exact | self.learnt).issuperset(given)):
             self.learnt.add(node)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:

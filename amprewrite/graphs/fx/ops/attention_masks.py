@@ -15,7 +15,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from amprewrite.graphs.fx.node_facts import example_value, transformed_nodes
+from amprewrite.graphs.fx.node_facts import example_value, memory_of, transformed_nodes, written_memory
 from amprewrite.graphs.fx.ops.on_device import recording
 from amprewrite.tables.formats import saturate
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
@@ -60,23 +60,9 @@ def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[to
             return None
         inner.add(node)
         waiting += node.all_input_nodes
-    if any(writes_to(node, inner) for node in mask.graph.nodes):
+    if not written_memory(mask.graph).isdisjoint(storage for node in inner for storage in memory_of(node)):
         return None
     return tuple(node for node in mask.graph.nodes if node in inner), tuple(sizes)
-
-
-def writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
-    """True if `node` writes in place to one of `known`, directly or through views."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    if not (is_inplace(node.target) or node.kwargs.get("inplace") or "out" in node.kwargs):
-        return False
-    written: Any = node.kwargs.get("out", node.args[0] if node.args else None)
-    while isinstance(written, torch.fx.Node):
-        if written in known:
-            return True
-        written = written.args[0] if written.args else None
-    return False
 
 
 ATTENTION = "scaled_dot_product_attention"
@@ -145,7 +131,7 @@ def _may_look(mask: torch.fx.Node) -> bool:
 
 
 def _is_written(mask: torch.fx.Node) -> bool:
-    return any(writes_to(node, {mask}) for node in mask.graph.nodes)
+    return not written_memory(mask.graph).isdisjoint(memory_of(mask))
 
 
 class Masks:

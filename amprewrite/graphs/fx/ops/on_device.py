@@ -78,8 +78,11 @@ class Recorded:
         places = {name: getattr(self.owner, name) for name in self.names}
         for name, place in places.items():
             setattr(self.owner, name, place.clone())
-        yield
-        for name, place in places.items():
-            new = getattr(self.owner, name)
-            place.copy_(new if where is None else torch.where(where, new, place))
-            setattr(self.owner, name, place)
+        try:
+            yield
+            for name, place in places.items():
+                new = getattr(self.owner, name)
+                place.copy_(new if where is None else torch.where(where, new, place))
+        finally:
+            for name, place in places.items():
+                setattr(self.owner, name, place)

@@ -139,8 +139,8 @@ class _PadCast(torch.autograd.Function):
 # -- batch norm -------------------------------------------------------------------------------------
 def batch_norm_padded(
     x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,

@@ -136,10 +136,18 @@ def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
     factor.amprewrite_enters = weakref.WeakMethod(enters)  # type: ignore[attr-defined]
 
 
-def _enters(factor: Tensor) -> Callable[[], None] | None:
-    """Return the method that `tell_of_entries` registered for `factor`; None if there is no such method or its object is gone."""
+def _held_enters(factor: Tensor) -> Callable[[], None] | None:
+    """Return the method that `tell_of_entries` registered for `factor`, for an autograd node to hold; None if its object is gone."""
     found: weakref.WeakMethod[Callable[[], None]] | None = getattr(factor, "amprewrite_enters", None)
-    return None if found is None else found()
+    if found is None:
+        return None
+    factor.amprewrite_held = True  # type: ignore[attr-defined]
+    return found()
+
+
+def is_held(factor: Tensor) -> bool:
+    """True if autograd nodes of gradients hold the object of the method that `tell_of_entries` registered for `factor`."""
+    return getattr(factor, "amprewrite_held", False)
 
 
 class _Cross(torch.autograd.Function):
@@ -153,7 +161,7 @@ class _Cross(torch.autograd.Function):
         ctx.factor, ctx.by = factor, by
         ctx.dtype, ctx.to = x.dtype, dtype
         if by is not None:
-            ctx.enters = _enters(factor)
+            ctx.enters = _held_enters(factor)
             return _times(x, by, dtype)
         # detach(), not view_as(): users may change a model's output in place, which autograd refuses for a view made in a custom Function.
         return x.detach() if x.dtype == dtype else x.to(dtype)
@@ -179,7 +187,7 @@ class _Times(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, factor: Tensor, then: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.factor, ctx.then, ctx.enters = factor, then, _enters(factor)
+        ctx.factor, ctx.then, ctx.enters = factor, then, _held_enters(factor)
         ctx.dtype, ctx.to = gradient.dtype, dtype
         return _times(gradient, then, dtype)
 

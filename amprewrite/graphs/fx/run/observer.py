@@ -140,9 +140,10 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
     for each, planned in _planned(captured, plan):
         ranges, made = seen.get(fingerprint(each.problem.graph)), _made_low(planned)
         found = {} if ranges is None else {name: value for name, value in ranges.values.items() if value.smallest < smallest}
-        low = made | _copied_low(each, planned)
+        read_low = made | _copied_low(each, planned)
         for vertex in each.problem.graph if found else ():
-            for name in before_pole(each.problem.graph, vertex) if vertex.name in made else ():
+            low = read_low if vertex.name in made else made  # an op in fp32 reads fp32 values, and results of low ops
+            for name in before_pole(each.problem.graph, vertex):
                 if name in low and name in found:
                     yield f"{name} comes down to {found[name].smallest:.3g} before {vertex.name}"
 

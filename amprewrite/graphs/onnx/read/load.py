@@ -25,7 +25,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 
-from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands, memory
+from amprewrite.graphs.onnx.check import all_graphs, check_constants, check_functions, check_operands, memory
 from amprewrite.graphs.onnx.ops import OLDEST, bodies, declared, describe, format_of, infer_types, mark_guesses, tensors_of
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
@@ -113,8 +113,14 @@ def _load_initialisers(model: ir.Model) -> None:
 
 
 def _load_attributes(model: ir.Model) -> None:
-    """Load external tensors of attributes (such as those of a Constant) into memory: we write only initialisers to external files."""
-    for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+    """Load external tensors of attributes (such as those of a Constant), and weights inside functions, into memory.
+
+    We write only initialisers of the model's own graphs to external files.
+    """
+    own = set(model.graphs())
+    for graph in all_graphs(model):
+        for value in graph.initializers.values() if graph not in own else ():
+            value.const_value = _in_memory(value.const_value) if value.const_value is not None else None
         for node in graph:
             for attribute in list(node.attributes.values()):
                 if attribute.is_ref():
@@ -194,7 +200,7 @@ def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
 
 def _refuse_twice(proto: onnx.ModelProto, name: str) -> None:
     """Raise CaptureError if two initialisers of a graph have the same name: onnx.checker accepts them, and onnx_ir silently drops one."""
-    for graph in (proto.graph, *_bodies(proto.graph.node)):
+    for graph in (proto.graph, *(body for root in (proto.graph, *proto.functions) for body in _bodies(root.node))):
         held = Counter(tensor.name for tensor in graph.initializer)
         twice = next((each for each, count in held.items() if count > 1), None)
         if twice is not None:

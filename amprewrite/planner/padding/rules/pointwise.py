@@ -88,7 +88,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
             a, b = b, a
         if op == "mul" and (a == 0 or b == 0):
             return 0.0
-        if op == "div" and a == 0 and (b == BROADCAST or (isinstance(b, float) and b != 0)):
+        if op == "div" and a == 0 and isinstance(b, float) and b != 0:
             return 0.0
         if a is None or b is None or BROADCAST in (a, b) or not isinstance(alpha, int | float):
             raise Hazard(f"{op} puts unknown values into the padding")
@@ -114,7 +114,8 @@ def pointwise(view: View) -> Rule:
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     rule = Rule(content=_unary(call.op))
-    if call.op in ALWAYS and call.op not in _ONE_INPUT and len(call.args) > 1:
+    further = len(call.args) > 1 or not {"input", "self", "inplace"}.issuperset(call.kwargs)
+    if call.op in ALWAYS and call.op not in _ONE_INPUT and further:
         return Rule(why_opaque=f"{call.op} is called with arguments that the rule does not know")
     aligned(view, rule, [source], view.out)
     return rule

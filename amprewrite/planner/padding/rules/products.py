@@ -38,18 +38,19 @@ def reduction(view: View) -> Rule:
 def batch_norm(view: View) -> Rule:
     """Return the padding rule of batch norm. The channels may be padded.
 
-    The op's weight is padded with zeros, so that the padding of the result is zero. Without a weight the padding of the operand must be
-    zero. In training the op pads the running statistics itself.
+    The op's weight and bias are padded with zeros, so that the padding of the result is zero. Without a weight the padding of the operand
+    must be zero. In training the op pads the running statistics itself.
     """
-    call = view.call
-    names = ("input", "running_mean", "running_var", "weight", "bias")
-    x, mean, var, weight, bias = (call.get(i, name) for i, name in enumerate(names))
-    training = call.get(5, "training", False)
+    given = view.call.kwargs
+    x, mean, var, weight, bias = map(given.get, ("input", "running_mean", "running_var", "weight", "bias"))
+    training, eps = given.get("training", False), given.get("eps", 1e-5)
     shape = view.shape(x)
-    if shape is None or len(shape) < 2 or not isinstance(training, bool):
+    if shape is None or len(shape) < 2 or view.call.several or not isinstance(training, bool):
         return Rule(why_opaque="batch_norm on something other than a single tensor")
+    if not (isinstance(eps, float) and eps > 0):
+        return Rule(why_opaque="batch_norm with eps=0 divides by the variance of the padding")
     needs_zero = all_zero("without a scale of its own batch_norm keeps what the padding holds")
-    rule = Rule(content=(lambda contents: 0.0) if isinstance(weight, Ref) else needs_zero)
+    rule = Rule(content=_weighted(weight, bias) if isinstance(weight, Ref) else needs_zero)
     vectors = [weight, bias] if training else [mean, var, weight, bias]
     rule.ignored = {ref.name for ref in (mean, var) if training and isinstance(ref, Ref)}
     rule.tie(((x.name, 1),), ((0, 1),), *(((v.name, 0),) for v in vectors if isinstance(v, Ref)))

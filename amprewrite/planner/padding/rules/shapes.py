@@ -320,12 +320,15 @@ def padded(view: View) -> Rule:
 
     If the model pads with 0, zeros in the operand's padding stay zeros. Otherwise the numbers in the padding are unknown (MIXED).
     """
-    source, value = view.call.get(0, "input"), view.call.get(3, "value")
+    call = view.call
+    source, sizes = call.get(0, "input"), call.get(1, "pad")
+    value = call.get(2 if call.op == "constant_pad_nd" else 3, "value")
     shape = view.shape(source)
-    if shape is None:
-        return Rule(why_opaque="it pads something other than a single tensor")
+    if shape is None or not isinstance(sizes, tuple) or not all(isinstance(size, int) for size in sizes):
+        return Rule(why_opaque="it pads something other than a single tensor by numbers")
     rule = Rule(content=zero_keeping if not value else lambda contents: MIXED)
-    for dim, size in enumerate(shape):
-        if size == view.out[dim]:
+    for dim in range(len(shape)):
+        place = 2 * (len(shape) - 1 - dim)  # `pad` begins with the last dim
+        if not any(sizes[place : place + 2]):  # (1, -1) keeps the size, but moves the padding
             rule.tie(((source.name, dim),), ((0, dim),))
     return rule

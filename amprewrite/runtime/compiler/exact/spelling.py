@@ -207,7 +207,8 @@ def spell(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is aten.pow.Tensor_Scalar and node.args[1] in (1, 2):
+        power_of_float = node.target is aten.pow.Tensor_Scalar and node.args[0].meta["val"].dtype == node.meta["val"].dtype
+        if power_of_float and node.args[1] in (1, 2):
             base, power = node.args
             node.target, node.args = (aten.mul.Tensor, (base, base)) if power == 2 else (aten.clone.default, (base,))
         if node.target is aten.pow.Tensor_Scalar and node.args[1] == 3 and _is_fp32_on_cpu(node):

@@ -70,7 +70,7 @@ class Guard:
         self._refs: list[weakref.ref[StepRecord]] = []
         self._found: Tensor | None = None
         self._closure: Evaluated | Checked | None = None
-        self._warm: tuple[int, int, int] | None = None
+        self._warm: tuple[int, int, tuple[int, ...]] | None = None
         self._beside: list[Any] = []
         """Process groups whose ranks step other parts of the model together with this optimizer."""
         self._latest: bool | Tensor = False
@@ -257,7 +257,7 @@ class Guard:
         active = [
             p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None
         ]
-        seen = (id(optimizer.state), len(optimizer.state), len(active))
+        seen = (id(optimizer.state), len(optimizer.state), tuple(map(id, active)))
         if self._warm != seen:
             if not all(any(value is not None for value in optimizer.state.get(p, {}).values()) for p in active):
                 return False
