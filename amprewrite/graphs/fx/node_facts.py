@@ -314,7 +314,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
     if "out" not in kwargs and not _may_write(node.target):
         return ()
     written = _nodes_in(kwargs.get("out"))
-    first = node.args[0] if node.args else None
+    first = node.args[0] if node.args else kwargs.get("input", kwargs.get("self"))
     if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):
         inplace = is_inplace(node.target)
         if not inplace and node.op == "call_function" and "inplace" in _parameters(node.target):
@@ -488,23 +488,28 @@ def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
 
 def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
     """Set `Fact.autocast` of nodes inside the model's own autocast regions: "on" if the innermost one enables autocast, otherwise "off"."""
-    stack: list[tuple[torch.fx.Node, str]] = []
-    for node, fact in facts.items():
-        if fact.op == ENTER_AUTOCAST:
-            stack.append((node, "on" if node.args[2] else "off"))
-        elif fact.op == EXIT_AUTOCAST:
-            stack = [entry for entry in stack if entry[0] is not node.args[0]]
-        elif stack:
-            fact.autocast = stack[-1][1]
+    for node, opening in _autocast_openings(facts).items():
+        facts[node].autocast = "on" if opening.args[2] else "off"
 
 
 def in_autocast(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Return the nodes in the model's own autocast regions, enabled or not. These regions fix the formats of their ops."""
-    found, depth = set[torch.fx.Node](), 0
-    for node in graph.nodes:
-        depth += {ENTER_AUTOCAST: 1, EXIT_AUTOCAST: -1}.get(op_name(node.target), 0)
-        if depth:
-            found.add(node)
+    return set(_autocast_openings(graph.nodes))
+
+
+def _autocast_openings(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Return {node: the op that opens the innermost autocast region around it}. A region of another device than the node's has no effect."""
+    stack, found = list[torch.fx.Node](), {}
+    for node in nodes:
+        op = op_name(node.target)
+        if op == ENTER_AUTOCAST:
+            stack.append(node)
+        elif op == EXIT_AUTOCAST:
+            stack = [opening for opening in stack if opening is not node.args[0]]
+        elif stack:
+            value = example_value(node)
+            around = [opening for opening in stack if opening.args[0] == device_of(value) or not tensors(value)]
+            found |= {node: around[-1]} if around else {}
     return found
 
 

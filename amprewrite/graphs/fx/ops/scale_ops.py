@@ -247,8 +247,15 @@ def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
 def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *reads: Any) -> Tensor:
     """Return `x` unchanged. In backward, `body(gradient * inverse, *reads) * scale` replaces its gradient.
 
-    Gradients are multiplied by the loss scale `scale`, so the hook's function gets the true gradient. `inverse` is 1 / `scale`.
+    Gradients are multiplied by the loss scale `scale`, so the hook's function gets the true gradient. `inverse` is 1 / `scale`. If `body`
+    returns None, it may have written to its gradient in place.
     """
+
+    def hook(gradient: Tensor) -> Tensor:
+        true = gradient * on_device(inverse, x.device)
+        made: Tensor | None = body(true, *reads)
+        return (true if made is None else made) * on_device(scale, x.device)
+
     if x.requires_grad and torch.is_grad_enabled():
-        x.register_hook(lambda gradient: body(gradient * on_device(inverse, x.device), *reads) * on_device(scale, x.device))
+        x.register_hook(hook)
     return x

@@ -299,7 +299,8 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             union.join(node, hooked_too)  # a gradient that the model takes of this tensor passes the hook, too
             with_hooks.add(node)
         for storage in _memory(fact) if writes else ():
-            if fact.position <= max(writes.get(storage, (-1,))):  # a value made after the last write never changes: it needs no group
+            # A value made after the last write never changes, nor does any if all writes may write to cast copies: these need no group.
+            if fact.position <= max(writes.get(storage, (-1,))) and set(writes[storage]) != set(moves.get(storage, ())):
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
         for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():
@@ -308,8 +309,11 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             if written_later and facts[operand].dtype == "fp32" and given.isdisjoint(_lies_in(fact)):
                 union.join(node, operand)
                 kept.add(node)
+    # A write to a complex or an integer view of fp32 values writes to these, which a low value's copy in fp32 would not be.
+    seen_otherwise = {storage for fact in facts.values() for target in fact.writes if facts[target].dtype != "fp32" for storage in memory_of(target)}
     for node, fact in facts.items():
-        if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in _lies_in(fact)):
+        inside = _lies_in(fact) if fact.dtype == "fp32" and writes else set()
+        if (fact.role != "op" and any(storage in writes for storage in inside)) or not inside.isdisjoint(seen_otherwise):
             state.add(union.find(node))
         if is_opaque(node):  # its body graph writes fp32 to these operands, so their groups must be fp32
             state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}

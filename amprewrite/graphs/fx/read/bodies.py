@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import bodies, differentiable, example_value, held_value, is_checkpoint, tensors, written
+from amprewrite.graphs.fx.node_facts import bodies, differentiable, example_value, held_value, is_checkpoint, memory_of, tensors, written
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import Reason
 from amprewrite.torch_internals.operators import HigherOrderOperator
@@ -100,7 +100,8 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
             return all(leaf is None or leaf in scaled | zeros for leaf in tree_leaves(node.args))
         targets = set(written(node))
         if scaled.isdisjoint(node.all_input_nodes):
-            if targets & zeros:
+            memory = {storage for target in targets for storage in memory_of(target)}
+            if any(not memory.isdisjoint(memory_of(zero)) for zero in zeros):  # also by a view
                 return False
             zeros |= {node} if op_name(node.target) in ops_with(Trait.MAKES_ZEROS) else set()
         elif tensors(example_value(node)) or targets:

@@ -196,7 +196,8 @@ def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
         for node, value in held.items():
             plain = type(value) in (Tensor, torch.nn.Buffer) and not isinstance(value, FakeTensor) and value.layout == torch.strided
             if plain and value.device.type != "meta" and value.numel():
-                asked[node] = torch.stack([(value == value.round()).all(), value.abs().amax() > EXACT])
+                wide = value if value.dtype.itemsize > 1 else value.float()  # no kernel rounds fp8
+                asked[node] = torch.stack([(wide == wide.round()).all(), wide.abs().amax() > EXACT])
         kinds = [(Count.LARGE if beyond else Count.WHOLE) if whole else Count.SMALL for whole, beyond in on_host(list(asked.values()))]
     return dict.fromkeys(held, Count.SMALL) | dict(zip(asked, kinds, strict=True))
 
