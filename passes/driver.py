@@ -23,7 +23,7 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_g
 from amprewrite.graphs.fx.flow.attention_calls import read_repeated_heads, read_strided_masks
 from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps, read_by_many, read_run_by_steps, trained_values
 from amprewrite.graphs.fx.flow.summands import read_summands
-from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, is_opaque, kept_meta, note_held, tensors
+from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, is_opaque, kept_meta, note_held, place_operands, tensors
 from amprewrite.graphs.fx.ops.attention_masks import ATTENTION, MASK, argument, read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants, read_matrix_products
@@ -91,6 +91,7 @@ def read_problem(
     grad = torch.is_grad_enabled() or (alike and not turns_grad_on(module.graph))
     reading = Reading(lists, policy.low, training or alike, grad, any(map(is_opaque, module.graph.nodes)), inputs, handed)
     note_held(module.graph)
+    place_operands(module.graph)
     run_passes(NORMALISE, reading, normalised, name)
     module = normalised.module
     graph, nodes = read_graph(module, policy.low, lists, entry, names, reading.training, grad, device)

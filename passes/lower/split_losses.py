@@ -69,13 +69,14 @@ def _qualifies(given: dict[str, Any]) -> bool:
 def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     """Let a loss read low-precision logits in parts, instead of their fp32 copy.
 
-    The loss stays if there is no such copy, or if the graph writes to the original logits.
+    The loss stays if there is no such copy, or if the graph writes to the copy or to the original logits.
     """
     given = named_arguments(node)
     chain = [given["input"]]
     while chain[-1].op.startswith("call") and op_name(chain[-1].target) in VIEWS:
         chain.append(chain[-1].args[0])
-    if not widens(chain[-1]) or not written_memory(module.graph).isdisjoint(memory_of(chain[-1].args[0])):
+    written = written_memory(module.graph)
+    if not widens(chain[-1]) or not all(written.isdisjoint(memory_of(each)) for each in (*chain, chain[-1].args[0])):
         return
     low = {chain[-1]: chain[-1].args[0]}
     with module.graph.inserting_before(node):

@@ -20,10 +20,11 @@ import torch.fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target, Widened
-from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, example_value, memory_of, written_memory
 from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.formats import LOW_DTYPES
+from amprewrite.tables.ops.op_lists import op_name
 
 CompiledFn = Callable[..., Any]
 
@@ -52,15 +53,21 @@ class SuitCompiler(Pass[Target, EditedGraph]):
 def return_low(graph: torch.fx.Graph) -> list[Widened]:
     """Let the graph return low-precision values in place of their casts to fp32.
 
+    Results stay in a graph that writes to them, or that turns gradients on or off.
+
     Returns, for each such result: its position, its fp32 dtype, and the position of the input that scales its gradient (None if none does).
     """
     (output,) = graph.find_nodes(op="output")
     inputs = graph.find_nodes(op="placeholder")
+    memory, switched = written_memory(graph), any(op_name(node.target) in GRAD_SWITCHES for node in graph.nodes)
     results, found = list(output.args[0]), list[Widened]()
     for place, result in enumerate(results):
         entered = isinstance(result, torch.fx.Node) and result.target is scale_gradient
         cast = result.args[0] if entered else result
-        if isinstance(cast, torch.fx.Node) and widens(cast):
+        if not isinstance(cast, torch.fx.Node) or not widens(cast) or switched:
+            continue
+        # After the graph, a cast would read what the graph writes later, miss writes to its result, and record gradients under no_grad.
+        if memory.isdisjoint(memory_of(cast) | memory_of(cast.args[0])):
             results[place] = cast.args[0]
             found.append((place, example_value(cast).dtype, inputs.index(result.args[1]) if entered else None))
     before, output.args = output.args[0], (tuple(results),)

@@ -348,7 +348,7 @@ def _layer_norm(end: Node) -> Pattern | None:
         return None
     inside.add(_bare(centred, inside))
     x = _bare(difference[0], inside)
-    if not _is_variance(spread[1], x, centred, inside) or (bias is not None and weight is None):
+    if not _is_variance(spread[1], x, centred, inside) or (bias is not None and weight is None) or not _as_wide(x, end):
         return None
     return Pattern(end, "layer_norm", F.layer_norm, (x, (width,), weight, bias, spread[0]), {}, inside)
 
@@ -393,7 +393,7 @@ def _rms_norm(end: Node) -> Pattern | None:
     if parts is None or width is None or spread is None or not isinstance(squares, Node):
         return None
     x, factors = _bare(parts[0], inside), _factors(squares, inside)
-    if len(factors) != 2 or not all(_same(f, x, inside) for f in factors) or not _is_fp32(x):
+    if len(factors) != 2 or not all(_same(f, x, inside) for f in factors) or not _as_wide(x, end):
         return None
     return Pattern(end, "rms_norm", F.rms_norm, (x, (width,), parts[2], spread[0]), {}, inside)
 
@@ -401,6 +401,11 @@ def _rms_norm(end: Node) -> Pattern | None:
 def _is_row(node: Any, width: int) -> bool:
     """True if `node` is an fp32 tensor with one dim, of `width` elements, as the weight and the bias of a norm are."""
     return _is_fp32(node) and tuple(map(comparable, example_value(node).shape)) == (width,)
+
+
+def _as_wide(x: Any, end: Node) -> bool:
+    """True if `x`, the operand of a norm, is fp32 and its last dim has the size of that of the result, so that no weight broadcasts it."""
+    return _is_fp32(x) and comparable(_width(x)) == comparable(_width(end))
 
 
 def _width(node: Node) -> Any:

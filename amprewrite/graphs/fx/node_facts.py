@@ -462,6 +462,31 @@ def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
     return {**dict.fromkeys(_parameters(node.target)), **_given(node)}
 
 
+def place_operands(graph: torch.fx.Graph) -> None:
+    """Give each call its first operand by position, and its keywords in the order of the signature: passes know operands by their places.
+
+    For example, `torch.exp(input=x)` becomes `torch.exp(x)`.
+    """
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method") or not node.kwargs or is_higher_order(node.target):
+            continue
+        names = _parameters(node.target)
+        order = {name: place for place, name in enumerate(names)}
+        given = dict(sorted(node.kwargs.items(), key=lambda item: order.get(item[0], len(order))))
+        first = next((name for name in (*names[:1], "input" if names[:1] == ("self",) else "") if name in given), None)
+        if not node.args and first is not None and _by_position(node.target, first):
+            node.args = (given.pop(first),)
+        node.kwargs = given
+
+
+def _by_position(target: Callable[..., Any], name: str) -> bool:
+    """True if `target` takes its parameter `name` by position, as all builtins do."""
+    try:
+        return inspect.signature(target).parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
+    except (KeyError, TypeError, ValueError):
+        return True
+
+
 def set_argument(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
     """Set an argument of an op: at position `place` if the call gives it by position, otherwise by the keyword `name`."""
     if len(node.args) > place:
@@ -498,7 +523,7 @@ def in_autocast(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _autocast_openings(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Return {node: the op that opens the innermost autocast region around it}. A region of another device than the node's has no effect."""
+    """Return {node: the op that opens the innermost autocast region around it}. Regions of other devices than the node's have no effect."""
     stack, found = list[torch.fx.Node](), {}
     for node in nodes:
         op = op_name(node.target)

@@ -310,7 +310,8 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
                 union.join(node, operand)
                 kept.add(node)
     # A write to a complex or an integer view of fp32 values writes to these, which a low value's copy in fp32 would not be.
-    seen_otherwise = {storage for fact in facts.values() for target in fact.writes if facts[target].dtype != "fp32" for storage in memory_of(target)}
+    odd = [target for fact in facts.values() for target in fact.writes if facts[target].dtype != "fp32"]
+    seen_otherwise = {storage for target in odd for storage in memory_of(target)}
     for node, fact in facts.items():
         inside = _lies_in(fact) if fact.dtype == "fp32" and writes else set()
         if (fact.role != "op" and any(storage in writes for storage in inside)) or not inside.isdisjoint(seen_otherwise):

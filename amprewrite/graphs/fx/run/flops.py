@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import example_value, hints, tensors
+from amprewrite.graphs.fx.node_facts import example_value, hints, named_arguments, tensors
 from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.ops.products import chain_flops, einsum_flops, pair_flops
 from amprewrite.tables.vocabulary import OpKind
@@ -58,7 +58,8 @@ def flops(op: str, node: torch.fx.Node) -> int:
         steps = math.prod(shapes[0][:-1])
         return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
     if op in ops_with(Trait.RECURRENT_STEP):
-        weights = (tensors(example_value(node.args[place]))[0] for place in (2, 3))  # type: ignore[arg-type]
+        given = named_arguments(node)
+        weights = (tensors(example_value(given[name]))[0] for name in ("w_ih", "w_hh"))
         return 2 * math.prod(shapes[0][:-1]) * sum(math.prod(hints(weight)) for weight in weights)
     return _product_flops(op, node)
 
