@@ -24,7 +24,7 @@ from amprewrite.runtime.weights.half_values import half_put_back, refuse_trainab
 from amprewrite.runtime.weights.half_values import upcast as to_fp32
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, keywords, shown
 from amprewrite.tables.boundary.members import named_modules_in, named_parameters_in
-from amprewrite.tables.devices import named_device
+from amprewrite.tables.devices import best_format, named_device
 from amprewrite.tables.errors import OpListError, PlanError, PolicyError
 from amprewrite.tables.extras import load_extra
 from amprewrite.tables.formats import BASE, FP32, LOW_FORMATS, Format, parse_format
@@ -257,9 +257,11 @@ def checked_options(
     cache_weights = cache_weights if isinstance(cache_weights, str) else bool(cache_weights)
     strict = flag("strict", strict)
     low = None if dtype is None else parse_format(dtype)
+    row = _checked_device(device, flag("measure", measure))
+    supposed = low or (best_format(named_device(device)) if device is not None else None) or LOW_FORMATS[1]
     if plan is not None and low is not None and plan.regions and plan.low != low.name:
         raise PlanError(f"the plan is for low = {plan.low}, dtype= asks for {low.name}; leave dtype= out, or make a plan for {low.name}")
-    checked = parse_overrides({} if overrides is None else overrides, low or LOW_FORMATS[1])
+    checked = parse_overrides({} if overrides is None else overrides, supposed)
     if checked and plan is not None:
         raise PolicyError("plan= chooses formats, as overrides= does; put the overrides into the plan with plan.edit")
     if not isinstance(lists, str | OpLists):
@@ -274,7 +276,7 @@ def checked_options(
     return Options(
         low, lists, checked, backend, cache_weights, strict, plan,
         loss_scale=_checked_scale(loss_scale, low),
-        device=_checked_device(device, flag("measure", measure)),
+        device=row,
         measure=bool(measure),
         memory=_checked_memory(memory),
         pad=parse_pad(pad, torch.cuda.is_available()),

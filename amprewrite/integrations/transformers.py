@@ -25,6 +25,7 @@ from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.model.rewritten import is_rewritten, session_of
 from amprewrite.runtime.weights.half_values import upcast
 from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.devices import best_format, named_device
 from amprewrite.tables.errors import AmpRewriteWarning, MissingPackageError, PolicyError
 from amprewrite.tables.formats import FP32, LOW_DTYPES, LOW_FORMATS, dtype_name, parse_format
 
@@ -178,8 +179,10 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
     """Return `options` plus overrides that keep the modules of `fp32_modules` in fp32. If a plan is given, it decides: none are added."""
     if options.get("plan") is not None:
         return dict(options)
-    low = options.get("dtype")
-    narrow = low is not None and parse_format(low).narrow
+    low, device = options.get("dtype"), options.get("device")
+    where = {p.device for p in model.parameters()} if device is None else {named_device(device)}
+    formats = map(best_format, where) if low is None else (parse_format(low),)
+    narrow = any(each is not None and each.narrow for each in formats)
     kept = {f"module:{path}": FP32.name for path in fp32_modules(model, narrow)}
     return {**options, "overrides": {**kept, **(options.get("overrides") or {})}}
 

@@ -28,9 +28,13 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     found = {region: _first_mismatch(region, problem) for region in plan.regions}
     fitting = [region for region, mismatch in found.items() if not mismatch]
     if fitting:
-        # several regions may fit, such as two branches with the same ops: the name then decides
-        of_that_name = [region for region in fitting if region.name.rpartition(".")[2] == problem.name]
-        region = (of_that_name or fitting)[0]
+        # Several regions may fit, such as those of training and of inference, or of two branches with the same ops: the mode decides, then
+        # the module that is called, then the name.
+        def alike(region: RegionPlan) -> tuple[bool, bool, bool]:
+            named = region.name.rpartition(".")[2] == problem.name
+            return region.training == problem.training, region.entry == problem.entry, named
+
+        region = max(fitting, key=alike)
         _check_colours(region, problem)
         return region
     if not found:

@@ -122,7 +122,8 @@ class _Reading:
             return Held.EXACT if node.role == "input" or node.name in self.offsets else Held.PLAIN
         given = [each.value for each in data_of(node) if not each.scalar]
         found = [self.found[each] for each in given]
-        if node.may_saturate and not any(self.found[each] is Held.EXACT and each in self.from_inputs for each in given):
+        exact = [each for each in given if self.found[each] is Held.EXACT]
+        if node.may_saturate and not any(each in self.from_inputs or self.graph.seen(each).name in self.offsets for each in exact):
             # `node` makes a mask or adds one. Numbers that block positions need no exact digits, so that the result is never EXACT.
             return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
         if node.op in DRAWS or (node.op in RANDOM | UNIFORM and not given):

@@ -687,3 +687,80 @@ def test_saved_and_loaded_in_the_middle_of_training() -> None:
     kept.seek(0)
     amp.load_state_dict(torch.load(kept))
     assert run(amp, (noise(8, 101),)).shape == (8, 10)
+
+
+# results that depend on what the padding holds ------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A batch norm between two products, called as PyTorch itself does: the operands of `torch.batch_norm` stand in another order."""
+
+    def __init__(self, eps: float = 1e-5, computed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(61, 61, bias=False), nn.Linear(61, 61)
+        self.w, self.b, self.eps, self.computed = nn.Parameter(torch.rand(61) + 0.5), nn.Parameter(torch.randn(61)), eps, computed
+        self.register_buffer("mean", torch.zeros(61))
+        self.register_buffer("var", torch.ones(61))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w, b = (self.w.exp(), self.b.sigmoid()) if self.computed else (self.w, self.b)
+        h = torch.batch_norm(self.first(x), w, b, self.mean, self.var, self.training, 0.1, self.eps, True)
+        return h @ h.t() if self.computed else self.last(h)
+
+
+def moved(by: tuple[int, int]) -> nn.Module:
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(61, 61), nn.Linear(61, 61)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = F.pad(torch.sigmoid(self.first(x)), by)
+            return self.last(h) + h @ h.t() @ h
+
+    return Moved()
+
+
+def between(body: Any) -> nn.Module:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.q, self.k = nn.Linear(61, 61), nn.Linear(61, 61)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return body(self.q(x)) @ body(self.k(x)).t()
+
+    return Between()
+
+
+ODD = {
+    "torch.batch_norm in training": lambda: Normed(),
+    "torch.batch_norm in eval": lambda: Normed().eval(),
+    "computed weights of a batch norm": lambda: Normed(computed=True),
+    "a batch norm without eps": lambda: Normed(eps=0.0).eval(),
+    "moved to the right": lambda: moved((1, -1)),
+    "moved to the left": lambda: moved((-1, 1)),
+    "constant_pad_nd of ones": lambda: between(lambda h: torch.constant_pad_nd(h, (0, 0, 1, 0), 1.0)),
+    "rounded to one digit": lambda: between(lambda h: torch.round(torch.sigmoid(h), decimals=1)),
+    "saturated after a division by zero": lambda: between(lambda h: torch.tanh(h.abs() / (torch.arange(len(h)) % 4)[:, None])),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_padding_holds_is_known_for_odd_calls(name: str, dtype: str) -> None:
+    model, x = ODD[name](), torch.randn(64, 61, generator=torch.Generator().manual_seed(3))
+    plain, amp = copy.deepcopy(model), amprewrite.rewrite(copy.deepcopy(model), dtype=dtype, pad="always")
+    want, got = plain(x), amp(x)
+    assert got.isfinite().equal(want.isfinite())
+    assert (got - want).norm() <= {"bf16": 3e-2, "fp16": 5e-3}[dtype] * want.norm()
+    for one in (got, want):
+        one.square().mean().backward()
+    for (_, p), (_, q) in zip(amp.named_parameters(), plain.named_parameters(), strict=True):
+        assert (p.grad is None) is (q.grad is None)
+        assert torch.equal(p, q), "no forward writes to a parameter"
+    for p, q in zip(amp.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)

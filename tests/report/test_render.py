@@ -158,8 +158,8 @@ def test_heavy_and_cast_kinds(plan: CastPlan) -> None:
 def test_model_explorer_data_of_an_onnx_file_has_the_names_of_its_nodes(tmp_path: Path) -> None:
     weight = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
     x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (4, 4)) for name in "xy")
-    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["h"], "/a/MatMul"), onnx.helper.make_node("MatMul", ["h", "w"], ["y"], "/b/MatMul")]
+    nodes = [onnx.helper.make_node("MatMul", [given, "w"], [made], f"/{made}/MatMul") for given, made in ("xh", "hy")]
     model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [x], [y], [weight]), ir_version=9)
     plan = amprewrite.rewrite_onnx(model, dtype="fp16").plan
     data = json.loads(plan.to_model_explorer(tmp_path / "data.json").read_text())
-    assert {"/a/MatMul", "/b/MatMul"} <= data["main"]["results"].keys()
+    assert {"/h/MatMul", "/y/MatMul"} <= data["main"]["results"].keys()

@@ -137,7 +137,7 @@ class Op:
     writes: tuple[tuple[str, str], ...] = ()
     """(written argument, switch): arguments to which the op writes although its name does not end in an underscore. It does not write if
     its argument `switch` is None or False."""
-    forms: tuple[tuple[str, bool | str, str], ...] = ()
+    forms: tuple[tuple[str, bool | float | str, str], ...] = ()
     """(argument, value, op): with this value of this argument, a call counts as the op with the name `op`. "{}" in that name stands for the
     number of dims that the call pads or resizes."""
     small: Literal["", "pole", "passes", "sums"] = ""

@@ -5,7 +5,9 @@ from amprewrite.tables.ops.op_row import DENY, NOWHERE, ON_CPU, rows
 ROWS = (
     *rows(DENY, "grows so fast that it multiplies the rounding of its input, and exceeds fp16's 65504 above 11",
         "exp", "expm1 special_expm1", "exp2 special_exp2", "sinh", "cosh"),
-    *rows(DENY, "a power multiplies the relative error and leaves fp16's range", "pow", "ldexp", "float_power"),
+    *rows(DENY, "a power multiplies the relative error and leaves fp16's range",
+        "pow", forms=(("exponent", -0.5, "rsqrt"), ("exponent", -1, "reciprocal"))),
+    *rows(DENY, "a power multiplies the relative error and leaves fp16's range", "ldexp", "float_power"),
     *rows(DENY, "a rounded angle is another phase; the result lies within 1", "sin", "cos", "sinc special_sinc", bounded=True),
     *rows(DENY, "its slope is unbounded at the ends of its domain; the result fits", "acos arccos", "asin arcsin", bounded=True),
     *rows(DENY, "its slope is unbounded near a pole", "tan", "acosh arccosh", "atanh arctanh"),
