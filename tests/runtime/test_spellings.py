@@ -1,4 +1,4 @@
-"""One computation has many spellings: operands by keyword or in a list, writes through views, dtypes in between. All give the numbers of fp32."""
+"""One computation has many spellings: operands by keyword or in a list, writes through views, dtypes in between. All are exact."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import amprewrite
 from amprewrite.tables.vocabulary import Colour
 
 Body = Callable[["Net", Tensor], Tensor]
+WIDE = torch.float32
 
 
 class Net(nn.Module):
@@ -164,6 +165,12 @@ def test_a_product_runs_low_if_its_fp32_copy_is_written(write: Callable[[Tensor]
         return scores.softmax(-1)
 
     assert low_products(Net(body), torch.randn(128, 64)) == [True]
+
+
+def test_fp32_by_the_name_of_a_constant_is_fp32() -> None:
+    net = Net(lambda net, x: net.first(x).to(WIDE).softmax(-1) + net.last(x).to(x.dtype))
+    plan = amprewrite.plan(net, (torch.randn(64, 64),), dtype="bf16", device="h100")
+    assert [node.colour for node in plan.nodes if node.op == "softmax"] == [Colour.HIGH]
 
 
 def test_weights_in_fp8_that_are_buffers_do_not_keep_a_graph_in_fp32() -> None:

@@ -18,7 +18,7 @@ import re
 import textwrap
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import cache, lru_cache
 from pathlib import PurePath
 from typing import Any
@@ -282,7 +282,7 @@ def _literal_at(file: str, line: int, marked: str, call: str) -> bool:
     if tree is None:
         return True
     calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and _name(c.func) == call]
-    return not calls or any(_has_literal(c) for c in calls)
+    return not calls or any(_has_literal(c, _constants(file)) for c in calls)
 
 
 def _statement(file: str, line: int) -> ast.AST | None:
@@ -310,6 +310,15 @@ def _name(func: ast.expr) -> str:
     return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
 
 
-def _has_literal(call: ast.Call) -> bool:
+def _has_literal(call: ast.Call, constants: Set[str]) -> bool:
+    """True if an argument of `call` is fp32 in words, such as `torch.float32`, or one of the names `constants`."""
     own = [*call.args, *(k.value for k in call.keywords)]
-    return any(_name(arg) in _LITERALS or (isinstance(arg, ast.Constant) and arg.value in _LITERALS) for arg in own)
+    named = any(isinstance(arg, ast.Name) and arg.id in constants for arg in own)
+    return named or any(_name(arg) in _LITERALS or (isinstance(arg, ast.Constant) and arg.value in _LITERALS) for arg in own)
+
+
+@lru_cache(maxsize=64)
+def _constants(file: str) -> frozenset[str]:
+    """Return the names that a module defines as fp32, as in `DTYPE = torch.float32`."""
+    made = (each for each in _file(file).body if isinstance(each, ast.Assign) and _name(each.value) in _LITERALS)
+    return frozenset(target.id for each in made for target in each.targets if isinstance(target, ast.Name))
