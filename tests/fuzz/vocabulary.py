@@ -103,6 +103,14 @@ WRITTEN = (
     ("hand_softmax", "{v} = ({x} - {x}.amax(-1, keepdim=True)).exp()\n{v} = {v} / {v}.sum(-1, keepdim=True)"),
     ("hand_norm", "{v} = ({x} - {x}.mean(-1, keepdim=True)) * torch.rsqrt({x}.var(-1, keepdim=True, unbiased=False) + 1e-2)"),
     ("hand_rms", "{v} = {x} * torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + 1e-2) * {w}"), ("hand_gelu", "{v} = 0.5 * {x} * (1 + torch.erf({x} / 2 ** 0.5))"),
+    # other spellings: operands by keyword, in another order or in a list, writes through views and between the parts of a pattern
+    ("keyword", "{v} = torch.sin(input={x})"), ("keyword", "{v} = torch.sum(dim=-1, input={x}, keepdim=True)", 1), ("keyword", "{v} = F.relu(inplace=False, input={x})", 1),
+    ("keyword", "{v} = torch.sub(other={y}, input={x})", 1), ("keyword", "{v} = F.linear(weight={lin}.weight, input={x})", 1), ("keyword", "{v} = torch.softmax(dim=-1, input={x})"),
+    ("write_keyword", "{v} = {x} * 1\nF.relu(input={v}, inplace=True)", 1), ("write_keyword", "{v} = {x} * 1\ntorch.neg_(input={v})", 1),
+    ("write_list", "{v} = {x} * 1\ntorch._foreach_mul_([{v}], 2.0)", 1), ("write_float", "{v} = {lin}({x}).float()\n{v} -= 1", 1), ("write_float", "{v} = ({x} @ {s}.mT).float()\n{v} *= 2", 1),
+    ("write_complex", "{v} = {lin}({x})[..., :2] * 1\ntorch.view_as_complex({v}).mul_(1j)", 1), ("write_bits", "{v} = {lin}({x})\n{v}.detach().view(torch.int32).bitwise_and_(-1)", 1),
+    ("write_between", "{v} = {x} * 1\n{u} = {v} - {v}.mean(-1, keepdim=True)\n{v}.zero_()\n{v} = {u} * torch.rsqrt({u}.pow(2).mean(-1, keepdim=True) + 1e-2)"),
+    ("fixed_statistics", "with torch.no_grad():\n    {u} = torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + 1e-2)\n{v} = {x} * {u}"),
     # products
     ("linear", "{v} = {lin}({x})", 1), ("linear", "{v} = {lin}({lin}({x}))", 1), ("linear", "{v} = F.linear({x}, {lin}.weight)", 1),
     ("linear", "{v} = {lin}({x}) + {x}", 1), ("linear", "{v} = torch.relu({lin}({x}))", 1), ("linear", "{v} = {x} @ {lin}.weight.t()", 1),
