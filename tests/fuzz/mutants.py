@@ -110,11 +110,11 @@ MUTANTS = (
     ),
     Mutant(
         "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
-        (("amprewrite/runtime/training/forward_scale.py", "            self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))\n", "            self._set(True)\n"),),
+        (("amprewrite/runtime/training/forward_scale.py", "            self._set(not self.under_way and (kept or self.static + (taken or self._passed_over) + (not further) > 1))\n", "            self._set(True)\n"),),
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
-        (("amprewrite/runtime/compiler/dynamo.py", "            if not whole:  # Dynamo refuses this setting beside fail_on_recompile_limit_hit, which the user may have set\n", "            if False:\n"),
+        (("amprewrite/runtime/compiler/dynamo.py", "            if not whole:  # Dynamo refuses this setting together with fail_on_recompile_limit_hit, which the user may have set\n", "            if False:\n"),
          ("amprewrite/runtime/session.py", "            if has_begun(error, entry.function):", "            if False:")),
     ),
     Mutant(
