@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,19 +98,17 @@ def calibrate(
         for batch in checked:
             with torch.set_grad_enabled(loss is not None):
                 try:
-                    result = trial.run(batch, watch)
+                    trial.run(batch, watch, None if loss is None else partial(_backward, loss, module))
                 except (TypeError, ValueError, RuntimeError, LookupError) as error:
                     said = f"batch {count + 1} cannot be run: {type(error).__name__}: {error}"
                     raise CalibrationError(f"{said}; forward= says how to call the model on a batch") from error
-                if loss is not None:
-                    _backward(loss, result, module)
             count += 1
             advance()
     trial.check_captured()
     return Calibration(trial.name, parameters_fingerprint(module), count, tuple(watch.regions.values()))
 
 
-def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
+def _backward(loss: Loss, module: nn.Module, result: Any) -> None:
     """Run backward from `loss(result)`. Hooks on the results then record the range of each gradient. No `.grad` changes.
 
     Raises CalibrationError if the loss cannot be computed, is not a tensor with one element, or depends on no parameter that takes

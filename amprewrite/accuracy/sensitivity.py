@@ -122,23 +122,26 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Met
     """
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)
+
+    def weigh(output: Any) -> None:
+        outputs = [t for t in metric.outputs(output) if t.requires_grad]
+        trial.check_captured()
+        size = metric.size(outputs)
+        if not size:
+            raise CalibrationError(f"no floating output of {trial.name} depends on its inputs or weights: there is no error to measure")
+        probe.weight = 1 / (size * PROBES * len(batches))
+        for draw in range(PROBES):
+            signs = [metric.draw(t, generator) for t in outputs]
+            torch.autograd.grad(outputs, probe.leaves, signs, retain_graph=draw + 1 < PROBES, allow_unused=True)
+        probe.leaves.clear()
+
     with bar("batches weighed", len(batches)) as advance:
         for batch in batches:
-            with torch.enable_grad():
-                try:
-                    with closed_if_raised():
-                        outputs = [t for t in metric.outputs(trial.run(batch, probe)) if t.requires_grad]
-                except RuntimeError as error:
-                    said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"
-                    raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
-            trial.check_captured()
-            size = metric.size(outputs)
-            if not size:
-                raise CalibrationError(f"no floating output of {trial.name} depends on its inputs or weights: there is no error to measure")
-            probe.weight = 1 / (size * PROBES * len(batches))
-            for draw in range(PROBES):
-                signs = [metric.draw(t, generator) for t in outputs]
-                torch.autograd.grad(outputs, probe.leaves, signs, retain_graph=draw + 1 < PROBES, allow_unused=True)
-            probe.leaves.clear()
+            try:
+                with torch.enable_grad(), closed_if_raised():
+                    trial.run(batch, probe, weigh)
+            except RuntimeError as error:
+                said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"
+                raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
             advance()
     return list(probe.edges.values())

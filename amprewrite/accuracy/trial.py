@@ -91,8 +91,12 @@ class Trial:
         self.graphs: dict[int, Captured] = {}
         """Captured graphs that have run so far, by `id`, in the order of their first runs."""
 
-    def run(self, batch: Any, runner: GraphRunner) -> Any:
-        """Run the model on one batch and return its result. `runner` runs each captured graph on its inputs and returns its results."""
+    def run(self, batch: Any, runner: GraphRunner, then: Callable[[Any], Any] | None = None) -> Any:
+        """Run the model on one batch and return its result. `runner` runs each captured graph on its inputs and returns its results.
+
+        If `then` is given, return `then(result)`. A backward belongs into `then`: it runs before the buffers are restored, and autograd
+        refuses a backward that needs the overwritten values.
+        """
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)
 
@@ -103,7 +107,8 @@ class Trial:
         session.runner = noted
         try:
             with state_kept(self.amp):
-                return self.forward(self.amp, batch)
+                result = self.forward(self.amp, batch)
+                return result if then is None else then(result)
         finally:
             session.runner = None
 

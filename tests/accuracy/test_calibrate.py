@@ -109,6 +109,37 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Averaging(nn.Module):
+    """Its products read a running mean that the forward has just written, so backward needs the written values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.linear(x))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.detach().std(0))
+        return x * self.mean
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, x: amprewrite.calibrate(model, [x, x], loss=lambda y: y.square().mean()).regions[0].gradients,
+        lambda model, x: amprewrite.debug(amprewrite.rewrite(model, dtype="fp16"), (x,)).gradients,
+        lambda model, x: amprewrite.sensitivity(model, [x]).causes,
+    ],
+    ids=["calibrate", "debug", "sensitivity"],
+)
+def test_backward_comes_before_buffers_are_restored(measure: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    model, (x,) = Averaging().train(), batches(1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert measure(model, x)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_buffers_do_not_move_between_batches_either() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).train()
     data = batches(1)

@@ -110,10 +110,9 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         """Return (args, kwargs) of node `n`, with copies in place of operands for which the op has no derivative, such as a running mean.
 
         To find these operands, the op runs once for each operand that requires a gradient, on copies because the op may write its operands.
-        Operands without gradients are copied as well: backward needs their values, and the model's buffers are restored before backward.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        kept = [_copy(leaf) for leaf in leaves]
+        kept = [_copy(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in leaves]
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 copies = [_copy(each) for each in leaves]

@@ -201,7 +201,8 @@ class StrictRun:
         args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs or {})))
         with state_kept(self.model):
             output = self.model(*args, **kwargs)
-        return results_of(output), self._gradients(output) if self.backward else {}
+            # before the buffers are restored, because autograd refuses a backward that needs the overwritten values
+            return results_of(output), self._gradients(output) if self.backward else {}
 
     def _gradients(self, output: Any) -> dict[str, torch.Tensor]:
         loss = default_loss(output) if self.loss is None else loss_of(self.loss, output, PolicyError)
