@@ -244,6 +244,28 @@ def test_a_tighter_tolerance_takes_more_time() -> None:
     assert all(f.chosen.error <= f.target for f in found)
 
 
+class Masked(nn.Module):
+    """Reads ids stored as floats, and a mask whose zeros and smallest numbers have a meaning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(64, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.linear(self.table(ids.long()))
+        x = torch.softmax(x @ x.mT + mask, -1) @ x
+        return torch.where(mask.sum(-1, keepdim=True) == 0, x, -x)
+
+
+def test_the_last_bit_of_a_number_with_a_meaning_is_not_changed() -> None:
+    torch.manual_seed(0)
+    mask = torch.zeros(4, 16, 16)
+    mask[:2, :, 8:] = torch.finfo(torch.float32).min
+    batch = (torch.randint(0, 64, (4, 16)).float(), mask)
+    amp = amprewrite.rewrite(Masked(), dtype="bf16", tolerance=1e-2, calibration=[batch])
+    assert verify(amp, batch).output_error <= 1e-2
+
+
 def test_nodes_kept_say_what_they_cost() -> None:
     model, batches = stream(), data()
     amp = amprewrite.rewrite(model, dtype="bf16", tolerance=2e-3, calibration=batches, example_inputs=(batches[0],))
