@@ -5,9 +5,11 @@ Calibration, the accuracy search and the sensitivity report use trials, so their
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,12 +21,13 @@ from amprewrite.passes.driver import CapturedGraph, read_parts, read_problem
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.captured.entries import Graphs
 from amprewrite.runtime.captured.region import Region
-from amprewrite.runtime.compiler.dynamo import parameter_names, refuse_ambient_autocast
+from amprewrite.runtime.compiler.capture_check import copied
+from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of, wrap
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Session
 from amprewrite.tables.errors import AmpRewriteError, CalibrationError
-from amprewrite.torch_internals.trees import TreeSpec, tree_flatten
+from amprewrite.torch_internals.trees import TreeSpec, tree_flatten, tree_leaves
 
 GraphRunner = Callable[[Captured, tuple[Any, ...]], Any]
 """A function that runs a captured graph on real inputs and returns the graph's results."""
@@ -70,16 +73,18 @@ class _TrialSession(Session):
         """Do nothing. The base class would refuse options that name nodes, because the plans of a trial session are empty."""
 
 
-@dataclass(frozen=True)
-class CallArguments:
+class CallArguments(NamedTuple):
     """A batch given as the positional and keyword arguments of one call."""
 
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
 
 class Trial:
-    """A model whose captured graphs run through a function that the caller gives to `run`. No parameter, buffer or random state changes."""
+    """A model whose captured graphs run through a function that the caller gives to `run`.
+
+    No parameter, buffer, random state or batch changes.
+    """
 
     def __init__(self, model: nn.Module, options: Options, forward: Forward | None = None) -> None:
         refuse_ambient_autocast()
@@ -107,7 +112,7 @@ class Trial:
         session.runner = noted
         try:
             with state_kept(self.amp):
-                result = self.forward(self.amp, batch)
+                result = self.forward(self.amp, deep_copy(batch))
                 return result if then is None else then(result)
         finally:
             session.runner = None
@@ -117,6 +122,12 @@ class Trial:
         if not self.graphs:
             why = "; ".join(str(part) for part in session_of(self.amp).left_out) or "it has no op that Dynamo captures"
             raise CalibrationError(f"nothing of {self.name} could be captured, so nothing can be measured: {why}")
+
+
+def deep_copy(value: Any) -> Any:
+    """Return a copy of `value`, such as a batch, that shares no memory with it. Tensors in it may be results of ops with gradients."""
+    memo = {id(leaf): copied(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    return copy.deepcopy(value, memo)
 
 
 def _is_no_list(batches: Any) -> bool:
@@ -191,9 +202,12 @@ class Batches:
     def _check_arity(self, batch: Any) -> None:
         if self.own_forward or not isinstance(batch, tuple | list):
             return
-        names = parameter_names(self.model.forward)
-        takes_any = any(leaf in names for leaf in ("args", "kwargs")) or not names
-        if len(batch) > len(names) and not takes_any:
+        try:
+            taken = inspect.signature(self.model.forward).parameters.values()
+        except (TypeError, ValueError):  # a forward without a signature
+            return
+        names = [each.name for each in taken if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        if len(batch) > len(names) and all(each.kind is not each.VAR_POSITIONAL for each in taken):
             raise CalibrationError(
                 f"a batch is a {type(batch).__name__} of {len(batch)}, and {type(self.model).__name__} takes {len(names)} "
                 f"argument{'s' * (len(names) != 1)} ({', '.join(names)}); if the rest are labels, say how to call the model: "

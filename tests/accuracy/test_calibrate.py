@@ -140,6 +140,30 @@ def test_backward_comes_before_buffers_are_restored(measure: Callable[[nn.Module
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+class Normalises(nn.Module):
+    """Writes its input, and takes any number of further ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        x.sub_(0.5).div_(0.25)
+        return self.linear(x + sum(more))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_batch_is_left_as_it_was(count: int) -> None:
+    model, kept = Normalises().eval(), [torch.rand(4, 8) for _ in range(count)]
+    batch = tuple(x.clone() for x in kept)
+    found = amprewrite.calibrate(model, [batch, batch])
+    assert found.regions[0].values["x"].greatest == kept[0].max(), "both batches are seen as they were"
+    assert amprewrite.sensitivity(model, [batch]).causes
+    amp = amprewrite.rewrite(model, dtype="bf16", tolerance=0.05, calibration=[batch])
+    assert verify(amp, batch).output_error <= 0.05
+    assert all(map(torch.equal, batch, kept))
+
+
 def test_buffers_do_not_move_between_batches_either() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).train()
     data = batches(1)

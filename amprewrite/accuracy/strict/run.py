@@ -11,7 +11,6 @@ graphs, the first run fails, and all graphs run again with gradients on.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,14 +20,14 @@ import torch.fx
 from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion
-from amprewrite.accuracy.trial import Loss, loss_of
+from amprewrite.accuracy.trial import Loss, deep_copy, loss_of
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
 from amprewrite.passes.weigh_plans import weighed
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
-from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values, copied, relative_error, results_of
+from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values, relative_error, results_of
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.runtime.options import part_paths
@@ -198,7 +197,7 @@ class StrictRun:
 
         Buffers, random state and `.grad` do not change.
         """
-        args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs or {})))
+        args, kwargs = deep_copy((self.args, dict(self.kwargs or {})))
         with state_kept(self.model):
             output = self.model(*args, **kwargs)
             # before the buffers are restored, because autograd refuses a backward that needs the overwritten values
@@ -232,8 +231,3 @@ def default_loss(output: Any) -> torch.Tensor:
 def _prefixed(row: Row, prefix: str, several: bool) -> Row:
     """Return `row` with node names as in `plan.nodes`: if the plan has `several` graphs, they begin with `prefix`, such as "graph0/"."""
     return replace(row, name=prefix + row.name, inputs=tuple(prefix + name for name in row.inputs)) if several else row
-
-
-def _copied(leaf: Any) -> Any:
-    """Return a copy of `leaf`, a tensor or another value among the model's inputs."""
-    return copied(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
