@@ -15,7 +15,7 @@ from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan, RegionPlan, shap
 from amprewrite.ir.plans.product_plan import QuantisedCopy
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.formats import FORMATS, OUT
-from amprewrite.tables.vocabulary import Colour, Edit, Reason
+from amprewrite.tables.vocabulary import Colour, Edit
 
 _OTHERS = {"fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 BYTES = {row.name: row.bytes for row in FORMATS.values()} | _OTHERS
@@ -65,11 +65,11 @@ def fp8_counts(plan: ModelPlan) -> list[str]:
 def is_heavy_high(region: RegionPlan, node: NodePlan) -> bool:
     """True if `node` of `region` (the plan of one graph) is a matmul or convolution that multiplies fp32 operands.
 
-    False if the model's own code runs the op in half precision. False for a wide product, which multiplies low operands but returns fp32.
+    False if the model's own code runs the op in half precision or fp64. False for wide products: they read low operands and return fp32.
     """
-    heavy = node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
-    wide = region.edited(Edit.WIDE_PRODUCT)
-    return heavy and node.name not in wide and node.name.partition("/")[2] not in wide  # names may begin with "region/"
+    heavy = node.role == "op" and node.flops > 0 and node.colour is Colour.HIGH
+    names = (node.name, node.name.partition("/")[2])  # with or without "region/"
+    return heavy and region.edited(Edit.WIDE_PRODUCT).keys().isdisjoint(names)
 
 
 def by_impact(plan: ModelPlan) -> list[NodePlan]:

@@ -105,6 +105,18 @@ def test_infinite_errors_are_written_as_words() -> None:
     assert data["error"] == "inf" and data["nodes"][0]["e"]["accumulated"] == "inf"
 
 
+def test_products_in_fp64_are_no_heavy_ops_left_high() -> None:
+    class Wide(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)[:, None]
+            return (x.double() @ x.double().mT).float() + x
+
+    plan = amprewrite.plan(Wide(), (torch.randn(8, 16),), dtype="bf16")
+    assert "matmul" in {node.op for node in plan.nodes if node.dtype == "float64"}
+    assert "left high: matmul" not in plan.summary()
+    assert html(plan)
+
+
 def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EmitError, match="cannot be written"):
         large(2).to_html(tmp_path / "gone" / "r.html")
