@@ -344,6 +344,20 @@ def test_diff_lists_what_the_other_does_differently(plan: CastPlan) -> None:
     assert plan.diff(plan) == ""
 
 
+def test_diff_compares_padding_and_what_casts_clamp() -> None:
+    model, inputs = nn.Sequential(nn.Linear(127, 129), nn.ReLU(), nn.Linear(129, 64)), (torch.randn(64, 127),)
+    plain, padded = (amprewrite.plan(model, inputs, dtype="bf16", pad=pad) for pad in ("never", 8))
+    lines = plain.diff(padded).splitlines()
+    assert lines and all(line.startswith("pad new: graph0: ") for line in lines)
+    assert [line.replace("new", "gone") for line in lines] == padded.diff(plain).splitlines()
+    assert padded.diff(padded) == padded.diff(padded.edit({})) == ""
+    (region,) = plain.regions
+    first, *rest = region.casts
+    clamped = replace(plain, regions=(replace(region, casts=(replace(first, saturate=True), *rest)),))
+    text = f"{first.value} -> {first.to} for {first.users[0]}"
+    assert plain.diff(clamped) == f"cast gone: {text}\ncast new: {text} (saturating)"
+
+
 def test_an_edited_plan_says_that_its_casts_follow(plan: CastPlan) -> None:
     edited = plan.edit({"head": "high"})
     assert plan.diff(edited) == "linear_4: low -> high (the given plan says so)"

@@ -405,6 +405,17 @@ def test_an_edited_plan_is_followed() -> None:
     assert plan.diff(amprewrite.rewrite(block, plan=again, example_inputs=(X,)).plan) == ""
 
 
+def test_a_product_that_is_edited_to_fp32_reads_no_fp8() -> None:
+    plan = amprewrite.plan(Block(), (X,), dtype="bf16", products="fp8-all")
+    edited = plan.edit({"linear_1": "high"})
+    (before,), (after,) = ([region.quantised for region in each.regions] for each in (plan, edited))
+    assert before.of("linear_1") is not None and after.of("linear_1") is None
+    assert [each.node for each in after.products] == [each.node for each in before.products if each.node != "linear_1"]
+    assert not any(reader.startswith("linear_1.") for copy in after.copies for reader in copy.readers)
+    every = plan.edit({each.node: "high" for each in before.products})
+    assert amprewrite.CastPlan.from_json(every.to_json()) == every
+
+
 @pytest.mark.parametrize(
     ("edit", "error"),
     [

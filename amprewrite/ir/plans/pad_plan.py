@@ -134,6 +134,14 @@ class PadPlan:
         """True if at least one dim of the graph is padded."""
         return bool(self.values or self.copies)
 
+    def lines(self) -> list[str]:
+        """Return one line for each result that is padded, and for each copy."""
+        return [f"result {each.value}: {_shown(each.layout)}" for each in self.values] + [
+            f"{each.kind} {each.value}: {_shown(each.layout) or _shown(each.have, back=True)}{' with new zeros' * each.refresh} for "
+            f"{', '.join(each.users)}"
+            for each in self.copies
+        ]
+
     def about(self, name: str) -> list[str]:
         """Return sentences about the padding of the result and the operands of the node `name`; [] if there is none."""
         lines = [

@@ -341,7 +341,10 @@ class ModelPlan:
             )
             edits = tuple(edit for edit in region.edits if edit.what is not Edit.WIDE_PRODUCT or prefix + edit.node not in new)
             edits += tuple(NodeEdit(node.name, Edit.WIDE_PRODUCT) for node in nodes if prefix + node.name in wide)
-            return replace(region, nodes=nodes, casts=(), edits=edits, pads=PadPlan(), candidates=(), basis=None)
+            quantised = region.quantised.without({node.name for node in nodes if new.get(prefix + node.name) is Colour.HIGH})
+            return replace(
+                region, nodes=nodes, casts=(), edits=edits, pads=PadPlan(), quantised=quantised, candidates=(), basis=None
+            )  # fmt: skip
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
@@ -395,7 +398,8 @@ class ModelPlan:
     def diff(self, other: ModelPlan) -> str:
         """Return the differences of `other` from this plan as text, one a line; "" if there are none.
 
-        Casts are not compared if a plan lists none, because it was edited and not applied yet. Raises PlanError if `other` is no plan.
+        Casts and padding are not compared if a plan lists no casts, because it was edited and not applied yet. Raises PlanError if `other`
+        is no plan.
         """
         if not isinstance(other, ModelPlan):
             raise PlanError(f"diff() takes a plan, not one {type(other).__name__}")
@@ -407,9 +411,14 @@ class ModelPlan:
             if name in theirs and node.colour is not theirs[name].colour
         ]
         planned = () if self.casts_follow or other.casts_follow else (self, other)
-        here, there = ({(c.value, c.to, c.users) for c in plan.casts} for plan in planned) if planned else (set(), set())
-        lines += [f"cast gone: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(here - there)]
-        lines += [f"cast new: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(there - here)]
+        here, there = ({(c.value, c.to, c.users, c.saturate) for c in plan.casts} for plan in planned) if planned else (set(), set())
+        changed = [("gone", cast) for cast in sorted(here - there)] + [("new", cast) for cast in sorted(there - here)]
+        lines += [
+            f"cast {word}: {value} -> {to} for {', '.join(users)}" + " (saturating)" * saturate
+            for word, (value, to, users, saturate) in changed
+        ]
+        had, has = ({f"{r.name}: {pad}": None for r in plan.regions for pad in r.pads.lines()} for plan in planned) if planned else ({}, {})
+        lines += [f"pad gone: {text}" for text in had if text not in has] + [f"pad new: {text}" for text in has if text not in had]
         mine_edits, their_edits = ({str(edit): None for region in plan.regions for edit in region.edits} for plan in (self, other))
         lines += [f"edit gone: {text}" for text in mine_edits if text not in their_edits]
         lines += [f"edit new: {text}" for text in their_edits if text not in mine_edits]

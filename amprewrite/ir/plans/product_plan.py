@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
@@ -159,6 +159,13 @@ class QuantisedProducts:
         )
         products = tuple(replace(each, gemms=changed) if each.node == node else each for each in self.products)
         return replace(self, products=products, copies=())
+
+    def without(self, nodes: Set[str]) -> Self:
+        """Return a copy without the products called `nodes`. Copies that other products read stay, and so do their constant scales."""
+        products = tuple(each for each in self.products if each.node not in nodes)
+        readers = {each: tuple(r for r in each.readers if r.rpartition(".")[0] not in nodes) for each in self.copies}
+        copies = tuple(replace(each, readers=left) for each, left in readers.items() if left)
+        return replace(self, recipe=self.recipe if products else "", products=products, copies=copies)
 
     def about(self, node: str) -> list[str]:
         """Return sentences about the node `node`: the formats of its GEMMs, and the fp8 copies of its result; [] if there are none."""
