@@ -173,7 +173,7 @@ def debug(
 
     `backward=True` also runs backward from `loss(output)`. `backward=None` does so if gradients are enabled, and the model is in
     training mode or `loss` is given. `loss` takes the output and returns a 0-dim tensor. Without `loss`, the loss is the output's
-    attribute `loss`, its only tensor if that has 0 dims, or the sum of the mean squares of its tensors.
+    attribute or item `loss`, its only tensor if that has 0 dims, or the sum of the mean squares of its tensors.
 
     The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
     PolicyError if `amp` is not rewritten or there is no loss, CaptureError if nothing can be captured.

@@ -128,6 +128,16 @@ def test_gradients_agree_with_those_of_the_rewritten_model() -> None:
         assert report.gradients[name] == pytest.approx(real, rel=0.7, abs=1e-4), name
 
 
+def test_the_loss_of_an_output_may_be_an_item() -> None:
+    class WithLoss(Healthy):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            y = super().forward(x)
+            return {"loss": y.square().mean(), "logits": y * 100}
+
+    model, x = amprewrite.rewrite(WithLoss().train(), dtype="fp16"), torch.randn(16, 32)
+    assert debug(model, (x,)).gradients == debug(model, (x,), loss=lambda output: output["loss"]).gradients
+
+
 def test_gradients_that_vanish_are_named_and_a_loss_scale_mends_it() -> None:
     model, x = Healthy(), torch.randn(8, 32)
 

@@ -278,6 +278,22 @@ def test_an_edited_plan_is_what_is_verified():
 
 
 @torch.no_grad()
+def test_complex_results_have_errors() -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.rfft(self.linear(x)).conj()
+
+    model, x = Spectrum(), torch.randn(8, 16)
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    with torch.no_grad():
+        got, want = amp(x), model(x)
+    assert verify(amp, (x,)).output_error == pytest.approx(((got - want).norm() / want.norm()).item(), rel=0.1)
+
+
 def test_the_report_fits_its_page():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(20)])
     report = verify(amprewrite.rewrite(model, dtype="bf16"), (torch.randn(2, 8),))

@@ -217,7 +217,7 @@ def default_loss(output: Any) -> torch.Tensor:
 
     Only tensors that require a gradient count. Raises PolicyError if there is none.
     """
-    own = getattr(output, "loss", None)
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and not own.dim():
         return own
     found = [t for t in results_of(output) if t.requires_grad]

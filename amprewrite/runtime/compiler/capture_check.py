@@ -70,9 +70,13 @@ def relative_error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def floats(value: Any) -> list[Tensor]:
-    """Return the dense floating tensors in a result. Batched tensors inside a vmap are left out, since their values cannot be read."""
-    tensors = (t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point())
-    return [t for t in tensors if t.layout == torch.strided and not is_batched(t)]
+    """Return the dense floating tensors in a result, and complex ones as real tensors with a last dim of size 2.
+
+    Batched tensors inside a vmap are left out, since their values cannot be read.
+    """
+    tensors = (t for t in tree_leaves(value) if isinstance(t, Tensor) and t.layout == torch.strided and not is_batched(t))
+    real = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors)
+    return [t for t in real if t.is_floating_point()]
 
 
 def results_of(value: Any) -> list[Tensor]:
