@@ -21,6 +21,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import Outcome, StrictRun
 from amprewrite.accuracy.trial import Loss
 from amprewrite.accuracy.verify import percentage, table_of
-from amprewrite.ir.policies.policy import parse_overrides
+from amprewrite.ir.policies.policy import Override, parse_overrides
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.counts import op_table
 from amprewrite.runtime.model.rewritten import RewrittenBase, face_of, plain_of, session_of, wrap
@@ -274,30 +275,45 @@ def _figure(value: float) -> str:
 
 # -- suggested overrides ---------------------------------------------------------------------
 def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> dict[str, str]:
-    own = {override.key: override.word for override in session_of(amp).options.overrides}
-    low = dict.fromkeys(node.name.rpartition("/")[2] for node in run.plan.nodes if node.role == "op" and node.colour is Colour.LOW)
+    ops = [(node.name.rpartition("/")[2], node.colour) for node in run.plan.nodes if node.role == "op"]
+    low = dict.fromkeys(name for name, colour in ops if colour is Colour.LOW)
+    asked = partial(_overrides, session_of(amp).options.overrides, [name for name, _ in ops])
     trials = _Trials(run, target, most_runs)
     if trials.holds(()) or not low:
-        return own
+        return asked(())
     kept = trials.fewest(list(low))
     while True:
-        asked = own | {f"node:{glob.escape(name)}": "fp32" for name in kept}
-        error = _real_error(amp, run, asked)
+        error = _real_error(amp, run, asked(kept))
         if error <= target or set(kept) >= set(low):
             break
         # The rewrite misses the target, because casts around the kept nodes round values. So also keep the neighbours in fp32.
         kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
-        for name in kept:  # drop the override of this node if the error meets the target without it
-            fewer = {key: word for key, word in asked.items() if key != f"node:{glob.escape(name)}"}
-            asked = fewer if _real_error(amp, run, fewer) <= target else asked
+        for name in tuple(kept):  # drop the override of this node if the error meets the target without it
+            fewer = [each for each in kept if each != name]
+            kept = fewer if _real_error(amp, run, asked(fewer)) <= target else kept
     if not error <= target:
         warnings.warn(
             f"with every node in fp32 that can be, the output error is {error:.2g}, above {target:.2g}: give a larger max_rel_err",
             AmpRewriteWarning,
             stacklevel=3,
         )
-    return asked
+    return asked(kept)
+
+
+def _overrides(own: Sequence[Override], names: Sequence[str], kept: Sequence[str]) -> dict[str, str]:
+    """Return the overrides `own`, and those that keep the nodes `kept` in fp32.
+
+    Two overrides must not contradict each other for a node. So an own override that matches a node of `kept` is replaced by overrides of
+    the other nodes that it matches, among `names`.
+    """
+    asked: dict[str, str] = {}
+    for each in own:
+        if any(map(each.matches_node, kept)):
+            asked |= {f"node:{glob.escape(name)}": each.word for name in names if each.matches_node(name)}
+        else:
+            asked[each.key] = each.word
+    return asked | {f"node:{glob.escape(name)}": "fp32" for name in kept}
 
 
 class _Trials:

@@ -174,6 +174,14 @@ def test_no_override_is_suggested_where_none_is_needed_and_own_ones_are_kept() -
     assert debug(amp, (torch.randn(8, 32),)).suggest_overrides() == {"module:down": "high"}
 
 
+def test_own_overrides_with_a_wildcard_give_way_to_nodes_that_must_be_kept() -> None:
+    model, x = Faulty(), torch.randn(16, 32) * 4
+    amp = amprewrite.rewrite(model, dtype="bf16", overrides={"node:linear*": "low", "node:[!l]*": "low"})
+    asked = debug(amp, (x,)).suggest_overrides(0.02)
+    assert asked["node:linear*"] == asked["node:relu"] == "low" and asked["node:add"] == asked["node:sub"] == "fp32"
+    assert report_of_overrides(model, x, "bf16", asked) <= 0.02
+
+
 def test_a_target_beyond_any_rounding_keeps_everything_high() -> None:
     model, x = Healthy(), torch.randn(8, 32)
     report = report_of(model, x, "bf16")
