@@ -26,7 +26,7 @@ from amprewrite.accuracy.verify import verify
 from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
 from amprewrite.runtime.model.rewritten import module_of
-from amprewrite.runtime.options import Options
+from amprewrite.runtime.options import MODEL, Options, parse_granularity
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.boundary.printable import bar
 from amprewrite.tables.errors import CalibrationError, PolicyError
@@ -51,7 +51,7 @@ def search_options(
     batches = [] if example is None else [CallArguments(*example)]
     if calibration is not None:
         batches = []
-        options = replace(options, calibration=calibrate(module, tee(calibration, batches), progress=False))
+        options = replace(options, calibration=calibrate(module, tee(calibration, batches), granularity=options.granularity, progress=False))
     parse_metric(metric)
     if tolerance is None and accuracy is None:
         if metric is not None:
@@ -70,6 +70,7 @@ def calibrate(
     *,
     loss: Loss | None = None,
     forward: Forward | None = None,
+    granularity: str | Iterable[str] = MODEL,
     progress: bool = True,
 ) -> Calibration:
     """Record the range of every fp32 value of `model` on `batches`, for `rewrite(model, calibration=...)`.
@@ -83,14 +84,16 @@ def calibrate(
         loss: a function that takes the model's result and returns a tensor with one element, e.g. `lambda out: out.loss`. If given,
             backward runs too, and the calibration has the ranges of all gradients.
         forward: a function that calls the model on a batch in another way: `lambda model, batch: model(batch[0])`.
+        granularity: the same as for `rewrite`. The two must agree, because ranges are known for captured graphs.
         progress: show a progress bar on a terminal or in a notebook.
 
     Raises:
         CalibrationError: there is no batch; batches differ in structure, hold NaN or infinities, or do not fit the model; no part of
             the model can be captured; the loss is not a tensor with one element, or depends on no parameter that takes gradients.
+        PolicyError: `granularity` is invalid.
     """
     module = module_of(model)
-    trial = Trial(module, Options(LOW_FORMATS[0]), forward)
+    trial = Trial(module, Options(LOW_FORMATS[0], granularity=parse_granularity(granularity, module)), forward)
     watch = Observer(gradients=loss is not None)
     checked = Batches(batches, module, forward is not None)
     count = 0

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import amprewrite
-from amprewrite import AmpRewriteWarning, CalibrationError
+from amprewrite import AmpRewriteWarning, CalibrationError, PolicyError
 from amprewrite.accuracy.verify import verify
 from amprewrite.tables.vocabulary import Colour, Reason
 
@@ -372,6 +372,19 @@ def test_plans_say_what_was_seen() -> None:
     plan = amprewrite.rewrite(Net(3e5), dtype="fp16", calibration=data, example_inputs=(data[0],)).plan
     assert "linear reaches" in plan.explain("up")
     assert "fp16 ends at 65504: P(overflow) is 1 a pass" in plan.explain("up")
+
+
+@pytest.mark.parametrize("granularity", ["blocks", ["0", "1", "2"]], ids=["blocks", "paths"])
+def test_parts_are_calibrated_by_themselves(granularity: Any) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)), nn.Linear(8, 4))
+    small, large = torch.randn(4, 8), torch.full((4, 8), 3e4)
+    found = amprewrite.calibrate(model, [small, large], granularity=granularity)
+    for calibration in (found, [small, large]):
+        amp = amprewrite.rewrite(model, dtype="fp16", granularity=granularity, calibration=calibration, example_inputs=(small,))
+        assert not any("never ran" in note for region in amp.plan.regions for note in region.notes)
+        assert any(node.reason is Reason.OUT_OF_RANGE for node in amp.plan.nodes)
+    with pytest.raises(PolicyError, match="granularity='parts' means nothing"):
+        amprewrite.calibrate(model, [small], granularity="parts")
 
 
 def test_another_mode_than_the_calibrated_one_says_so() -> None:
