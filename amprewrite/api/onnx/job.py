@@ -241,7 +241,7 @@ class Job:
         region = decide_region(reading, self.policy, self.lists, samples, self.given)
         apply_plan(self.model, reading, region, self.low)
         if region.quantised:
-            insert_quantised(self.model, reading, region, largest(reading, samples), self.low)
+            insert_quantised(self.model, reading, region, largest(reading), self.low)
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
         for value, count in reading.untyped.items():
             text = f"the type of {printable(value)} is unknown, so its readers stay fp32 ({count} nodes)"
@@ -476,10 +476,9 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
     return replace(region, quantised=replace(region.quantised, copies=copies))
 
 
-def largest(reading: OnnxReading, samples: Samples) -> dict[str, float]:
-    """Return the largest magnitude of each value in the sample runs. For inputs of the model, only the samples kept in memory count."""
-    fed = {name: max(float(np.abs(feed[name]).max(initial=0)) for feed in samples.feeds) for name in (samples.feeds or [{}])[0]}
-    return fed | {name: seen.amax for name, seen in reading.ranges.items()}
+def largest(reading: OnnxReading) -> dict[str, float]:
+    """Return the largest magnitude of each value in the sample runs."""
+    return {name: seen.amax for name, seen in reading.ranges.items()}
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:

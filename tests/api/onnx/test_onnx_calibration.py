@@ -43,6 +43,24 @@ def test_ranges_are_those_of_all_samples():
         assert result.report.samples == len(samples)
 
 
+@pytest.mark.parametrize(("size", "scale"), [(1e5, 1e-3), (3e-7, 1e3)])
+def test_the_range_of_an_input_decides_what_reads_it(size: float, scale: float) -> None:
+    nodes = [node("MatMul", ["x", "w0"], ["h"], name="first"), node("MatMul", ["h", "w1"], ["out"], name="last")]
+    inits = [weight("w0", 16, 16, scale=scale), weight("w1", 16, 16)]
+    x = noise(4, 16)[::-1] * np.float32(size)
+    x.flags.writeable = False
+    given = net(nodes, [value("x", 4, 16)], [value("out", 4, 16)], inits, {"x": x})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert colours(result.model) == {"first": "high", "last": "low"}
+    assert result.report.strict_error < 2e-3
+
+
+def test_made_up_inputs_show_no_range():
+    given = net([node("Exp", ["x"], ["h"], name="exp"), node("MatMul", ["h", "w"], ["out"])], [value("x", 4, 16)], [value("out", 4, 16)],
+                [weight("w", 16, 16)], {"x": 0.1 * noise(4, 16)})  # fmt: skip
+    assert colours(rewrite_onnx(given.model).model)["exp"] == "high"
+
+
 def test_any_number_of_samples_needs_the_memory_of_a_few():
     nodes = [node("MatMul", ["x", "w"], ["h"], name="a"), node("Relu", ["h"], ["out"])]
     given = net(nodes, [value("x", "n", 16)], [value("out", "n", 16)], [weight("w", 16, 16)], {})

@@ -148,7 +148,7 @@ def test_without_samples_the_file_reads_bf16_or_an_error_says_what_to_do(tmp_pat
     assert not any(node.op_type == "QuantizeLinear" for node in onnx.load(tmp_path / "block.onnx").graph.node)
     with pytest.raises(PolicyError, match="opset=18 has no fp8"):
         exported(block, x, tmp_path / "block.onnx", opset=18)
-    monkeypatch.setattr(job, "largest", lambda reading, samples: {})
+    monkeypatch.setattr(job, "largest", lambda reading: {})
     with pytest.raises(PolicyError, match=r"no sample shows the range of .*: pass calibration="):
         exported(block, x, tmp_path / "block.onnx")
 

@@ -35,6 +35,36 @@ def test_what_a_branch_gives_that_samples_do_not_take_is_looked_at(number, then)
     assert true_error(given, result) < 3e-3
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(
+    ("number", "then"),
+    [
+        pytest.param("1e5", "d = Div(a, f)\n e = Mul(d, large)", id="a divisor beyond the range"),
+        pytest.param("1e5", "e = Where(m, f, a)", id="a number beyond the range"),
+        pytest.param("1e-6", "d = Mul(a, f)\n e = Mul(d, huge)", id="a factor below it"),
+    ],
+)
+def test_a_fill_in_a_branch_that_no_sample_takes_is_looked_at(number, then, sampled):
+    inside = f"a = MatMul(x, W)\n s = Shape(a)\n f = ConstantOfShape<value=float[1] {{{number}}}>(s)\n {then}"
+    body = f"y = If(b) <then_branch=t () => (float[32,64] t) {{t = MatMul(x, W)}}, else_branch=o () => (float[32,64] e) {{{inside}}}>"
+    inits = {"W": W, "large": np.float32(1e4), "huge": np.float32(5e4), "m": np.arange(64) % 2 == 0}
+    given = parsed(body, "float[32,64] x, bool b", "float[32,64] y", inits, {"x": X, "b": np.array(False)})
+    typed = onnx.shape_inference.infer_shapes(given.model)
+    result = rewrite_onnx(typed, calibration=given.feed | {"b": np.array(True)} if sampled else None)
+    assert true_error(given, result) < 3e-3
+
+
+def test_a_fill_that_masks_scores_stays_low_where_no_sample_shows_it():
+    inside = "a = MatMul(x, W)\n h = Shape(a)\n f = ConstantOfShape<value=float[1] {-1e9}>(h)"
+    inside += "\n c = Where(m, f, a)\n s = Softmax(c)\n e = MatMul(s, W)"
+    body = f"y = If(b) <then_branch=t () => (float[32,64] t) {{t = MatMul(x, W)}}, else_branch=o () => (float[32,64] e) {{{inside}}}>"
+    inits = {"W": W, "m": np.arange(64) % 2 == 0}
+    given = parsed(body, "float[32,64] x, bool b", "float[32,64] y", inits, {"x": X, "b": np.array(False)})
+    result = rewrite_onnx(onnx.shape_inference.infer_shapes(given.model))
+    assert next(node for node in result.plan.nodes if node.op == "full").colour is Colour.LOW
+    assert true_error(given, result) < 3e-3
+
+
 def test_a_bias_below_the_range_may_be_flushed_where_no_sample_shows_the_sum():
     taken = "else_branch=s () => (float[32,64] s) {s = Identity(x)}"
     body = f"y = If(b) <then_branch=t () => (float[32,64] t) {{t = Gemm(x, W, small)}}, {taken}>"

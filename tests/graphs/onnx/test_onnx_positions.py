@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_help import Net, true_error
+from onnx_help import Net, parsed, true_error
 from rotary import ANGLES, Rotary
 from torch import Tensor, nn
 
@@ -74,6 +74,28 @@ def test_a_thousand_positions_are_as_exact_as_a_hundred(spelling: str) -> None:
 def test_four_thousand_positions_are_as_exact_as_a_hundred(spelling: str, low: str) -> None:
     short, *longer = errors(spelling, low, (128, 1024, 4096))
     assert max(longer) < 1.5 * short
+
+
+ALIBI = """k = MatMul(x, W)
+ kt = Transpose<perm=[0,2,1]>(k)
+ s = MatMul(x, kt)
+ f = Cast<to=1>(at)
+ u = Unsqueeze(f, one)
+ a = Mul(u, slope)
+ t = Add(s, a)
+ p = Softmax<axis=-1>(t)
+ y = MatMul(p, k)"""
+
+
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+def test_positions_that_are_given_are_exact_however_small_those_of_the_samples_are(low: str) -> None:
+    """ALiBi: made-up positions are all 1."""
+    draws = np.random.default_rng(0)
+    inits = {"W": draws.standard_normal((64, 64)) / 32, "slope": np.float32(0.5), "one": np.array([1])}
+    inits["W"] = inits["W"].astype(np.float32)
+    given = parsed(ALIBI, "float[b,n,64] x, int64[b,n] at", "float[b,n,64] y", inits, {})
+    given.feed |= {"x": draws.standard_normal((1, 512, 64)).astype(np.float32), "at": np.arange(512)[None]}
+    assert true_error(given, rewrite_onnx(given.model, dtype=low)) < (2e-3 if low == "fp16" else 1e-2)
 
 
 class Counts(nn.Module):

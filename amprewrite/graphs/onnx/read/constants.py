@@ -24,16 +24,17 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from amprewrite.graphs.mask_rules import FILLS, MaskRules
 from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, format_of, is_float, op_of
 from amprewrite.graphs.onnx.run.samples import Samples
 from amprewrite.ir.evidence.constants import BORDERS, TAKES_EPSILON, ConstantRead, Loss
+from amprewrite.ir.evidence.counts import BYTES
 from amprewrite.ir.evidence.range_rules import (
     ABOVE,
     BELOW,
     EXTREME,
-    HEADROOM,
     MASK,
     POLES,
     Read,
@@ -42,6 +43,7 @@ from amprewrite.ir.evidence.range_rules import (
     near_a_pole,
     near_the_end,
 )
+from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import reached
 from amprewrite.tables.formats import FORMATS, LOW_FORMATS, LOW_NAMES, Format
 from amprewrite.tables.ops.onnx_names import DOMAIN, SIDE_FOLLOWS
@@ -127,6 +129,14 @@ class ConstantFacts:
         """True if `node` reads a constant mask (not a bound such as that of clamp) whose numbers beyond the range are clamped to ±max."""
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
+    def fill_range(self, node: ir.Node) -> ValueRange | None:
+        """Return the range of a ConstantOfShape whose number the low format does not hold; None if it does, or if the number is a mask."""
+        number = fill_of(node)
+        found = facts(number, self.low)
+        sides = {ABOVE if found.most > 0 else BELOW}
+        loss = loss_of(node.op_type, found, self.low, found.mask and self.readers.only_block(node.outputs[0], sides))
+        return ValueRange.of(torch.tensor(number)) if loss is not None and loss.kept else None
+
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
         """True if the constant `value` exceeds the low format's range, and its low copy for `node` may be clamped to ±max."""
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
@@ -157,6 +167,12 @@ class ConstantFacts:
         """
         lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
         return op in BOUNDS and bound_fits(self.facts(value).most if lower else self.facts(value).least, lower, self.low)
+
+
+def fill_of(node: ir.Node) -> np.ndarray:
+    """Return the number with which a ConstantOfShape fills its result, as an array of one element."""
+    held = node.attributes.get("value")
+    return np.zeros(1, np.float32) if held is None else held.as_tensor().numpy()
 
 
 def constants_of(node: ir.Node) -> list[tuple[int, ir.Value]]:
@@ -452,15 +468,17 @@ class Kinds:
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail) for a Cast that must cast to fp32; None if it may cast to the low format instead.
 
-        The low format is allowed for booleans, and for integers that are small in samples, since it holds them exactly. It is also allowed
-        for inputs of fp32 and half precision: rounding fp16 to bf16 is no worse than rounding fp32. If the input is bf16 and the low format
-        fp16, samples must show the range.
+        The low format is allowed for booleans, bytes and small integer constants, since it holds them exactly. Other integers may be
+        positions: that they are small in samples shows only that the samples are short. It is also allowed for inputs of fp32 and half
+        precision: rounding fp16 to bf16 is no worse than rounding fp32. If the input is bf16 and the low format fp16, samples must show the
+        range.
         """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
-        if source in ("fp32", self.low.name, "bool"):
+        if source in BYTES or source in ("fp32", self.low.name):
             return None
         if source in LOW_NAMES and (FORMATS[source].narrow or seen is not None):
             return None  # from bf16 to fp16 only if samples show the range: the pass `repaint-by-range` tests if fp16 holds it
-        if source.startswith(("int", "uint")) and seen is not None and seen.amax * HEADROOM <= 2 / self.low.eps:
-            return None  # the low format holds such integers exactly
+        held = constant_tensor(node.inputs[0]) if source.startswith(("int", "uint")) and node.inputs[0] is not None else None
+        if held is not None and np.abs(held.numpy().astype(np.float64)).max(initial=0) <= 2 / self.low.eps:
+            return None
         return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"

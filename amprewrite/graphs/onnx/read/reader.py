@@ -74,7 +74,7 @@ class OnnxReading:
     """Constants, and ConstantOfShape nodes, that only mask attention scores. Where they block a position, their low copies hold a number
     just above half of the format's lowest (`BLOCKED` in constants.py), so that the sum of two masks stays finite."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
-    """Value ranges by op-graph node: of results in sample runs, and of constants that the low format does not hold exactly."""
+    """Value ranges by op-graph node: of results in sample runs, and of constants and fills that the low format does not hold exactly."""
     walls: Counter[str] = field(default_factory=Counter)
     """Ops that are on no op list: {"domain::op type": number of occurrences}."""
     untyped: Counter[str] = field(default_factory=Counter)
@@ -130,8 +130,12 @@ class _Reader:
             if str(value.name) in seen:
                 self.reading.ranges[name] = seen[str(value.name)]
         for name, node in self.reading.nodes.items():
-            if node.op_type == "ConstantOfShape" and self.held.readers.masks_scores(node.outputs[0]):
+            if node.op_type != "ConstantOfShape" or not _is_fp32(node.outputs[0]):
+                continue
+            if self.held.readers.masks_scores(node.outputs[0]):
                 self.reading.masks.add(name)
+            if (filled := self.held.fill_range(node)) is not None:
+                self.reading.ranges.setdefault(name, filled)
         for constant in {read.constant for read in self.reading.constants}:
             value = self.reading.values[constant]
             found = self.held.facts(value)

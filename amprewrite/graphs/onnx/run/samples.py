@@ -2,8 +2,8 @@
 
 1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for inputs that index a table.
 2. The fp32 model runs with its inner values as extra outputs, at most about 1 GB of them in one run.
-3. The range of every fp32 value is recorded over all samples. Inputs and outputs of the first few samples are kept for measuring errors.
-   Samples are read one at a time, so memory use does not grow with their number.
+3. The range of every fp32 value is recorded over all samples, and that of every fp32 input that the caller gave. Inputs and outputs of
+   the first few samples are kept for measuring errors. Samples are read one at a time, so memory use does not grow with their number.
 
 This file has special code for `Gather`: the size of its table limits valid indices.
 """
@@ -316,12 +316,11 @@ class _Observer:
                     continue
                 found = run_within(runner, names, feed, self.runnable.seconds)
                 outputs = outputs or found[len(chunk) :]
-                for name, array in zip(names, found, strict=True):
-                    if isinstance(array, np.ndarray) and array.dtype == np.float32 and has_numbers(array):
-                        ranges[name] = ValueRange.of(torch.from_numpy(array))
+                ranges |= _ranges(dict(zip(names, found, strict=True)))
         except Exception as error:
             self.too_slow = isinstance(error, TooSlow)
             return one_line(error)
+        ranges |= {} if samples.made_up else _ranges(feed)  # noise shows no range: an exp of an input may meet any number
         samples.ranges = merge(samples.ranges, ranges)
         samples.seen += 1
         samples.empty |= {name for name, given in feed.items() if isinstance(given, np.ndarray) and not has_numbers(given)}
@@ -330,6 +329,14 @@ class _Observer:
             samples.feeds.append(feed)
             samples.outputs.append(outputs)
         return ""
+
+
+def _ranges(arrays: Mapping[str, Any]) -> dict[str, ValueRange]:
+    """Return the range of each fp32 array that has a finite element, by name."""
+    held = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray) and array.dtype == np.float32}
+    # torch takes no negative strides, and warns of arrays that are read-only: `require` copies these
+    found = {name: np.require(array, requirements="CW") for name, array in held.items() if has_numbers(array)}
+    return {name: ValueRange.of(torch.from_numpy(array)) for name, array in found.items()}
 
 
 def has_numbers(array: np.ndarray) -> bool:

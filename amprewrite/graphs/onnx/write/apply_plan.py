@@ -36,7 +36,7 @@ from amprewrite.graphs.onnx.ops import (
     drop_unread_constants,
     insert_behind,
 )
-from amprewrite.graphs.onnx.read.constants import NUMPY, rounded
+from amprewrite.graphs.onnx.read.constants import NUMPY, fill_of, rounded
 from amprewrite.graphs.onnx.read.load import FreshNames
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.plans.plan import Cast, RegionPlan
@@ -86,9 +86,7 @@ def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> No
         if node.op_type == "Cast":
             node.attributes["to"] = ir.AttrInt64("to", int(DTYPES[low.name]))
         elif node.op_type == "ConstantOfShape":
-            held = node.attributes.get("value")
-            fill = np.zeros(1, np.float32) if held is None else held.as_tensor().numpy()
-            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(rounded(fill, low, name in reading.masks)))
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(rounded(fill_of(node), low, name in reading.masks)))
 
 
 # -- 2. casts -------------------------------------------------------------------------
