@@ -328,10 +328,14 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
     return opset
 
 
-def changed_ops(model: ir.Model, opset: int) -> list[str]:
-    """Return the op types in a model that, by their schemas, may compute something else at the opset `opset`."""
+def changed_ops(model: ir.Model, opset: int, in_bodies: bool = False) -> list[str]:
+    """Return the op types in a model that, by their schemas, may compute something else at the opset `opset`.
+
+    With `in_bodies`, only ops in subgraphs count.
+    """
     own = model.opset_imports.get("", 1)
-    used = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain in ("", "ai.onnx")})
+    graphs = [graph for graph in model.graphs() if not (in_bodies and graph is model.graph)]
+    used = sorted({node.op_type for graph in graphs for node in graph if node.domain in ("", "ai.onnx")})
     return [op_type for op_type in used if not _means_the_same(op_type, own, opset)]
 
 

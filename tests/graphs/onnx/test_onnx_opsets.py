@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import helper
-from onnx_help import F32, colours, const, gemm_chain, graph, net, node, noise, parsed, run, value, weight
+from onnx_help import F32, colours, const, gemm_chain, graph, net, node, noise, parsed, run, true_error, value, weight
 
 from amprewrite import CaptureError, rewrite_onnx
 from amprewrite.graphs.onnx.ops import OLDEST, changed_ops
@@ -58,7 +58,8 @@ def test_a_slope_for_an_unknown_rank_is_refused() -> None:
         rewrite_onnx(model)
 
 
-def test_a_converter_that_changes_numbers_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [[], [node("LeakyRelu", ["x"], ["large"], alpha=1e4)]], ids=["alone", "beside a large output"])
+def test_a_converter_that_changes_numbers_is_found_out(beside: list[onnx.NodeProto], monkeypatch: pytest.MonkeyPatch) -> None:
     convert = onnx.version_converter.convert_version
 
     def wrong(model: onnx.ModelProto, target: int) -> onnx.ModelProto:
@@ -68,7 +69,7 @@ def test_a_converter_that_changes_numbers_is_found_out(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(opsets.onnx.version_converter, "convert_version", wrong)
     with pytest.raises(CaptureError, match=r"converter changes what the model gives \(by .*\) when it raises its opset to 7"):
-        rewrite_onnx(old(node("Relu", ["x"], ["out"])))
+        rewrite_onnx(old(node("Relu", ["x"], ["out"]), *beside, outs=[value("out", 4, 16), *(value("large", 4, 16) for _ in beside)]))
 
 
 @pytest.mark.parametrize(("axis", "shape"), [(0, (2, 3)), (1, (2, 3)), (0, (1, 3))])
@@ -214,6 +215,40 @@ def test_what_changed_and_cannot_be_compared_is_not_raised() -> None:
     with pytest.raises(CaptureError, match="converter changes what the model gives"):
         rewrite_onnx(given.model, dtype="bf16", calibration=given.feed)
     assert not any("raised" in note for note in rewrite_onnx(given.model, dtype="fp16").report.notes)
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize(("op", "opset", "scale"), [("Resize", 10, 1.5), ("Upsample", 9, 2.0), ("Resize", 10, 1.3), ("Resize", 10, 0.6)])
+def test_a_resize_reads_the_same_elements_at_a_newer_opset(op: str, opset: int, scale: float, mode: str) -> None:
+    """The converter leaves it the default of opset 11, half_pixel."""
+    inits = {"K": noise(3, 3, 3, 3), "scales": np.array([1, 1, scale, scale], np.float32)}
+    body = f'c = Conv<pads=[1,1,1,1]>(x, K)\n y = {op}<mode="{mode}">(c, scales)'
+    given = parsed(body, "float[1,3,8,8] x", "float[a,b,c,d] y", inits, {"x": noise(1, 3, 8, 8)}, opset=opset, ir_version=5)
+    result = rewrite_onnx(given.model, dtype="bf16", calibration=given.feed)
+    assert result.model.opset_import[0].version == 22
+    assert true_error(given, result) < 1e-2
+
+
+@pytest.mark.parametrize("inside", ["Softmax<axis=1>(c)", "Relu(c)"])
+def test_what_changed_in_a_branch_that_no_sample_takes_is_not_raised(inside: str) -> None:
+    branches = f"then_branch=t () => (float t) {{t = Identity(c)}}, else_branch=o () => (float o) {{o = {inside}}}"
+    body = f"c = Conv<pads=[1,1,1,1]>(x, K)\n y = If(b) <{branches}>"
+    feed = {"x": noise(1, 3, 8, 8), "b": np.array(True)}
+    given = parsed(body, "float[1,3,8,8] x, bool b", "float[1,3,8,8] y", {"K": noise(3, 3, 3, 3)}, feed, opset=11, ir_version=6)
+    result = rewrite_onnx(given.model, dtype="bf16", calibration=feed)
+    stays = inside.startswith("Softmax")
+    assert result.model.opset_import[0].version == (11 if stays else 22)
+    assert any("Softmax changed in between, in a body" in note for note in result.report.notes) == stays
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_what_changed_in_a_branch_of_a_model_that_is_too_old_is_refused(dtype: str) -> None:
+    inside = graph([node("Upsample", ["x"], ["o"], height_scale=1.0, width_scale=1.0)], "o", [], [value("o", 1, 3, 4, 4)])
+    other = graph([node("Relu", ["x"], ["t"])], "t", [], [value("t", 1, 3, 4, 4)])
+    model = old(node("If", ["b"], ["out"], then_branch=other, else_branch=inside), shape=(1, 3, 4, 4))
+    model.graph.input.append(helper.make_tensor_value_info("b", onnx.TensorProto.BOOL, [1]))
+    with pytest.raises(CaptureError, match="older than 7, and Upsample changed, in a body of If"):
+        rewrite_onnx(model, dtype=dtype)
 
 
 def test_what_did_not_change_is_raised_without_a_sample() -> None:

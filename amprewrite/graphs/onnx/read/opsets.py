@@ -5,9 +5,11 @@
 3. A newer opset is chosen if it lets more ops of the model take the low format, and ONNX Runtime still loads the model.
 
 A raised model is not trusted: its results on sample runs are compared with those of the original model. If that is not possible, the
-schemas must show that no op of the model computes something else at the new opset.
+schemas must show that no op of the model computes something else at the new opset. They must do so for all ops in bodies of If, Loop and
+Scan, because a sample may run no op of a body.
 
-This file has special code for ops that the converter raises wrongly: `PRelu`, `Scan`, and the `Unsqueeze` that it inserts after constants.
+This file has special code for ops that the converter raises wrongly: `PRelu`, `Resize`, `Scan`, and the `Unsqueeze` that it inserts after
+constants.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ CASTS = 13
 """The opset given to a model that has no ops of onnx and names no opset: the first whose Cast takes every format."""
 CONVERTERS = [logging.getLogger("onnxscript.version_converter")]
 """Loggers that are silenced while an opset is raised, because they only report which converter is used."""
+UNSEEN = "in a body of If, Loop or Scan that a sample may not run, to compare the two"
+"""End of the messages about ops in bodies that cannot be raised."""
+RESIZED = 11
+"""The first opset at which attributes of Resize say which elements a result is made of."""
 REMEDY = "raise it with onnx.version_converter.convert_version"
 """Advice at the end of the message about a PRelu that cannot be converted."""
 
@@ -71,6 +77,9 @@ def raise_old(model: ir.Model) -> ir.Model:
     said = f"the model is of opset {opset}, older than {OLDEST}"
     if is_large(model):
         raise CaptureError(f"{said}, and too large for onnx's version converter; export it again at a newer opset")
+    hidden = changed_ops(model, OLDEST, in_bodies=True)
+    if hidden:
+        raise CaptureError(f"{said}, and {', '.join(hidden)} changed, {UNSEEN}; export it again at a newer opset")
     old = model.clone()
     _unbroadcast_slopes(old, said)
     proto = ir.to_proto(old)
@@ -152,6 +161,9 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 
     changed = changed_ops(model, needed)
     if changed and refusal(model):
         return model, [f"{kept}: {', '.join(changed)} changed in between, and ONNX Runtime does not load the file, to compare the two"]
+    hidden = changed_ops(model, needed, in_bodies=True)
+    if hidden:
+        return model, [f"{kept}: {', '.join(hidden)} changed in between, {UNSEEN}"]
     if opset < 9 and any(node.op_type == "Scan" for node in nodes):
         return model, [f"{kept}: a Scan of opset 8 has a batch, and no later one has"]
     from onnxscript import version_converter
@@ -165,11 +177,26 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 
     if raised.opset_imports[""] != needed:
         return model, [f"{kept}: the converter has no way"]
     _raise_ir_version(raised, needed)
+    if opset < RESIZED <= needed:
+        _keep_asymmetric(raised)
     refused = refusal(raised)
     if refused and not refusal(model):  # the installed ONNX Runtime has no kernels for some ops of the newer opset
         return model, [f"{kept}: ONNX Runtime does not load it then ({refused})"]
     why = "which fp8 products need" if needed == least else f"at which more of its ops take {low.name}"
     return raised, [f"opset raised from {opset} to {needed}, {why}"]
+
+
+def _keep_asymmetric(model: ir.Model) -> None:
+    """Let each Resize of a raised model read the elements that it read before RESIZED: the converter leaves it the defaults of RESIZED.
+
+    Before, element i of a result was at i / scale. In the mode "nearest", ONNX Runtime rounds that up if the scale is below one.
+    """
+    for node in (node for graph in model.graphs() for node in graph if node.op_type == "Resize" and not node.domain):
+        node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")
+        if node.attributes.get_string("mode", "nearest") == "nearest":
+            scales = constant_tensor(node.inputs[2]) if node.inputs[2] is not None else None
+            shrinks = scales is not None and bool((scales.numpy() <= 1).all())
+            node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "ceil" if shrinks else "floor")
 
 
 def _raise_ir_version(model: ir.Model, opset: int) -> None:
