@@ -315,6 +315,14 @@ def test_a_cast_that_the_model_had_is_aimed_at_the_low_format():
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_draw_whose_result_has_no_operand_s_type_stays_fp32(dtype):
+    """The result of Bernoulli has a type variable of its own, and without `dtype` the operand's type, which is always fp32."""
+    given = gemm_chain(node("Sigmoid", ["h"], ["p"]), node("Bernoulli", ["p"], ["b"], name="draw"), node("Mul", ["h", "b"], ["mid"]))
+    result = rewrite_onnx(given.model, dtype=dtype)
+    assert result.report.valid and colours(result.model)["draw"] == "high"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_what_was_mixed_already_stays_right(dtype):
     given = HAND["casts"]()
     once = rewrite_onnx(given.model, dtype="fp16", calibration=given.feed)

@@ -234,7 +234,7 @@ class _Reader:
                 unknown = untyped if known else [f"{node.domain or 'ai.onnx'}::{node.op_type}"]
                 (self.reading.untyped if known else self.reading.walls).update(unknown)
         unread: Pin | None = (Colour.HIGH, Reason.UNTYPED, ", ".join(untyped)) if known and untyped else None
-        pinned = (unread or self.pin(node, op, listed, sig, group, operands)) if floats else _PLAIN
+        pinned = (unread or self.pin(node, op, listed, sig, group)) if floats else _PLAIN
         may_saturate = bool(floats) and self.held.may_saturate(node, op, kind, self.saturates(operands))
         if may_saturate and self.held.takes_mask(node, op):
             self.masked.add(name)
@@ -351,7 +351,7 @@ class _Reader:
                 made[self.read(name, value, slot)] = None
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
-    def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
+    def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str) -> Pin | None:
         """Return (high, reason, detail) if the op is forced to run in fp32; None if op lists and passes decide.
 
         `listed` is False if the op is on no op list, has subgraphs, or reads values of unknown type. `group` is the type variable of its
@@ -369,8 +369,8 @@ class _Reader:
             return self.kinds.pin_cast(node)
         if "dtype" in node.attributes:
             return Colour.HIGH, Reason.EXPLICIT_DTYPE, "dtype attribute"
-        if not operands and node.op_type != "ConstantOfShape":
-            return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
+        if node.op_type != "ConstantOfShape" and group not in (sig.input(i) for i, v in enumerate(node.inputs) if v is not None):
+            return Colour.HIGH, Reason.BOUNDARY, "no operand has the type of its result"
         if op not in self.kinds.asked_ops and is_distance(node):
             return Colour.HIGH, Reason.CANCELS, "the squared distances of torch.cdist"
         return None
