@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
@@ -216,7 +217,7 @@ def _results(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if seed is not None:
             torch.manual_seed(seed)
         found = tree_leaves(copy.deepcopy(plain)(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-    return [leaf.detach().cpu().numpy() for leaf in found if isinstance(leaf, torch.Tensor)]
+    return [_array(leaf) for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def _feed(model: ir.Model, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed:
@@ -224,11 +225,19 @@ def _feed(model: ir.Model, plain: torch.nn.Module, args: tuple[Any, ...], kwargs
     names = [str(value.name) for value in model.graph.inputs]
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     if not args and set(names) == set(tensors):
-        return {name: tensors[name].detach().cpu().numpy() for name in names}
+        return {name: _array(tensors[name]) for name in names}
     with contextlib.suppress(TypeError, ValueError):
         bound = inspect.signature(plain.forward).bind(*args, **kwargs)
         args, kwargs = tuple(bound.arguments.values()), {}
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if len(leaves) != len(names):
         return {}
-    return {name: leaf.detach().cpu().numpy() for name, leaf in zip(names, leaves, strict=True)}
+    return {name: _array(leaf) for name, leaf in zip(names, leaves, strict=True)}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as an array. Arrays of bf16 and fp8 have dtypes of ml_dtypes: torch itself converts no such tensor."""
+    held, kind = tensor.detach().cpu(), getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
+    if kind is None:
+        return held.numpy()
+    return held.view(torch.int16 if held.itemsize == 2 else torch.uint8).numpy().view(kind)

@@ -259,6 +259,22 @@ def test_a_dict_at_the_end_is_an_argument_like_any_other(args, kwargs, tmp_path)
     np.testing.assert_allclose(run(onnx.load(tmp_path / "m.onnx"), feed)[0], wanted, rtol=0, atol=2e-2)
 
 
+class Converts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.last(x.float()) * scale.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_example_inputs_may_be_low(dtype, tmp_path):
+    args = (torch.randn(4, 16).to(dtype).T.contiguous().T, torch.tensor(0.5).to(dtype))
+    result = amprewrite.rewrite(Converts().eval(), dtype="bf16").export_onnx(tmp_path / "m.onnx", args)
+    assert result.report.valid
+
+
 class Exported(nn.Module):
     """Computes something else when it is exported, or draws."""
 
