@@ -336,11 +336,11 @@ def changed_ops(model: ir.Model, opset: int, in_bodies: bool = False) -> list[st
     own = model.opset_imports.get("", 1)
     graphs = [graph for graph in model.graphs() if not (in_bodies and graph is model.graph)]
     used = sorted({node.op_type for graph in graphs for node in graph if node.domain in ("", "ai.onnx")})
-    return [op_type for op_type in used if not _means_the_same(op_type, own, opset)]
+    return [op_type for op_type in used if not means_the_same(op_type, own, opset)]
 
 
 @cache
-def _means_the_same(op_type: str, opset: int, raised: int) -> bool:
+def means_the_same(op_type: str, opset: int, raised: int) -> bool:
     """True if the schemas show that an op computes the same at the opsets `opset` and `raised`.
 
     In between it may gain types, optional operands and attributes with neutral defaults, and lose the attributes for broadcasting.

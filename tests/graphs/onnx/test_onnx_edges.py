@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 from onnx_help import F16, F32, HAND, I64, colours, const, gemm_chain, graph, net, node, noise, ops, run, value, weight
 
-from amprewrite import AmpRewriteWarning
+from amprewrite import AmpRewriteWarning, CaptureError
 from amprewrite.api.onnx.convert import rewrite_onnx
 
 
@@ -98,14 +98,31 @@ def test_unknown_domains_are_listed_walls():
     assert colours(result.model) == {"a": "low", "b": "high", "c": "low"}
 
 
-def test_local_functions_are_inlined():
-    inside = [node("MatMul", ["a", "b"], ["t"]), node("MatMul", ["t", "b"], ["c"])]
-    function = helper.make_function("local", "Twice", ["a", "b"], ["c"], inside, [helper.make_opsetid("", 18)])
-    given = net([node("Twice", ["x", "w"], ["out"], domain="local")], [value("x", 4, 16)], [value("out", 4, 16)],
-                [weight("w", 16, 16)], {}, functions=[function], domains=["local"])  # fmt: skip
-    result = rewrite_onnx(given.model)
+def calls(second: str, opset: int) -> onnx.ModelProto:
+    """A call of a function of two ops, of an opset of its own."""
+    inside = [node("MatMul", ["a", "b"], ["t"]), node(second, ["t", "b"] if second == "MatMul" else ["t"], ["c"])]
+    function = helper.make_function("local", "Twice", ["a", "b"], ["c"], inside, [helper.make_opsetid("", opset)])
+    return net([node("Twice", ["x", "w"], ["out"], domain="local")], [value("x", 4, 16)], [value("out", 4, 16)],
+               [weight("w", 16, 16)], {}, functions=[function], domains=["local"]).model  # fmt: skip
+
+
+@pytest.mark.parametrize("opset", [18, 17, 13, 19])
+def test_local_functions_are_inlined(opset):
+    result = rewrite_onnx(calls("MatMul", opset))
     assert "1 local functions were inlined" in result.report.notes
     assert ops(result.model) == {"MatMul": 2, "Cast": 2}
+
+
+def test_a_model_that_names_no_opset_takes_that_of_its_functions():
+    model = calls("ReduceMean", 18)
+    del model.opset_import[0]
+    assert {each.domain: each.version for each in rewrite_onnx(model).model.opset_import} == {"local": 1, "": 18}
+
+
+def test_a_function_of_another_opset_at_which_its_ops_mean_something_else_is_refused():
+    said = "function Twice is of opset 17 and the model of 18, and ReduceMean changed in between; inline it with"
+    with pytest.raises(CaptureError, match=said):
+        rewrite_onnx(calls("ReduceMean", 17))
 
 
 def test_inner_io_may_be_low():

@@ -27,7 +27,7 @@ import onnx_ir.passes.common as ir_passes
 
 from amprewrite.graphs.onnx.check import all_graphs, check_constants, check_functions, check_operands, memory
 from amprewrite.graphs.onnx.ops import OLDEST, bodies, declared, describe, format_of, infer_types, mark_guesses, tensors_of
-from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
+from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old, unite_opsets
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, PolicyError, one_line
@@ -237,6 +237,7 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> 
     sort_nodes(model)
     if model.functions:
         notes.append(f"{len(model.functions)} local functions were inlined")
+        unite_opsets(model)
         ir_passes.InlinePass()(model)
     name_apart(model)
     if any(value.is_graph_input() for value in model.graph.initializers.values()):

@@ -30,6 +30,7 @@ from amprewrite.graphs.onnx.ops import (
     constant_tensor,
     drop_unread_constants,
     format_of,
+    means_the_same,
     op_of,
     opset_taking,
 )  # fmt: skip
@@ -57,17 +58,34 @@ def name_opset(model: ir.Model) -> int:
     """Return the opset of onnx's own ops in `model`, and store it in the model under the domain "".
 
     A model that names no opset gets opset 1, as ONNX defines for old files. But from IR version 3 on, a model that has only ops of other
-    domains gets the opset CASTS, which allows casts between all formats.
+    domains gets the newest opset of its functions, or, without such functions, CASTS, which allows casts between all formats.
     """
     domains = model.opset_imports
+    of_functions = [opset for each in model.functions.values() for domain, opset in each.opset_imports.items() if domain in ("", "ai.onnx")]
     if "" not in domains and "ai.onnx" not in domains:
         if model.ir_version >= 3 and not any(node.domain in ("", "ai.onnx") for graph in model.graphs() for node in graph):
-            domains[""] = CASTS
-            _raise_ir_version(model, CASTS)
+            domains[""] = max(of_functions, default=CASTS)
+            _raise_ir_version(model, domains[""])
         else:
             domains[""] = 1
     domains[""] = domains.get("", 0) or domains["ai.onnx"]
     return domains[""]
+
+
+def unite_opsets(model: ir.Model) -> None:
+    """Give the functions of a model the opsets of the model, as inlining needs. Raises CaptureError if an op means something else there."""
+    for function in model.functions.values():
+        for domain, opset in list(function.opset_imports.items()):
+            key = "" if domain == "ai.onnx" else domain
+            own = model.opset_imports.get(key, opset)
+            nodes = [node for node in function.all_nodes() if node.domain == key and node.op_identifier() not in model.functions]
+            changed = {node.op_type for node in nodes if opset != own and (key or not means_the_same(node.op_type, opset, own))}
+            if changed:
+                raise CaptureError(
+                    f"the function {printable(function.name)} is of opset {opset} and the model of {own}, and {', '.join(sorted(changed))} "
+                    "changed in between; inline it with onnx.inliner.inline_local_functions(model, convert_version=True)"
+                )
+            function.opset_imports[domain] = own
 
 
 # -- too old ---------------------------------------------------------------------------------
