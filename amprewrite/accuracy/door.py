@@ -51,7 +51,8 @@ def search_options(
     batches = [] if example is None else [CallArguments(*example)]
     if calibration is not None:
         batches = []
-        options = replace(options, calibration=calibrate(module, tee(calibration, batches), granularity=options.granularity, progress=False))
+        made = calibrate(module, tee(calibration, batches), granularity=options.granularity, progress=False)
+        options = replace(options, calibration=made)
     parse_metric(metric)
     if tolerance is None and accuracy is None:
         if metric is not None:
