@@ -229,11 +229,19 @@ def test_values_before_a_pole_that_runs_in_fp32_are_not_flushed(pole: Callable[[
     assert (got - want).norm() <= 5e-2 * want.norm()
 
 
-@pytest.mark.parametrize("masked", [False, True])
+SLOPES = (2.0 ** -torch.arange(1, 9.0)).view(1, 8, 1, 1) * torch.arange(512.0)
+BLOCKED = torch.triu(torch.full((512, 512), -1e9), 1)
+TABLES = {
+    "ALiBi": (SLOPES, Colour.HIGH), "ALiBi and a mask": (SLOPES + BLOCKED, Colour.HIGH),
+    "relative positions": (2 * torch.randn(1, 8, 512, 512, generator=torch.Generator().manual_seed(0)), Colour.HIGH),
+    "a mask": (BLOCKED, Colour.LOW), "a mask of -100": (BLOCKED.clip(-100), Colour.LOW),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_table_of_positions_is_added_to_scores_in_fp32(dtype: str, masked: bool) -> None:
-    slopes, at = 2.0 ** -torch.arange(1, 9.0), torch.arange(512)
-    table = slopes.view(1, 8, 1, 1) * at.float() + (torch.triu(torch.full((512, 512), -1e9), 1) if masked else 0)
+def test_a_table_of_positions_is_added_to_scores_in_fp32(dtype: str, name: str) -> None:
+    table, colour = TABLES[name]
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -248,5 +256,7 @@ def test_a_table_of_positions_is_added_to_scores_in_fp32(dtype: str, masked: boo
 
     net, x = Attention(), torch.randn(1, 8, 512, 64)
     with torch.no_grad():
-        want, got = net(x), amprewrite.rewrite(net, dtype=dtype)(x)
-    assert (got - want).norm() <= {"bf16": 1e-2, "fp16": 2e-3}[dtype] * want.norm()
+        amp = amprewrite.rewrite(net, dtype=dtype, device="h100")
+        want, got = net(x), amp(x)
+    assert (got - want).norm() <= {"bf16": 8e-3, "fp16": 1e-3}[dtype] * want.norm()
+    assert [node.colour for node in amp.plan.nodes if node.op == "add"] == [colour]

@@ -26,7 +26,7 @@ MASK = 1e8
 """A constant of -MASK or less in a sum or product is taken for a mask, since such large numbers have no other use."""
 EXTREME = 1e30
 """A constant of at least this magnitude is taken for a mask, whatever its sign."""
-BLOCKS = 5e3
+BLOCKS = 4096.0
 """Scores below -BLOCKS are taken for masks: exporters and models write -1e4 or less for positions that a softmax must not see."""
 ROWS = 8
 """Least number of rows of a table whose rows are tested for a common offset: with fewer rows, chance alone could make one."""

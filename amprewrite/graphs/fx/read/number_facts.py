@@ -17,7 +17,7 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import example_value, held_values, is_held, is_opaque, tensors, value_dtype
 from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.ir.evidence.counts import EXACT, Count, keep_counts, made_of
-from amprewrite.ir.evidence.range_rules import ADDS_UP, added_values, has_offset, rows_have_offset, tables
+from amprewrite.ir.evidence.range_rules import ADDS_UP, BLOCKS, added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
@@ -62,17 +62,26 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
     all rows have in common counts, too. The host waits once for each device.
 
-    Weights before a norm are checked, too. Training gives them no offset, because the norm removes an offset and its gradient.
+    Weights before a norm are checked, too. Training gives them no offset, because the norm removes an offset and its gradient. A buffer
+    that is added to attention scores counts as well if the low format does not hold its numbers: it is no mask, but a table of positions.
     """
     found, looked_up = added_values(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
     added = {name: weight.detach() for name, weight in weights if name in found and weight.numel() > 1}
     rows = {name: weight.detach() for name, weight in weights if name in looked_up and weight.dim() > 1}
     with torch.no_grad(), unselected():
-        flags = [has_offset(weight, found[name]) for name, weight in added.items()]
+        flags = [has_offset(weight, found[name]) | _rounds_scores(captured, name, weight, found) for name, weight in added.items()]
         flags += [rows_have_offset(weight) for weight in rows.values()]
         flags = on_host(flags)
     return frozenset(name for name, offset in zip((*added, *rows), flags, strict=True) if offset)
+
+
+def _rounds_scores(captured: Captured, name: str, weight: Tensor, scores: Mapping[str, bool]) -> Any:
+    """Return whether a weight is a buffer that is added to scores only, and the low format does not hold its numbers above -BLOCKS."""
+    if not scores[name] or captured.problem.graph[name].role != "buffer":
+        return False
+    shown = weight.clip(-BLOCKS)
+    return (shown.to(captured.problem.policy.low.dtype) != shown).any()
 
 
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
