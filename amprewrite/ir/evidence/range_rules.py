@@ -26,8 +26,8 @@ MASK = 1e8
 """A constant of -MASK or less in a sum or product is taken for a mask, since such large numbers have no other use."""
 EXTREME = 1e30
 """A constant of at least this magnitude is taken for a mask, whatever its sign."""
-BLOCKS = 4096.0
-"""Scores below -BLOCKS are taken for masks: exporters and models write -1e4 or less for positions that a softmax must not see."""
+BLOCKS = 88.0
+"""A softmax returns about zero for a score that is this far below the greatest score: exp(-88) is below fp32's normal numbers."""
 ROWS = 8
 """Least number of rows of a table whose rows are tested for a common offset: with fewer rows, chance alone could make one."""
 SHRINKS = 64
@@ -245,12 +245,16 @@ def has_offset(values: Any, scores: bool = False) -> Any:
     """True if the rows of a weight (a tensor or array with dims) have an offset: a mean that is larger than their spread.
 
     Mean and spread are compared as root mean squares. With an offset, a norm subtracts most of the value, so that rounding errors grow.
-    Pass `scores` if softmaxes read the rows. Values below -BLOCKS are then left out: they are masks, which an exporter may have added to a
-    bias.
+    Pass `scores` if softmaxes read the rows. Values far below the largest of their row are then left out: the softmax makes them zero, as
+    those of masks, which an exporter may have added to a bias.
     """
-    if scores:
-        values = values.clip(-BLOCKS) * (values > -BLOCKS)
-    return 2 * (values.mean(-1) ** 2).mean() > (values**2).mean()
+    if not scores:
+        return 2 * (values.mean(-1) ** 2).mean() > (values**2).mean()
+    most = values.amax(-1, keepdim=True) if hasattr(values, "amax") else values.max(-1, keepdims=True)
+    least = most.clip(-MASK) - BLOCKS  # clipped for rows of -inf alone
+    seen = values > least
+    values, count = values.clip(least) * seen, seen.sum(-1).clip(1)
+    return 2 * ((values.sum(-1) / count) ** 2).mean() > ((values**2).sum(-1) / count).mean()
 
 
 def drowns_in(largest_sum: float, low: Format) -> bool:
