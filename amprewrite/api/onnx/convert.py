@@ -13,6 +13,7 @@ import onnx_ir as ir
 from amprewrite.api.onnx.job import Job, OnnxReport, OnnxResult, Order, Rejected, fp8_products
 from amprewrite.api.onnx.plans import REGION
 from amprewrite.graphs.onnx.check import invalid
+from amprewrite.graphs.onnx.ops import names_of
 from amprewrite.graphs.onnx.read.load import Source, load, name_of
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, runtime
 from amprewrite.graphs.onnx.run.samples import CallersError, read_feeds
@@ -22,7 +23,6 @@ from amprewrite.tables.boundary.arguments import flag
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, PassError, PlanError, PolicyError, one_line
 from amprewrite.tables.formats import DEFAULT_ONNX, FP32, WIDE, parse_format
-from amprewrite.tables.ops.onnx_names import VOCABULARY
 from amprewrite.tables.ops.op_lists import OpLists, find_op
 
 
@@ -214,10 +214,14 @@ def _target(out: Any) -> Path | None:
 
 
 def _onnx_names(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return the overrides with ONNX op names replaced by the names in our op table."""
+    """Return the overrides with each ONNX op name replaced by all names that its nodes may have in our op table.
+
+    Of two entries for one name, that with fewer names counts: "Sqrt" before "Pow".
+    """
     if not isinstance(overrides, Mapping):
         raise PolicyError(f"overrides= takes a dict such as {{'Softmax': 'deny'}}, not {type(overrides).__name__}")
-    return {VOCABULARY.get(key, key) if find_op(key) is None else key: word for key, word in overrides.items()}
+    names = {key: (names_of(key) if find_op(key) is None else None) or {key} for key in overrides}
+    return {name: overrides[key] for key in sorted(names, key=lambda key: -len(names[key])) for name in sorted(names[key])}
 
 
 __all__ = ["OnnxReport", "OnnxResult", "export_onnx", "rewrite_onnx"]

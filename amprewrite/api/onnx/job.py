@@ -11,7 +11,7 @@ Op names hard-coded in this module: `Constant`, a node that may hold a weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from amprewrite.graphs.onnx.run.onnx_runtime import (
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import OPSET, apply_plan, insert_quantised
 from amprewrite.graphs.onnx.write.save import Written, written
+from amprewrite.ir.cost import MatrixProduct
 from amprewrite.ir.evidence.constants import Loss
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, fingerprint
 from amprewrite.ir.follow_plan import may_quantise
@@ -238,7 +239,12 @@ class Job:
         if self.torch_plan is not None:
             self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]))
         self.notes += keep_out(self.kept_out, reading)
-        region = decide_region(reading, self.policy, self.lists, samples, self.given)
+        products = read_matrix_products(reading) if may_quantise(self.policy, self.given) else {}
+        inside = {name for name in products if reading.nodes[name].graph is not self.model.graph}
+        if inside:
+            self.notes.append(f"products in bodies of If, Loop and Scan ({len(inside)}) read no fp8: no sample run shows their ranges")
+        products = {name: product for name, product in products.items() if name not in inside}
+        region = decide_region(reading, self.policy, self.lists, samples, products, self.given)
         apply_plan(self.model, reading, region, self.low)
         if region.quantised:
             insert_quantised(self.model, reading, region, largest(reading), self.low)
@@ -459,14 +465,19 @@ def fp8_products(products: Any, policy: Policy, calibrated: bool) -> ProductPoli
     return checked
 
 
-def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples: Samples, given: ModelPlan | None = None) -> RegionPlan:
-    """Return the plan that the deciding passes make for a graph; nothing is edited. Raises PlanError if the plan `given` does not fit."""
+def decide_region(
+    reading: OnnxReading, policy: Policy, lists: OpLists, samples: Samples, products: Mapping[str, MatrixProduct], given: ModelPlan | None
+) -> RegionPlan:
+    """Return the plan that the deciding passes make for a graph; nothing is edited. Raises PlanError if the plan `given` does not fit.
+
+    `products` are the matrix products that may read fp8 copies.
+    """
     seen = RegionRanges(fingerprint(reading.graph), REGION, reading.ranges)
     problem = Problem(
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=tuple(reading.constants),
         calibration=Calibration("", "", samples.seen, (seen,)),
         offsets=read_offsets(reading), summands=read_summands(reading), repeated=read_repeated(reading),
-        matrix_products=read_matrix_products(reading) if may_quantise(policy, given) else {},
+        matrix_products=products,
     )  # fmt: skip
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))

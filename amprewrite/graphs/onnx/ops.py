@@ -133,6 +133,14 @@ def op_of(node: ir.Node) -> str:
     return VOCABULARY.get(node.op_type, node.op_type)
 
 
+def names_of(op_type: str) -> set[str]:
+    """Return all names that `op_of` may give to an op type of onnx or of ONNX Runtime: for Pow, one for each exponent in POWERS, too."""
+    own = VOCABULARY.get(op_type)
+    names = {own, *(POWERS.values() if own == "pow" else ()), *(["scatter_reduce"] if own in ("scatter", "index_put") else ())}
+    names.add(CONTRIB[op_type].name if op_type in CONTRIB else None)
+    return {name for name in names if name is not None}
+
+
 def scalar(value: ir.Value) -> float | None:
     """Return the number that a constant of one element holds; None for any other value."""
     tensor = constant_tensor(value)

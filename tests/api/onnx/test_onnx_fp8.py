@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from onnx_help import Net, cond_if, loop
 from tiers import long_beyond
 from torch import Tensor, nn
 
@@ -209,6 +211,15 @@ def test_a_model_in_fp16_is_exported_with_fp8_products(tmp_path: Path) -> None:
     assert {each.node for each in followed.plan.regions[0].quantised.chosen} != {
         each.node for each in result.plan.regions[0].quantised.chosen
     }
+
+
+@pytest.mark.parametrize("given", [cond_if, loop])
+def test_products_in_bodies_read_no_fp8(given: Callable[[], Net]) -> None:
+    made = given()
+    result = amprewrite.rewrite_onnx(made.model, dtype="fp16", products="fp8-all", calibration=made.feed)
+    chosen = {each.node for each in result.plan.regions[0].quantised.chosen}
+    assert "first" in chosen and chosen <= {"first", "last"}
+    assert any("products in bodies of If, Loop and Scan (" in note for note in result.report.notes)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -56,6 +56,8 @@ def test_fused_ops_run_low_though_onnx_cannot_infer_their_types():
     assert all(t.data_type == F16 for t in result.model.graph.initializer if t.name in ("w0", "b0", "w1"))
     forced = rewrite_onnx(given.model, calibration=given.feed, overrides={"node:norm": "low", "node:add": "low"})
     assert set(colours(forced.model).values()) == {"low"}
+    denied = rewrite_onnx(given.model, calibration=given.feed, overrides={"BiasGelu": "deny"})
+    assert colours(denied.model)["gelu"] == "high"
     assert not [note for note in result.report.notes if "on no list" in note]
     np.testing.assert_allclose(run(result.model, given.feed)[0], run(given.model, given.feed)[0], atol=1e-2)
     assert result.report.strict_error < 2e-3

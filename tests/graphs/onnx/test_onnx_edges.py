@@ -249,7 +249,25 @@ def test_ops_denied_for_their_range_run_low_where_it_is_kept():
     assert colours(rewrite_onnx(given.model, calibration=given.feed).model)["pow"] == "low"
     far = {"x": given.feed["x"] * 200}
     assert colours(rewrite_onnx(given.model, calibration=far).model)["pow"] == "high"
-    assert colours(rewrite_onnx(given.model, calibration=given.feed, overrides={"square": "deny"}).model)["pow"] == "high"
+    for op in ("square", "Pow"):
+        assert colours(rewrite_onnx(given.model, calibration=given.feed, overrides={op: "deny"}).model)["pow"] == "high"
+
+
+@pytest.mark.parametrize("reduction", ["none", "add"])
+def test_an_override_by_onnx_name_is_for_all_names_that_the_op_has(reduction):
+    inits = [const("at", np.zeros((1, 16)), np.int64), const("new", np.ones((1, 16)))]
+    given = gemm_chain(node("ScatterElements", ["h", "at", "new"], ["mid"], name="put", reduction=reduction), inits=inits)
+    for word, colour in (("allow", "low"), ("deny", "high")):
+        result = rewrite_onnx(given.model, calibration=given.feed, overrides={"ScatterElements": word})
+        assert colours(result.model)["put"] == colour
+
+
+@pytest.mark.parametrize("overrides", [{"Pow": "deny", "Sqrt": "allow"}, {"Sqrt": "allow", "Pow": "deny"}])
+def test_an_override_for_an_op_goes_before_that_for_an_op_that_may_be_it(overrides):
+    nodes = [node("Abs", ["h"], ["a"]), node("Sqrt", ["a"], ["r"], name="root"), node("Pow", ["r", "two"], ["mid"], name="pow")]
+    given = gemm_chain(*nodes, inits=[const("two", 2.0)])
+    low = colours(rewrite_onnx(given.model, calibration=given.feed, overrides=overrides).model)
+    assert (low["root"], low["pow"]) == ("low", "high")
 
 
 # -- what models are -----------------------------------------------------------------------------
