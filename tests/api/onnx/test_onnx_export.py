@@ -276,15 +276,16 @@ def test_example_inputs_may_be_low(dtype, tmp_path):
 
 
 class Exported(nn.Module):
-    """Computes something else when it is exported, or draws."""
+    """Computes something else when it is exported, or draws. Its second result is large."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
         self.last, self.draws = nn.Linear(16, 8), draws
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.last(x)
-        return y + torch.randn_like(y) if self.draws else y * (2.0 if torch.compiler.is_exporting() else 1.0)
+        made = y + torch.randn_like(y) if self.draws else y * (2.0 if torch.compiler.is_exporting() else 1.0)
+        return made, 1e4 * y
 
 
 @pytest.mark.parametrize("training", [True, False])
