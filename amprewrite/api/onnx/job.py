@@ -239,15 +239,12 @@ class Job:
         if self.torch_plan is not None:
             self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]))
         self.notes += keep_out(self.kept_out, reading)
-        products = read_matrix_products(reading) if may_quantise(self.policy, self.given) else {}
-        inside = {name for name in products if reading.nodes[name].graph is not self.model.graph}
-        if inside:
-            self.notes.append(f"products in bodies of If, Loop and Scan ({len(inside)}) read no fp8: no sample run shows their ranges")
-        products = {name: product for name, product in products.items() if name not in inside}
+        products, notes = read_matrix_products(reading, self.model.graph) if may_quantise(self.policy, self.given) else ({}, [])
+        self.notes += notes
         region = decide_region(reading, self.policy, self.lists, samples, products, self.given)
         apply_plan(self.model, reading, region, self.low)
         if region.quantised:
-            insert_quantised(self.model, reading, region, largest(reading), self.low)
+            insert_quantised(self.model, reading, region, self.low)
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
         for value, count in reading.untyped.items():
             text = f"the type of {printable(value)} is unknown, so its readers stay fp32 ({count} nodes)"
@@ -468,10 +465,7 @@ def fp8_products(products: Any, policy: Policy, calibrated: bool) -> ProductPoli
 def decide_region(
     reading: OnnxReading, policy: Policy, lists: OpLists, samples: Samples, products: Mapping[str, MatrixProduct], given: ModelPlan | None
 ) -> RegionPlan:
-    """Return the plan that the deciding passes make for a graph; nothing is edited. Raises PlanError if the plan `given` does not fit.
-
-    `products` are the matrix products that may read fp8 copies.
-    """
+    """Return the plan that the deciding passes make for a graph; nothing is edited. Raises PlanError if the plan `given` does not fit."""
     seen = RegionRanges(fingerprint(reading.graph), REGION, reading.ranges)
     problem = Problem(
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=tuple(reading.constants),
@@ -485,11 +479,6 @@ def decide_region(
     # one scale for each tensor: scales in a file are constants, and scales of rows would depend on the input
     copies = tuple(replace(copy, scales=TENSOR) for copy in region.quantised.copies)
     return replace(region, quantised=replace(region.quantised, copies=copies))
-
-
-def largest(reading: OnnxReading) -> dict[str, float]:
-    """Return the largest magnitude of each value in the sample runs."""
-    return {name: seen.amax for name, seen in reading.ranges.items()}
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import amprewrite
 from amprewrite.api.onnx import job
 from amprewrite.graphs.onnx.run.compare import strict_outputs
-from amprewrite.graphs.onnx.write.apply_plan import scale_for
+from amprewrite.graphs.onnx.write.apply_plan import insert_quantised, scale_for
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import parse_format
 
@@ -150,7 +150,12 @@ def test_without_samples_the_file_reads_bf16_or_an_error_says_what_to_do(tmp_pat
     assert not any(node.op_type == "QuantizeLinear" for node in onnx.load(tmp_path / "block.onnx").graph.node)
     with pytest.raises(PolicyError, match="opset=18 has no fp8"):
         exported(block, x, tmp_path / "block.onnx", opset=18)
-    monkeypatch.setattr(job, "largest", lambda reading: {})
+
+    def unseen(model: Any, reading: Any, *others: Any) -> None:
+        reading.ranges.clear()
+        insert_quantised(model, reading, *others)
+
+    monkeypatch.setattr(job, "insert_quantised", unseen)
     with pytest.raises(PolicyError, match=r"no sample shows the range of .*: pass calibration="):
         exported(block, x, tmp_path / "block.onnx")
 

@@ -129,13 +129,13 @@ class ConstantFacts:
         """True if `node` reads a constant mask (not a bound such as that of clamp) whose numbers beyond the range are clamped to ±max."""
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
-    def fill_range(self, node: ir.Node) -> ValueRange | None:
-        """Return the range of a ConstantOfShape whose number the low format does not hold; None if it does, or if the number is a mask."""
+    def fill_range(self, name: str, node: ir.Node) -> dict[str, ValueRange]:
+        """Return {name: range} for a ConstantOfShape whose number the low format does not hold; {} if it does, or if it is a mask."""
         number = fill_of(node)
         found = facts(number, self.low)
         sides = {ABOVE if found.most > 0 else BELOW}
         loss = loss_of(node.op_type, found, self.low, found.mask and self.readers.only_block(node.outputs[0], sides))
-        return ValueRange.of(torch.tensor(number)) if loss is not None and loss.kept else None
+        return {name: ValueRange.of(torch.tensor(number, device="cpu"))} if loss is not None and loss.kept else {}
 
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
         """True if the constant `value` exceeds the low format's range, and its low copy for `node` may be clamped to ±max."""

@@ -50,12 +50,14 @@ def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.nd
     return [(name, tensor.numpy()) for name, tensor in constants if tensor is not None and tensor.size]
 
 
-def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
-    """Return {node name: product} for the MatMul and Gemm nodes with a constant matrix as second operand.
+def read_matrix_products(reading: OnnxReading, top: ir.Graph) -> tuple[dict[str, MatrixProduct], list[str]]:
+    """Return ({node name: product}, notes) for the MatMul and Gemm nodes of the graph `top` with a constant matrix as second operand.
 
-    Both operands are marked as trained (`x_learns`, `w_learns`), so that passes decide as they do for a model in training.
+    Both operands are marked as trained (`x_learns`, `w_learns`), so that passes decide as they do for a model in training. A note counts
+    such products in bodies, which are left out: an fp8 copy needs a scale, and no sample run shows the ranges of values in bodies.
     """
     found: dict[str, MatrixProduct] = {}
+    inside = 0
     for name, node in reading.nodes.items():
         read = {slot.index: value for (reader, value), slots in reading.slots.items() if reader == name for slot in slots}
         factors = any(key in node.attributes and node.attributes[key].value != plain for key, plain in FACTORS.items())
@@ -64,12 +66,16 @@ def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
         x, w = reading.graph[read[0]], reading.values[read[1]]
         if len(x.shape) < 2 or constant_tensor(w) is None or w.shape is None or w.shape.rank() != 2:
             continue
+        if node.graph is not top:
+            inside += 1
+            continue
         straight = bool(node.attributes.get_int("transB", 0))
         columns, inner = w.shape.numpy() if straight else reversed(w.shape.numpy())
         found[name] = MatrixProduct(
             read[0], read[1], 0, 0, x.numel // max(inner, 1), inner, columns, x_learns=True, w_learns=True, transposed=not straight
         )
-    return found
+    note = f"products in bodies of If, Loop and Scan ({inside}) read no fp8: no sample run shows their ranges"
+    return found, [note] if inside else []
 
 
 def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:

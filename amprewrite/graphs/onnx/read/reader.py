@@ -130,12 +130,9 @@ class _Reader:
             if str(value.name) in seen:
                 self.reading.ranges[name] = seen[str(value.name)]
         for name, node in self.reading.nodes.items():
-            if node.op_type != "ConstantOfShape" or not _is_fp32(node.outputs[0]):
-                continue
-            if self.held.readers.masks_scores(node.outputs[0]):
-                self.reading.masks.add(name)
-            if (filled := self.held.fill_range(node)) is not None:
-                self.reading.ranges.setdefault(name, filled)
+            if node.op_type == "ConstantOfShape" and _is_fp32(node.outputs[0]):
+                self.reading.masks |= {name} if self.held.readers.masks_scores(node.outputs[0]) else set()
+                self.reading.ranges |= self.held.fill_range(name, node)
         for constant in {read.constant for read in self.reading.constants}:
             value = self.reading.values[constant]
             found = self.held.facts(value)
@@ -354,8 +351,7 @@ class _Reader:
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str) -> Pin | None:
         """Return (high, reason, detail) if the op is forced to run in fp32; None if op lists and passes decide.
 
-        `listed` is False if the op is on no op list, has subgraphs, or reads values of unknown type. `group` is the type variable of its
-        result.
+        `listed` is False if the op is on no op list, has subgraphs, or reads values of unknown type. `group` is its result's type variable.
         """
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op

@@ -335,7 +335,7 @@ def _ranges(arrays: Mapping[str, Any]) -> dict[str, ValueRange]:
     """Return the range of each fp32 array that has a finite element, by name."""
     held = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray) and array.dtype == np.float32}
     # torch takes no negative strides, and warns of arrays that are read-only: `require` copies these
-    found = {name: np.require(array, requirements="CW") for name, array in held.items() if has_numbers(array)}
+    found = {name: np.require(array, requirements=("C", "W")) for name, array in held.items() if has_numbers(array)}
     return {name: ValueRange.of(torch.from_numpy(array)) for name, array in found.items()}
 
 

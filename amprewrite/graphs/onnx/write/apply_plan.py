@@ -20,8 +20,6 @@ one by one, and compute the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -39,6 +37,7 @@ from amprewrite.graphs.onnx.ops import (
 from amprewrite.graphs.onnx.read.constants import NUMPY, fill_of, rounded
 from amprewrite.graphs.onnx.read.load import FreshNames
 from amprewrite.graphs.onnx.read.reader import OnnxReading
+from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.tables.errors import PassError, PolicyError
 from amprewrite.tables.formats import E4M3, FORMATS, SMALLEST, Format, W
@@ -215,11 +214,10 @@ NUMBER = np.dtype(getattr(ml_dtypes, E4M3.library_name))
 STORED = ir.DataType[E4M3.onnx]
 
 
-def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, largest: Mapping[str, float], low: Format) -> None:
+def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: Format) -> None:
     """Edit `model` in place so that the fp8 products of `plan` read operands that were quantised to e4m3 and dequantised to `low`.
 
-    `largest` has the largest magnitude of each value in samples. Raises PolicyError if a needed magnitude is missing, or if the opset is
-    lower than OPSET.
+    Raises PolicyError if samples do not show the range of an operand, or if the opset is lower than OPSET.
     """
     opset, names = model.opset_imports.get("", 0), FreshNames(model)
     if opset < OPSET and plan.quantised.copies:
@@ -229,12 +227,13 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, la
         place = int(copy.role == W)
         value = nodes[0].inputs[place]
         assert value is not None
-        if copy.role != W and copy.value not in largest:
+        if copy.role != W and copy.value not in reading.ranges:
             raise PolicyError(
                 f"no sample shows the range of {copy.value}, which {copy.readers[0]} reads in fp8: pass calibration= with batches on which "
                 "the model runs, or leave products= out"
             )
-        made = _stored(model, names, value, low) if copy.role == W else _quantised(model, names, value, largest[copy.value], low)
+        seen = reading.ranges.get(copy.value, ValueRange())
+        made = _stored(model, names, value, low) if copy.role == W else _quantised(model, names, value, seen.amax, low)
         for node in nodes:
             node.replace_input_with(place, made)
     drop_unread_constants(model.graph)
