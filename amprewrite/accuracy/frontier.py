@@ -257,12 +257,14 @@ def _own_choice(captured: Captured) -> set[str]:
 
     The restrictions of an earlier search (`keep_high`) are removed from `captured`, in place.
     """
-    captured.know(keep_high=None)
+    _keeping(captured, None)
     return {node.name for node in planned(captured).nodes if node.colour is Colour.LOW}
 
 
-def _keeping(captured: Captured, keep_high: KeepHigh) -> Captured:
-    captured.know(keep_high=keep_high)
+def _keeping(captured: Captured, keep_high: KeepHigh | None) -> Captured:
+    """Set the nodes to keep in fp32 in the graph and in the bodies of its activation checkpoints, and return the graph."""
+    for each in captured.with_parts():
+        each.know(keep_high=keep_high)
     return captured
 
 

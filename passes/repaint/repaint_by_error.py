@@ -1,8 +1,8 @@
 """Keep in fp32 the nodes that the accuracy search (`tolerance=`) found too inexact in the low format.
 
 1. The search (`rewrite(model, tolerance=...)`, `accuracy="autocast"`) gives the nodes to keep in fp32, for each graph, with reasons.
-2. Each of these nodes is painted high, unless an override asks for low. Tied nodes (with shared memory or a shared kernel) get one
-   colour.
+2. Each of these nodes is painted high, unless an override asks for low or the node hands on what the body of a checkpoint returns low.
+   Tied nodes (with shared memory or a shared kernel) get one colour.
 3. A graph that the search never ran, for example a graph for training, is planned without the search, and its plan has a note.
 """
 
@@ -23,6 +23,6 @@ class RepaintByError(Pass[Problem, Decisions]):
             return
         for name, why in keep.items():
             paint = decisions.paints.get(name)
-            if paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.ASKED):
+            if paint is None or (paint.colour is Colour.LOW and paint.reason not in (Reason.ASKED, Reason.BODY)):
                 decisions.paint(name, Colour.HIGH, Reason.SENSITIVE, detail=why)
         decisions.tie(problem)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import long_beyond
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite import AccuracyError, CalibrationError, PolicyError
@@ -264,6 +265,27 @@ def test_the_last_bit_of_a_number_with_a_meaning_is_not_changed() -> None:
     batch = (torch.randint(0, 64, (4, 16)).float(), mask)
     amp = amprewrite.rewrite(Masked(), dtype="bf16", tolerance=1e-2, calibration=[batch])
     assert verify(amp, batch).output_error <= 1e-2
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_tolerance_reaches_the_bodies_of_checkpoints(residual: bool) -> None:
+    class Layers(nn.Module):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.again, self.blocks, self.head = again, nn.ModuleList([Block(16), Block(16)]), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                part = block if residual else nn.Sequential(block.norm, block.up, nn.GELU(), block.down)
+                x = checkpoint(part, x, use_reentrant=False) if self.again else part(x)
+            return self.head(x)
+
+    (x,) = data(1)
+    for tolerance in (3e-3, 1e-4):
+        amp, plain = (amprewrite.rewrite(Layers(again), dtype="bf16", tolerance=tolerance, calibration=[x]) for again in (True, False))
+        assert verify(amp, (x,)).output_error <= tolerance
+        assert error(amp, [x]) == error(plain, [x])
 
 
 def test_nodes_kept_say_what_they_cost() -> None:

@@ -13,6 +13,7 @@ from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.counts import Count
 from amprewrite.ir.op_graph import Call
+from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.ir.plans.plan import RegionPlan
@@ -48,6 +49,8 @@ class Captured:
     """Function that returns the user's plan for this graph, or for a body graph inside it. None if the user gives no plan."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
+    handed_on: dict[str, OpNode] = field(default_factory=dict)
+    """The results of checkpoint bodies that the bodies return in the low format, by name, as they were before they were pinned to it."""
     given: dict[str, str] = field(default_factory=dict)
     """For a body graph (of a checkpoint, loop or condition): {name of its input: name of the outer value passed to it; "" if none}."""
     factors: Mapping[str, float] = field(default_factory=dict)
