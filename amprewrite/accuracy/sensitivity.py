@@ -14,7 +14,7 @@ gives infinity, its d is the whole element.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,6 +29,7 @@ from amprewrite.accuracy.trial import MOST_KEPT, Batches, Forward, Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.uncaptured import closed_if_raised
 from amprewrite.ir.evidence.ranges import as_text
+from amprewrite.passes.driver import rewrite_graph
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.boundary.printable import bar
@@ -98,7 +99,8 @@ def sensitivity(
     trial, asked = Trial(module, Options(low), forward), parse_metric(metric)
     edges = measure_edges(trial, list(islice(Batches(batches, module, forward is not None), MOST_KEPT)), low, asked)
     causes = []
-    several = len(edges) > 1
+    regions = [part for captured in trial.graphs.values() for part in rewrite_graph(captured)[1].flat(captured.problem.name)]
+    names = dict(each for captured in trial.graphs.values() for each in _names(captured, captured.problem.name))
     for captured, found in edges:
         into: dict[str, float] = defaultdict(float)
         out: dict[str, float] = defaultdict(float)
@@ -108,10 +110,17 @@ def sensitivity(
         for node in captured.problem.graph:
             total = out[node.name] + into[node.name]
             if node.role == "op" and total:
-                name = f"{captured.problem.name}/{node.name}" if several else node.name
+                name = f"{names[id(captured)]}/{node.name}" if len(regions) > 1 else node.name
                 error, result, operands = map(asked.of_squares, (total, out[node.name], into[node.name]))
                 causes.append(Cause(name, node.op, error, result, operands, node.module, node.source))
     return Sensitivity(low.name, tuple(sorted(causes, key=lambda cause: -cause.error)), asked.unit)
+
+
+def _names(captured: Captured, name: str) -> Iterator[tuple[int, str]]:
+    """Yield (id, name in a plan) of a captured graph, which is called `name`, and of the bodies of its activation checkpoints."""
+    yield id(captured), name
+    for part in captured.parts.values():
+        yield from _names(part, f"{name}.{part.problem.name}")
 
 
 def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Metric) -> list[tuple[Captured, Edges]]:

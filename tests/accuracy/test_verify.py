@@ -218,6 +218,40 @@ def test_checkpoint_bodies_are_followed():
     assert 0 < report.output_error < 0.02
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_nodes_in_bodies_of_checkpoints_are_named_as_in_the_plan(count: int) -> None:
+    class Inner(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.linear = inner, nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            return self.linear(x)
+
+    class Graphs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (Inner(Inner(nn.Sequential(nn.Linear(8, 8), nn.GELU()))) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            if count == 1:
+                return x
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    model, x = Graphs().train(), torch.randn(4, 8)
+    amp = amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,))
+    known = {node.name for node in amp.plan.nodes}
+    assert len(amp.plan.regions) == 3 * count
+    report, found = verify(amp, (x,)), amprewrite.debug(amp, (x,))
+    names = [name for row in (*report.rows, *found.rows, *found.gradient_rows) for name in (row.name, *row.inputs)]
+    assert {name.partition(" -> ")[0] for name in names} <= known
+    causes = {cause.name for cause in amprewrite.sensitivity(model, [x]).causes}
+    assert causes <= known and {name.partition("/")[0] for name in causes} == {region.name for region in amp.plan.regions}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("operation", ["add_", "setitem", "view"])
 def test_in_place_writes_reach_the_values_that_share_memory(operation):

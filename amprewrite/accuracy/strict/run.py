@@ -122,12 +122,13 @@ class StrictRun:
         if unset := [str(place) for place, each in enumerate(self.exact) if each.isnan().any()]:
             notes += (f"results {', '.join(unset)} hold NaN in fp32, too; numbers that are NaN in both runs count as no error",)
         error = relative_error(outputs, self.exact)
-        several = len(self.regions) > 1
-        rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]
+        rows = [(number, row) for number, kept in self.runs for row in kept.rows]
         # reversed, because backward visits the graphs in reverse order, and gradient rows are listed in the order of backward
-        back = [_prefixed(row, self._prefix(number), several) for number, kept in reversed(self.runs) for row in kept.gradient_rows]
+        back = [(number, row) for number, kept in reversed(self.runs) for row in kept.gradient_rows]
+        if len(self.plan.regions) > 1:
+            rows, back = ([(number, _in_plan(row, self.regions[number].plan.name)) for number, row in each] for each in (rows, back))
         errors = {name: relative_error([g], [self.exact_gradients[name]]) for name, g in gradients.items() if name in self.exact_gradients}
-        return Outcome(tuple(rows), error, tuple(back), errors, notes)
+        return Outcome(tuple(row for _, row in rows), error, tuple(row for _, row in back), errors, notes)
 
     def capture(self) -> tuple[float | None, str]:
         """Compare the unrounded captured graphs with the eager model. Return (error, name of the first op with a different result).
@@ -153,9 +154,6 @@ class StrictRun:
         self.values = None
         parted = next((node for _, recording in self.runs for node in recording.parted), None)
         return far, "" if parted is None else f"{parted.name}{f' ({parted.source})' if parted.source else ''}"
-
-    def _prefix(self, number: int) -> str:
-        return f"{self.regions[number].plan.name}/"
 
     # -- capture ------------------------------------------------------------------------------
     def _capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -228,6 +226,11 @@ def default_loss(output: Any) -> torch.Tensor:
     return torch.stack([t.float().square().mean() for t in found]).sum()
 
 
-def _prefixed(row: Row, prefix: str, several: bool) -> Row:
-    """Return `row` with node names as in `plan.nodes`: if the plan has `several` graphs, they begin with `prefix`, such as "graph0/"."""
-    return replace(row, name=prefix + row.name, inputs=tuple(prefix + name for name in row.inputs)) if several else row
+def _in_plan(row: Row, graph: str) -> Row:
+    """Return `row` with node names as in a plan of several graphs: "wrap_body_0/linear" of the graph graph0 is "graph0.wrap_body_0/linear"."""
+
+    def named(name: str) -> str:
+        *bodies, node = name.split("/")
+        return f"{'.'.join((graph, *bodies))}/{node}"
+
+    return replace(row, name=named(row.name), inputs=tuple(map(named, row.inputs)))
