@@ -51,8 +51,8 @@ def search_options(
     batches = [] if example is None else [CallArguments(*example)]
     if calibration is not None:
         batches = []
-        made = calibrate(module, tee(calibration, batches), granularity=options.granularity, progress=False)
-        options = replace(options, calibration=made)
+        found = calibrate(module, tee(calibration, batches), granularity=options.granularity, progress=False)
+        options = replace(options, calibration=found)
     parse_metric(metric)
     if tolerance is None and accuracy is None:
         if metric is not None:

@@ -39,7 +39,7 @@ from amprewrite.runtime.model.rewritten import session_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.boundary.arguments import is_word, shown
 from amprewrite.tables.boundary.printable import bar
-from amprewrite.tables.errors import AccuracyError, PolicyError
+from amprewrite.tables.errors import AccuracyError, CalibrationError, PolicyError
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
@@ -359,9 +359,14 @@ def planned(captured: Captured) -> RegionPlan:
 def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]:
     """Return the model's output for each batch in an unrounded fp32 run, as copies.
 
-    Raises CalibrationError if no graph of the model was captured, or if an output has no floating tensor or holds NaN.
+    Raises CalibrationError if the model cannot be run without gradients, if no graph of it was captured, or if an output has no floating
+    tensor or holds NaN.
     """
-    results = [kept(trial.run(batch, run_fp32)) for batch in batches]
+    try:
+        results = [kept(trial.run(batch, run_fp32)) for batch in batches]
+    except RuntimeError as error:
+        said = f"{trial.name} cannot be run on a batch without gradients: {type(error).__name__}: {error}"
+        raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
     trial.check_captured()
     for index, output in enumerate(results):
         check_reference(results_of(output), trial.name, index)

@@ -147,7 +147,7 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Met
     with bar("batches weighed", len(batches)) as advance:
         for batch in batches:
             try:
-                with torch.enable_grad(), closed_if_raised():
+                with torch.inference_mode(False), torch.enable_grad(), closed_if_raised():
                     trial.run(batch, probe, weigh)
             except RuntimeError as error:
                 said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"

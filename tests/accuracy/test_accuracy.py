@@ -115,6 +115,33 @@ def test_models_without_a_floating_output_have_no_error() -> None:
         amprewrite.sensitivity(Index(), [])
 
 
+def test_sensitivity_runs_what_the_model_computes_without_gradients() -> None:
+    """In training mode a spectral norm writes its vectors by `out=` under no_grad. In inference mode nothing takes gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 4)).train()
+    (x,) = data(1)
+    causes = amprewrite.sensitivity(model, [x]).causes
+    assert {"linear", "linear_1"} <= {cause.name for cause in causes}
+    with torch.inference_mode():
+        assert amprewrite.sensitivity(model, [x]).causes == causes
+
+
+def test_a_model_that_takes_gradients_is_told_so() -> None:
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                x = x.requires_grad_()
+                return torch.autograd.grad(torch.tanh(self.linear(x)).sum(), x, create_graph=True)[0]
+
+    for options in ({"tolerance": 1e-2}, {"accuracy": "autocast"}):
+        with pytest.raises(CalibrationError, match=r"Forces cannot be run .* without gradients: RuntimeError: .* use amprewrite\.debug"):
+            amprewrite.rewrite(Forces(), dtype="bf16", calibration=data(1), **options)
+
+
 class WeighedLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()

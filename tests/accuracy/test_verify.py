@@ -218,6 +218,25 @@ def test_checkpoint_bodies_are_followed():
     assert 0 < report.output_error < 0.02
 
 
+class Forces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.b(torch.tanh(self.a(x))).sum()
+        return energy, -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def test_a_model_that_takes_gradients_has_no_graphs_of_ours() -> None:
+    amp, x = amprewrite.rewrite(Forces(), dtype="bf16"), torch.randn(8, 16)
+    report, found = verify(amp, (x,)), amprewrite.debug(amp, (x,))
+    assert not report.notes and not found.notes
+    assert {row.op for row in report.rows} == {"cast", "detach", "linear", "tanh", "sum", "neg"}
+    assert len(found.plan.regions) == 3
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_nodes_in_bodies_of_checkpoints_are_named_as_in_the_plan(count: int) -> None:
     class Inner(nn.Module):

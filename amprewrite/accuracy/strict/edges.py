@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_checkpoint, written
 from amprewrite.graphs.fx.run.observer import inside_transform
+from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.trees import tree_flatten, tree_unflatten
@@ -62,6 +63,7 @@ class EdgeProbe:
         alias = tensor.view_as(tensor)
         value = tensor.detach()
 
+        @uncaptured
         def weigh(gradient: torch.Tensor) -> None:
             rounded = value.to(self.low.dtype).to(torch.float32)
             lost = torch.where(rounded.isfinite(), rounded - value, value).nan_to_num(0, 0, 0)
@@ -100,7 +102,8 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         if is_checkpoint(n):
             return self.probe(self.captured.parts[n], args[1:])
         try:
-            return getattr(self, n.op)(n.target, args, kwargs)
+            with torch.set_grad_enabled("out" not in kwargs):  # autograd refuses such calls; the model makes them under no_grad
+                return getattr(self, n.op)(n.target, args, kwargs)
         except RuntimeError as error:
             if _NO_DERIVATIVE not in str(error):
                 raise

@@ -21,6 +21,7 @@ from amprewrite.graphs.fx.node_facts import is_checkpoint
 from amprewrite.graphs.fx.ops.quantised_products import Scaled, quantise, quantised_product
 from amprewrite.graphs.fx.ops.wide_products import wide_linear
 from amprewrite.graphs.fx.read.calls import bias_of, operands, transposes
+from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
 from amprewrite.ir.plans.product_plan import ProductPlan
 from amprewrite.runtime.compiler.capture_check import Values, floats, relative_error
@@ -169,10 +170,12 @@ class _Rounded(torch.autograd.Function):
         return rounded.detach()  # a new tensor: autograd would make a view of a returned input, and the model could not write it in place
 
     @staticmethod
+    @uncaptured
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         rounded = round_to(gradient * ctx.scale, ctx.fmt) / ctx.scale
         ctx.seen(rounded, gradient)
-        return rounded, None, None, None, None
+        # a model may differentiate its gradients; those of gradients are rounded, too, and not measured
+        return _Rounded.apply(gradient, rounded, ctx.fmt, ctx.scale, lambda *_: None), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class StrictInterpreter(torch.fx.Interpreter):
@@ -281,6 +284,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.recording.reference[name] = [t.detach().clone() for t in found]
         if self.recording.backward and len(found) == 1 and found[0].requires_grad and planned.colour is Colour.LOW:
 
+            @uncaptured
             def keep(gradient: torch.Tensor) -> None:
                 self.recording.gradients[name] = gradient.detach().clone()
 

@@ -227,7 +227,7 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _in_plan(row: Row, graph: str) -> Row:
-    """Return `row` with node names as in a plan of several graphs: "wrap_body_0/linear" of the graph graph0 is "graph0.wrap_body_0/linear"."""
+    """Return `row` with node names as in a plan of several graphs: "body_0/linear" of `graph` "graph0" becomes "graph0.body_0/linear"."""
 
     def named(name: str) -> str:
         *bodies, node = name.split("/")

@@ -12,8 +12,7 @@ from amprewrite.graphs.fx.node_facts import kept_meta
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.counts import Count
-from amprewrite.ir.op_graph import Call
-from amprewrite.ir.op_graph import OpNode
+from amprewrite.ir.op_graph import Call, OpNode
 from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.ir.plans.plan import RegionPlan

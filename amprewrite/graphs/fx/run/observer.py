@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_checkpoint, storages, tensors, written
 from amprewrite.graphs.fx.ops.on_device import local_part
+from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.range_rules import POLES, hands_on_small
 from amprewrite.ir.evidence.ranges import RegionRanges, ValueRange, fingerprint
@@ -108,6 +109,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             values[name] = values.get(name, ValueRange()) | found
         if self.watch.gradients and tensor.requires_grad and torch.is_grad_enabled():
 
+            @uncaptured
             def look(gradient: torch.Tensor) -> None:
                 gradients[name] = gradients.get(name, ValueRange()) | ValueRange.of(gradient)
 
