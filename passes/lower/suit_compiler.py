@@ -67,7 +67,7 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
         if not isinstance(cast, torch.fx.Node) or not widens(cast) or switched:
             continue
         # After the graph, a cast would read what the graph writes later, miss writes to its result, and record gradients under no_grad.
-        if memory.isdisjoint(memory_of(cast) | memory_of(cast.args[0])):
+        if all(memory.isdisjoint(memory_of(each)) for each in (cast, *cast.all_input_nodes)):
             results[place] = cast.args[0]
             found.append((place, example_value(cast).dtype, inputs.index(result.args[1]) if entered else None))
     before, output.args = output.args[0], (tuple(results),)

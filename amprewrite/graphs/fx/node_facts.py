@@ -524,7 +524,7 @@ def in_autocast(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 def _autocast_openings(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node]:
     """Return {node: the op that opens the innermost autocast region around it}. Regions of other devices than the node's have no effect."""
-    stack, found = list[torch.fx.Node](), {}
+    stack, found = list[torch.fx.Node](), dict[torch.fx.Node, torch.fx.Node]()
     for node in nodes:
         op = op_name(node.target)
         if op == ENTER_AUTOCAST:

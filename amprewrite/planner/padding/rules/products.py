@@ -45,7 +45,7 @@ def batch_norm(view: View) -> Rule:
     x, mean, var, weight, bias = map(given.get, ("input", "running_mean", "running_var", "weight", "bias"))
     training, eps = given.get("training", False), given.get("eps", 1e-5)
     shape = view.shape(x)
-    if shape is None or len(shape) < 2 or view.call.several or not isinstance(training, bool):
+    if not isinstance(x, Ref) or shape is None or len(shape) < 2 or view.call.several or not isinstance(training, bool):
         return Rule(why_opaque="batch_norm on something other than a single tensor")
     if not (isinstance(eps, float) and eps > 0):
         return Rule(why_opaque="batch_norm with eps=0 divides by the variance of the padding")
