@@ -302,7 +302,7 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
 
 
 def _overrides(own: Sequence[Override], names: Sequence[str], kept: Sequence[str]) -> dict[str, str]:
-    """Return the overrides `own`, and those that keep the nodes `kept` in fp32.
+    """Return the overrides `own`, together with overrides to fp32 for the nodes `kept`.
 
     Two overrides must not contradict each other for a node. So an own override that matches a node of `kept` is replaced by overrides of
     the other nodes that it matches, among `names`.

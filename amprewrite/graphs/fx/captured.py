@@ -49,7 +49,7 @@ class Captured:
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     handed_on: dict[str, OpNode] = field(default_factory=dict)
-    """The results of checkpoint bodies that the bodies return in the low format, by name, as they were before they were pinned to it."""
+    """{name of a result that the body of an activation checkpoint returns in the low format: its node before it was pinned to low}."""
     given: dict[str, str] = field(default_factory=dict)
     """For a body graph (of a checkpoint, loop or condition): {name of its input: name of the outer value passed to it; "" if none}."""
     factors: Mapping[str, float] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -341,10 +341,8 @@ class ModelPlan:
             )
             edits = tuple(edit for edit in region.edits if edit.what is not Edit.WIDE_PRODUCT or prefix + edit.node not in new)
             edits += tuple(NodeEdit(node.name, Edit.WIDE_PRODUCT) for node in nodes if prefix + node.name in wide)
-            quantised = region.quantised.without({node.name for node in nodes if new.get(prefix + node.name) is Colour.HIGH})
-            return replace(
-                region, nodes=nodes, casts=(), edits=edits, pads=PadPlan(), quantised=quantised, candidates=(), basis=None
-            )  # fmt: skip
+            fp8 = region.quantised.without({node.name for node in nodes if new.get(prefix + node.name) is Colour.HIGH})
+            return replace(region, nodes=nodes, casts=(), edits=edits, pads=PadPlan(), quantised=fp8, candidates=(), basis=None)
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
@@ -398,8 +396,7 @@ class ModelPlan:
     def diff(self, other: ModelPlan) -> str:
         """Return the differences of `other` from this plan as text, one a line; "" if there are none.
 
-        Casts and padding are not compared if a plan lists no casts, because it was edited and not applied yet. Raises PlanError if `other`
-        is no plan.
+        Casts and pads are not compared if a plan lists no casts, as after `edit`. Raises PlanError if `other` is no plan.
         """
         if not isinstance(other, ModelPlan):
             raise PlanError(f"diff() takes a plan, not one {type(other).__name__}")
@@ -410,18 +407,13 @@ class ModelPlan:
             for name, node in mine.items()
             if name in theirs and node.colour is not theirs[name].colour
         ]
-        planned = () if self.casts_follow or other.casts_follow else (self, other)
-        here, there = ({(c.value, c.to, c.users, c.saturate) for c in plan.casts} for plan in planned) if planned else (set(), set())
-        changed = [("gone", cast) for cast in sorted(here - there)] + [("new", cast) for cast in sorted(there - here)]
-        lines += [
-            f"cast {word}: {value} -> {to} for {', '.join(users)}" + " (saturating)" * saturate
-            for word, (value, to, users, saturate) in changed
-        ]
-        had, has = ({f"{r.name}: {pad}": None for r in plan.regions for pad in r.pads.lines()} for plan in planned) if planned else ({}, {})
-        lines += [f"pad gone: {text}" for text in had if text not in has] + [f"pad new: {text}" for text in has if text not in had]
-        mine_edits, their_edits = ({str(edit): None for region in plan.regions for edit in region.edits} for plan in (self, other))
-        lines += [f"edit gone: {text}" for text in mine_edits if text not in their_edits]
-        lines += [f"edit new: {text}" for text in their_edits if text not in mine_edits]
+        texts: dict[str, Callable[[ModelPlan], Iterable[str]]] = {} if self.casts_follow or other.casts_follow else {
+            "cast": lambda plan: sorted(f"{c.value} -> {c.to} for {', '.join(c.users)}{' (saturating)' * c.saturate}" for c in plan.casts),
+            "pad": lambda plan: (f"{region.name}: {pad}" for region in plan.regions for pad in region.pads.lines()),
+        }  # fmt: skip
+        for word, text in (texts | {"edit": lambda plan: (str(edit) for region in plan.regions for edit in region.edits)}).items():
+            had, has = (dict.fromkeys(text(plan)) for plan in (self, other))
+            lines += [f"{word} gone: {one}" for one in had if one not in has] + [f"{word} new: {one}" for one in has if one not in had]
         mine_gemms, their_gemms = (plan._gemms() for plan in (self, other))
         lines += [
             f"{name}: {mine_gemms[name][0] if name in mine_gemms else self.low} -> {formats} ({why})"
