@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -238,3 +239,11 @@ def test_a_step_without_source_is_not_trusted():
     made: dict[str, Any] = {}
     exec("def step(self, closure):\n    return closure()", made)
     assert not calls_closure_first(made["step"])
+
+
+def test_a_step_of_lbfgs_that_overflowed_leaves_gradients_that_can_be_read():
+    amp, norms = amprewrite.rewrite(net(), dtype="fp16"), []
+    make = functools.partial(torch.optim.LBFGS, max_iter=3)
+    trained(amp, make, [HUGE, 1.0], lambda optimizer: norms.append(sum(p.grad.norm() for p in amp.parameters()).item()))
+    assert norms[0] == 0 < norms[1]
+    assert amp.loss_scale.report().skipped == 1

@@ -207,6 +207,54 @@ def test_an_optimizer_that_acts_without_gradients_is_skipped_too():
     assert (model.scale.report().steps, model.scale.report().skipped) == (2, 1)
 
 
+class Asks(torch.optim.Optimizer):
+    """Adds what optimizers of other libraries ask of groups, gradients and state to plain SGD with momentum."""
+
+    def __init__(self, params: Any, way: str) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.way, self.calls, self.state["step"] = way, 0, 0
+        self.lists = [dict[tuple[int, ...], Any](by_shape={}) for _ in self.param_groups]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+            self.lists[0]["by_shape"].setdefault(tuple(p.shape), []).append((p, self.state[p]["momentum"]))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        self.state["step"] += 1
+        groups = self.param_groups
+        if self.way == "prodigy":
+            assert max(group["lr"] for group in groups) > 0
+        elif self.way == "shampoo":
+            assert all(lists for lists, _ in zip(self.lists, groups, strict=True))
+        elif self.way == "first":
+            assert groups[0]["params"][0].device.type == "cpu"
+        elif self.way == "lamb":
+            torch.stack([p.grad.norm() for group in groups for p in group["params"] if p.grad is not None]).norm()
+        for p, momentum in (pair for pairs in self.lists[0]["by_shape"].values() for pair in pairs):
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=groups[0]["lr"])
+
+
+@pytest.mark.parametrize("way", ["prodigy", "shampoo", "first", "lamb", "batched"])
+def test_an_optimizer_of_another_library_may_ask_for_its_parameters_in_a_skipped_step(way):
+    model, control = tiny(), tiny()
+    optimizer, plain = Asks(model.parameters(), way), Asks(control.parameters(), way)
+    model.gate.attach(optimizer)
+    for step, factor in enumerate([1.0, HUGE * 2.0**10, 1.0]):
+        optimizer.zero_grad()
+        backward(model, step, factor)
+        gradients = [p.grad for p in model.parameters()]
+        optimizer.step()
+        assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+        if factor == 1.0:
+            plain.zero_grad()
+            backward(control, step)
+            plain.step()
+        assert same(model.parameters(), control.parameters())
+        assert (optimizer.calls, optimizer.state["step"]) == (plain.calls, plain.state["step"])
+    assert (model.scale.report().steps, model.scale.report().skipped) == (3, 1)
+
+
 def test_schedulers_do_not_complain():
     model = tiny()
     optimizer = OPTIMIZERS["adamw"](model.parameters())

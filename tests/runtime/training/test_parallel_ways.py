@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -65,8 +66,8 @@ def hold(way: str, amp: nn.Module, optimizer: Any, wanted: dict[str, Tensor], st
         assert torch.linalg.vector_norm(whole(value) - wanted[name]) < 0.02 * moved, (way, name)
 
 
-def train(way: str, amp: Any, model: nn.Module, rank: int, seed: int, ranks: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+def train(way: str, amp: Any, model: nn.Module, rank: int, seed: int, ranks: int, make: Any = torch.optim.SGD) -> None:
+    optimizer = make(model.parameters(), lr=0.05, momentum=0.9)
     steps = 0
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -85,6 +86,15 @@ def rewritten(model: nn.Module, **options: Any) -> Any:
 def ddp(rank: int) -> None:
     amp = rewritten(network())
     train("ddp", amp, nn.parallel.DistributedDataParallel(amp), rank, rank, 2)
+
+
+def zero(rank: int) -> None:
+    """Each rank steps its part of the weights, which are views of buckets that `step` itself makes and broadcasts."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    amp = rewritten(network())
+    make = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, parameters_as_bucket_view=True)
+    train("zero", amp, nn.parallel.DistributedDataParallel(amp), rank, rank, 2, make)
 
 
 def fsdp2(rank: int) -> None:
@@ -182,7 +192,7 @@ def pipeline(rank: int) -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 @pytest.mark.long
 def test_all_ranks_skip_together_and_train_as_fp32_does(tmp_path):
-    on_two_ranks(tmp_path, ddp, fsdp2, tensor_parallel, tensor_parallel_looks_ahead, pipeline)
+    on_two_ranks(tmp_path, ddp, zero, fsdp2, tensor_parallel, tensor_parallel_looks_ahead, pipeline)
 
 
 def test_a_group_that_is_none_is_refused():

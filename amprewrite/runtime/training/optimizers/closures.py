@@ -85,22 +85,48 @@ class Checked:
                     p.grad = torch.zeros_like(p.grad)
 
     def rewind(self) -> None:
-        """Undo the step: restore weights, state and settings of the optimizer and of optimizers inside it. Set all gradients to None."""
+        """Undo the step: restore weights, state and settings of the optimizer and of optimizers inside it. Set all gradients to zero."""
         for start in self._start:
             start.restore()
         for p in params_of(self.optimizer):
-            p.grad = None
+            if p.grad is not None:
+                p.grad = torch.zeros_like(p.grad)
+
+
+class Idle:
+    """Lets a step run that must be skipped, on gradients of zero. Afterwards `rewind` undoes the step and gives the gradients back.
+
+    The gradients are zero, not None, because many optimizers take for granted that some parameter has a gradient.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._start = [_Start(each) for each in _with_inner(optimizer)]
+        self._gradients = [(p, p.grad) for p in params_of(optimizer) if p.grad is not None]
+        for p, gradient in self._gradients:
+            p.grad = torch.zeros_like(gradient)
+
+    def rewind(self) -> None:
+        """Restore weights, state, settings and gradients as they were before the step."""
+        for start in self._start:
+            start.restore()
+        for p, gradient in self._gradients:
+            p.grad = gradient
 
 
 class _Start:
-    """Copies of the weights, state and settings of one optimizer before a step."""
+    """Copies of the weights, state and settings of one optimizer before a step.
+
+    `restore` writes the copies into the tensors themselves, which other attributes may hold, too.
+    """
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.weights = [(p, p.detach().clone()) for p in params_of(optimizer)]
-        own = {id(p) for p, _ in self.weights}
-        keep = functools.partial(tree_map_only, Tensor, lambda t: t if id(t) in own else t.detach().clone())
+        self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        """For each tensor, by its id: (the tensor itself, a copy of it)."""
+        for p in params_of(optimizer):
+            self._copy(p)
+        keep = functools.partial(tree_map_only, Tensor, self._copy)
         self.state = {key: keep(value) for key, value in optimizer.state.items()}
         self.groups = [{name: keep(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         self.settings = {
@@ -110,10 +136,15 @@ class _Start:
             and not name.endswith("_hooks")
         }  # fmt: skip
 
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self.tensors:
+            self.tensors[id(tensor)] = tensor, tensor.detach().clone()
+        return tensor
+
     @torch.no_grad()
     def restore(self) -> None:
-        for p, value in self.weights:
-            p.copy_(value)
+        for tensor, value in self.tensors.values():
+            tensor.copy_(value)
         self.optimizer.state.clear()
         self.optimizer.state.update(self.state)
         for group, kept in zip(self.optimizer.param_groups, self.groups, strict=False):

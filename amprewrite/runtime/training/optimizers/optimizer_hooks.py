@@ -8,9 +8,10 @@ Before each step:
 2. Pass this flag to the StepRecord of each model that the optimizer trains. The model's loss scale is updated once for all optimizers that
    step between two forwards (loss_scale.py). It is not updated if the gradients come from a forward that used 1 in its place.
 3. Give the flag to a fused optimizer as its `found_inf` tensor. Its kernel skips the step, without a host sync.
-4. For any other optimizer read the flag. To skip the step, pass another object as `self` of `Optimizer.step`, which a hook may do. It has
-   no parameters and a temporary state. Parameters, state, step counts and gradients of the real optimizer stay the same, and its
-   learning-rate scheduler sees that `step` was called.
+4. For any other optimizer read the flag. To skip the step of one of torch.optim's own optimizers, pass another object as `self` of
+   `Optimizer.step`, which a hook may do. It has no parameters and a temporary state. The step of any other class may need parameters, or
+   reach them by other attributes. So it runs on gradients of zero and is undone (`Idle`). Both ways, parameters, state, step counts and
+   gradients stay the same, and the learning-rate scheduler sees that `step` was called.
 5. If the step has a closure, check the gradients that the closure computes (closures.py).
 6. Tell wrappers that control a schedule whether the step was skipped, so that they do not advance it after a skipped step. accelerate's
    AcceleratedOptimizer stores whether a GradScaler skipped the step in `_is_overflow`, and its schedulers and transformers' Trainer read
@@ -26,7 +27,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -37,7 +38,7 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.graphs.fx.weights.step_listeners import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite, params_of
-from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure
+from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, Idle, guarded_closure
 from amprewrite.runtime.training.optimizers.scale_mistakes import refuse_grad_scaler
 from amprewrite.runtime.training.step_record import StepRecord
 from amprewrite.tables.boundary.arguments import shown
@@ -70,6 +71,7 @@ class Guard:
         self._refs: list[weakref.ref[StepRecord]] = []
         self._found: Tensor | None = None
         self._closure: Evaluated | Checked | None = None
+        self._idle: Idle | None = None
         self._warm: tuple[int, int, tuple[int, ...]] | None = None
         self._beside: list[Any] = []
         """Process groups whose ranks step other parts of the model together with this optimizer."""
@@ -167,8 +169,8 @@ class Guard:
         """Check gradients before a step, and report the result to the StepRecord of each model that the optimizer trains.
 
         PyTorch calls this hook with the arguments of `step`, and uses the (args, kwargs) that it returns in their place. To skip the step,
-        a stand-in without parameters replaces the optimizer in `args`. If the step has a closure, a wrapper that checks its
-        gradients replaces it. Returns None if no argument changes. Raises LossScaleError if a GradScaler makes the step.
+        a stand-in without parameters replaces the optimizer in `args`, or `after` undoes the step. If the step has a closure, a wrapper
+        that checks its gradients replaces it. Returns None if no argument changes. Raises LossScaleError if a GradScaler makes the step.
         """
         gates, frames = self.gates(), frames_of_step(optimizer)
         if not (gates and frames):
@@ -192,31 +194,40 @@ class Guard:
         if fused:
             self._found = optimizer.found_inf = found  # type: ignore[attr-defined]
             return None
-        return ((_stand_in(optimizer), *args[1:]), kwargs) if overflow else None
+        return ((self._skip(optimizer), *args[1:]), kwargs) if overflow else None
 
     def _before_closure(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._closure = guarded = guarded_closure(optimizer, closure, lambda each: self.look(each, self.gates(), params_of(each)))
         if guarded.idles:
-            args = (_stand_in(optimizer), *args[1:])
+            args = (self._skip(optimizer), *args[1:])
         if "closure" in kwargs:
             return args, {**kwargs, "closure": guarded}
         return (args[0], guarded, *args[2:]), kwargs
 
+    def _skip(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer that the running `step` gets in place of `optimizer`, so that the step changes nothing."""
+        if type(optimizer).__module__.startswith("torch.optim."):
+            return _stand_in(optimizer)
+        self._idle = Idle(optimizer)
+        return optimizer
+
     @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Undo a step if gradients of its closure overflowed: restore the weights and the optimizer's state (`rewind` of the closure).
+        """Undo a step that had to be skipped, or whose closure gave gradients that overflowed: restore weights and state (`rewind`).
 
         Also deletes the `found_inf` that `before` set on the optimizer, and reports the result of a closure to the models' StepRecords.
         """
-        if self._found is None and self._closure is None:
+        if self._found is None and self._closure is None and self._idle is None:
             return
         frames = frames_of_step(optimizer)
         if not frames:
             return
-        closure = self._closure
+        closure, idle = self._closure, self._idle
         self._clear(optimizer)
+        if idle is not None:
+            idle.rewind()
         if closure is None:
             return
         self._went(closure.overflow, wrappers_among(frames, optimizer))
@@ -224,7 +235,8 @@ class Guard:
             return
         if closure.overflow:
             closure.rewind()
-        self._tell(self.gates(), optimizer, params_of(optimizer), closure.found, closure.overflow)
+        kept = params_of(optimizer) if closure.idles else []  # a step that was undone leaves no gradients that could count again
+        self._tell(self.gates(), optimizer, kept, closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
         """Record whether the latest step was skipped (a bool, or an overflow flag on the device), and store the answer in `wrappers`."""
@@ -236,6 +248,7 @@ class Guard:
     def _tell(
         self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None
     ) -> None:
+        """Report a step to the StepRecords `gates`. `params`: parameters whose gradients the step leaves as they are."""
         unused = set[int]()
         for gate in gates:
             gate.noted(optimizer).heard(found, overflow, params)
@@ -267,40 +280,19 @@ class Guard:
     def _clear(self, optimizer: Optimizer) -> None:
         if self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
             del optimizer.found_inf  # type: ignore[attr-defined]
-        self._found = self._closure = None
-
-
-class _NoGroups(list[dict[str, Any]]):
-    """Parameter groups of a stand-in optimizer. They look empty to loops and `len`, but code that looks up settings by index finds them."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
+        self._found = self._closure = self._idle = None
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class with no parameters and an empty state. It steps in place of `optimizer` and changes nothing."""
+    """Return an optimizer of the same class with no parameters and an empty state. It steps in place of `optimizer` and changes nothing.
+
+    Only for classes of torch.optim. No `step` of theirs looks up a group by index, except LBFGS's, and LBFGS never gets a stand-in.
+    """
     idle = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
-        if isinstance(value, Optimizer):
-            value = _stand_in(value)
-        elif isinstance(value, list) and value and all(isinstance(each, Optimizer) for each in value):
-            value = [_stand_in(each) for each in value]
-        elif isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
-            value = []
-        elif isinstance(value, OrderedDict) and name.endswith("_hooks"):
-            value = OrderedDict()
-        idle.__dict__[name] = value
+        idle.__dict__[name] = OrderedDict() if isinstance(value, OrderedDict) and name.endswith("_hooks") else value
     idle.__dict__.pop("step", None)  # a scheduler may have stored here a `step` bound to the real optimizer
-    if type(optimizer).__module__.startswith("torch."):
-        # Dynamo compiles the step only with a plain list. An empty list is safe, because no `step` of torch looks up a group by index,
-        # except LBFGS's, and LBFGS never gets a stand-in.
-        idle.param_groups = []
-    else:
-        idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
-    idle.state = defaultdict(dict)
+    idle.param_groups, idle.state = [], defaultdict(dict)
     idle._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
     return idle
 
