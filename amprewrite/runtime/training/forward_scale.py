@@ -202,7 +202,8 @@ class ForwardScale:
         if number < 0 or self.in_backward():
             return
         backward = _Backward()
-        kept, taken = _gives_gradient(self.weights or self._fed)
+        learning = [weight for weight in self.weights if weight.requires_grad]  # the loop may have frozen weights since the forward
+        kept, taken = _gives_gradient(learning or self._fed)
         self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
         if self.copied:
             further = torch.is_grad_enabled()  # True under create_graph=True: the gradients will be differentiated

@@ -27,7 +27,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
-from amprewrite.graphs.fx.node_facts import NODE, is_batched
+from amprewrite.graphs.fx.node_facts import NODE, is_batched, written_inputs
 from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.op_graph import reached
@@ -114,8 +114,10 @@ class OverflowProbe:
         return result
 
     def _run_again(self, plan: RegionPlan, module: torch.fx.GraphModule | None, latest: LatestInputs) -> FirstNonFinite | None:
-        inputs = latest.copies({id(p): p for p in parameters_in(self.root)}, {id(b): b for b in buffers_in(self.root)})
-        if module is None or inputs is None or _talks(module):
+        if module is None or _talks(module):
+            return None
+        inputs = latest.copies({id(p): p for p in parameters_in(self.root)}, {id(b): b for b in buffers_in(self.root)}, module.graph)
+        if inputs is None:
             return None
         watched = _FiniteWatch(module, _names(plan), self)
         devices = sorted({t.device.index or 0 for t in inputs if isinstance(t, Tensor) and t.is_cuda})
@@ -172,19 +174,19 @@ class LatestInputs:
         data = map(inputs.__getitem__, self._fed)
         self._data = [ref(value) if isinstance(value, Tensor) and (value.dim() or value.requires_grad) else value for value in data]
 
-    def copies(self, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> list[Any] | None:
-        """Return the remembered inputs: parameters themselves, and copies of all other tensors.
+    def copies(self, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor], graph: torch.fx.Graph) -> list[Any] | None:
+        """Return the remembered inputs: parameters themselves, unless `graph` writes them, and copies of all other tensors.
 
         `parameters` and `buffers` map ids to the parameters and buffers of the model. Returns None if an input no longer exists, if a
         parameter or buffer is no longer in the model, or if FSDP1 shards a parameter.
         """
         values: dict[int, Any] = {}
+        written = written_inputs(graph)
         for index, number in zip(self._own, self._ids, strict=True):
-            buffer = buffers.get(number)
-            value = parameters.get(number) if buffer is None else buffer.detach().clone()
+            value = parameters.get(number, buffers.get(number))
             if value is None or is_flattened(value):
                 return None
-            values[index] = value
+            values[index] = value.detach().clone() if number in buffers or index in written else value
         for index, kept in zip(self._fed, self._data, strict=True):
             value = kept() if isinstance(kept, weakref.ref) else kept
             if value is None:
@@ -272,9 +274,12 @@ def _names(plan: RegionPlan) -> dict[str, NodePlan]:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Return the floating-point and complex tensors in `value`, without batched tensors of a vmap, whose numbers cannot be read."""
+    """Return the floating-point and complex tensors in `value` whose numbers torch can check.
+
+    Batched tensors of a vmap are left out, and tensors of a byte per number (float8), for which torch has no `isinf`.
+    """
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value) if isinstance(value, tuple | list) else ()
-    tensors = (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
+    tensors = (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.itemsize > 1)
     return (t for t in tensors if not is_batched(t))
 
 

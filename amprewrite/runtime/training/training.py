@@ -62,6 +62,8 @@ class StepGate(StepRecord):
     """True if this object searches for optimizers of its model; False once the model is no longer rewritten."""
     _stray: bool = field(init=False)
     """True if there may be a parameter with gradients that no known optimizer owns."""
+    _strays: frozenset[int] = field(init=False)
+    """Ids of the parameters with gradients that no known optimizer owned at the end of the latest backward that looked for them."""
     _known: set[int] | None = field(init=False)
     """Ids of all parameters of known optimizers; None until they are needed in the current forward."""
 
@@ -200,7 +202,11 @@ class StepGate(StepRecord):
                 note.ended(share)
         if self.adopt and (self._stray or not self._guarded):
             rest = [p for p in self.parameters() if id(p) not in known]
-            self._stray = any(p.requires_grad for p in rest)
+            strays = frozenset(id(p) for p in rest if p.requires_grad)
+            self._stray = len(strays) > 0
+            if strays != self._strays:  # the model has other parameters now, so an optimizer may own some that owned none before
+                self._strays = strays
+                self._foreign.clear()
             moved = all(p.grad is None for p in rest)
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
@@ -265,7 +271,7 @@ class StepGate(StepRecord):
         self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._unguarded = 0
         """Number of forwards with gradients while no optimizer was known."""
-        self._stray, self._known = False, None
+        self._stray, self._strays, self._known = False, frozenset[int](), None
         self._alone, self._scalers = UnscaledBackwards(), GradScalers()
         self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
         if self.adopt and self.loss_scale.enabled:

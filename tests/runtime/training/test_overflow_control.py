@@ -255,6 +255,41 @@ def test_an_optimizer_of_another_library_may_ask_for_its_parameters_in_a_skipped
     assert (model.scale.report().steps, model.scale.report().skipped) == (3, 1)
 
 
+def test_a_step_that_takes_the_model_is_no_step_with_a_closure():
+    class Takes(torch.optim.SGD):
+        def step(self, model):
+            assert isinstance(model, nn.Module)
+            return super().step()
+
+    model = tiny()
+    optimizer = Takes(model.parameters(), lr=1e-2)
+    model.gate.attach(optimizer)
+    for factor in (1.0, HUGE * 2.0**10):
+        backward(model, 0, factor)
+        optimizer.step(model)
+    assert (model.scale.report().steps, model.scale.report().skipped) == (2, 1)
+
+
+@pytest.mark.parametrize("way", ["a checkpoint of another kind", "one group of two"])
+def test_groups_of_a_fused_optimizer_that_are_not_fused(way):
+    model = tiny()
+    plain = torch.optim.AdamW(model.parameters())
+    backward(model)
+    plain.step()
+    groups = [{"params": model.a.parameters()}, {"params": model.b.parameters(), "fused": False}]
+    optimizer = torch.optim.AdamW(groups if way == "one group of two" else model.parameters(), fused=True)
+    if way != "one group of two":
+        optimizer.load_state_dict(plain.state_dict())
+    model.gate.attach(optimizer)
+    for step, factor in enumerate([1.0, 1.0, HUGE * 2.0**10, 1.0]):
+        optimizer.zero_grad()
+        before = frozen(optimizer)
+        backward(model, step, factor)
+        optimizer.step()
+        assert (frozen(optimizer) == before) == (step == 2)
+    assert model.scale.report().skipped == 1
+
+
 def test_schedulers_do_not_complain():
     model = tiny()
     optimizer = OPTIMIZERS["adamw"](model.parameters())

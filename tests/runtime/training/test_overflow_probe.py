@@ -243,3 +243,46 @@ def test_values_that_a_vmap_batches_are_not_looked_at():
     assert len(amp.plan.regions) == 1
     assert 0 < amprewrite.verify(amp, (batch(),)).output_error < 0.01
     assert not amprewrite.debug(amp, (batch(),), backward=True).findings
+
+
+@pytest.mark.parametrize("style", ["mul", "lerp", "data"])
+def test_looking_again_writes_no_parameter(style):
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(16, 16), nn.Parameter(torch.ones(16, 16), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                if style == "mul":
+                    self.key.mul_(0.5)
+                elif style == "lerp":
+                    self.key.lerp_(torch.zeros_like(self.key), 0.5)
+                else:
+                    self.key.data.mul_(0.5)
+            return (self.query(x) * (x @ self.key)).sum(-1)
+
+    amp = amprewrite.rewrite(Momentum(), dtype="fp16")
+    optimizer = torch.optim.SGD(amp.query.parameters(), lr=1e-6)
+    x = batch()  # kept alive, so that the graph can run again
+    for step, factor in enumerate([1.0, 1e8, 1.0]):
+        optimizer.zero_grad()
+        (amp(x).mean() * factor).backward()
+        optimizer.step()
+        assert torch.equal(amp.key, torch.full((16, 16), 0.5 ** (step + 1)))
+    assert amp.loss_scale.report().skipped == 1
+
+
+def test_values_of_float8_are_not_looked_at():
+    class Eighth(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = super().forward(x)
+            return hidden + hidden.detach().to(torch.float8_e4m3fn).float() * 0
+
+    amp = amprewrite.rewrite(Eighth(16, 16), dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-3)
+    for factor in (1.0, 1e8, 1e8, 1.0):
+        optimizer.zero_grad()
+        (amp(batch()).square().mean() * factor).backward()
+        optimizer.step()
+    assert amp.loss_scale.report().skipped == 2

@@ -528,3 +528,44 @@ def test_steps_that_are_differentiated_are_none_of_ours(dtype):
         after.backward()
         found.append((after.detach(), rate.grad))
     assert all(error(got, want) < 2e-2 for want, got in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("learner", ["generator", "input"])
+def test_weights_may_be_frozen_between_forward_and_backward(learner):
+    torch.manual_seed(0)
+    plain, generator, x = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(8, 16)
+    judge = amprewrite.rewrite(copy.deepcopy(plain), dtype="fp16")
+    optimizer = torch.optim.SGD([*judge.parameters()], lr=1e-2)
+    gradients = []
+    for model in (plain, judge):
+        fed = generator(x) if learner == "generator" else x.clone().requires_grad_()
+        loss = model(fed).square().mean()
+        model.requires_grad_(False)
+        loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+        gradients.append(generator.weight.grad if learner == "generator" else fed.grad)
+        generator.zero_grad()
+    assert (gradients[1] - gradients[0]).norm() < 3e-3 * gradients[0].norm()
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["no optimizer of the model is known", "one is known"])
+def test_an_optimizer_of_a_module_that_joins_the_model_is_guarded(known):
+    torch.manual_seed(0)
+    amp, x = amprewrite.rewrite(nn.Sequential(nn.Linear(16, 16), nn.Identity()), dtype="fp16"), torch.randn(8, 16)
+    head = nn.Linear(16, 4)
+    optimizers = [torch.optim.SGD(head.parameters(), lr=1e-3)]
+    if known:
+        optimizers.append(torch.optim.SGD(amp[0].parameters(), lr=1e-3))
+        head(x).square().mean().backward()
+        optimizers[0].step()  # a step of its own, at which it belongs to no part of the model
+    amp(x)
+    amp[1] = head
+    for factor in (1.0, 1.0, 1.0, float("inf"), 1.0):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (amp(x).square().mean() * factor).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(p.isfinite().all() for p in amp.parameters())
+    assert amp.loss_scale.report().skipped == 1

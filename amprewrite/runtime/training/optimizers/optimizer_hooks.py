@@ -23,6 +23,7 @@ The optimizer's state_dict includes the loss scales, so that any code that saves
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import warnings
 import weakref
@@ -45,6 +46,8 @@ from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 
 _SAVES = "_optimizer_state_dict_post_hooks"
+_FUSED = operator.methodcaller("get", "fused", True)
+"""Tells if a parameter group is stepped by the fused kernel. A checkpoint may bring groups that are not."""
 
 def guard_of(optimizer: Optimizer) -> Guard:
     """Return the `Guard` of `optimizer`, which hooks its steps. The first call makes it, and it lasts until no model needs it any more."""
@@ -179,7 +182,7 @@ class Guard:
             self._clear(optimizer)
         refuse_grad_scaler(optimizer, frames, kwargs)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if callable(closure):
+        if callable(closure) and not isinstance(closure, torch.nn.Module):  # a step may take the model as its first argument
             return self._before_closure(optimizer, args, kwargs, closure)
         params = params_of(optimizer)
         found = self.look(optimizer, gates, params)
@@ -187,7 +190,8 @@ class Guard:
         if found is None:
             self._went(False, wrappers)
             return None
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and self._skips_by_itself(optimizer)
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(map(_FUSED, optimizer.param_groups))
+        fused = fused and self._skips_by_itself(optimizer)
         overflow = None if fused and not wrappers else found.item() > 0
         self._went(found if overflow is None else overflow, wrappers)
         self._tell(gates, optimizer, params, found, overflow)
