@@ -8,7 +8,7 @@ makes another optimizer. When a forward or a backward of the model begins, the g
 
 1. if all of them are None;
 2. if all of them are zero, or no gradient is in the same memory as at the latest step. This applies only if that step has read the flag of
-   the overflow: before, the loop may have replaced infinities by zeros.
+   the overflow: before, the loop may have replaced infinities by zeros. For zeros, the step of another optimizer of the model is enough.
 
 The begin and the end of a backward are noticed as follows:
 
@@ -103,11 +103,15 @@ class StepRecord:
     """Called when the host learns that a step overflowed. For a fused optimizer this may be some steps later. Returns the place in the
     model where the overflow began, or None."""
     on_clean: Callable[[], None] | None = None
-    """Called at the first step without overflow after a step that overflowed, once the host knows it."""
+    """Called after a step that overflowed, once the host knows that its optimizer, or another one twice, has stepped without overflow."""
     on_stuck: Callable[[], bool] | None = None
     """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
-    _overflowed: bool = field(default=False, init=False)
+    _overflowed: set[int] = field(default_factory=set, init=False)
+    """Ids of the optimizers that have stepped since the latest overflow, and of the one that overflowed; empty if a whole set of steps has
+    been clean since. The optimizers of one set need not overflow together."""
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
+    _stepped: bool = field(default=False, init=False)
+    """True if an optimizer of the model has stepped since the latest backward."""
     use: ScaleUse = field(init=False)
     """Decides which forwards use the loss scale. `use.unscaled` is True if a step now would use gradients of a forward that used 1."""
 
@@ -139,47 +143,48 @@ class StepRecord:
         scale's count of skips from the device after `max_consecutive_skips` steps, or sooner if its last reading was above 0.
         """
         self.use.step()
+        self._stepped = True
+        number = id(optimizer)
         if overflow is None:
-            self.loss_scale.ask = self._locate
+            self.loss_scale.ask = functools.partial(self._learn, number, True)
         else:
-            self._learn(overflow)
+            self._learn(number, overflow)
         if overflow is False:
-            self._until_look = self.max_consecutive_skips
+            self._until_look.pop(number, None)
             return
-        self._until_look -= 1
-        if self._until_look > 0 and not (overflow and self.loss_scale.stuck()):
+        self._until_look[number] = self._until_look.get(number, self.max_consecutive_skips) - 1
+        if self._until_look[number] > 0 and not (overflow and self.loss_scale.stuck()):
             return
         if recording(params_of(optimizer)[0].device):
             return
         skips = self.loss_scale.consecutive_skips()
         if overflow is None:
-            self._learn(skips > 0)
-        self._until_look = max(self.max_consecutive_skips - skips, 1)
+            self._learn(number, skips > 0)
+        self._until_look[number] = max(self.max_consecutive_skips - skips, 1)
         if skips >= self.max_consecutive_skips or self.loss_scale.stuck():
-            self._until_look = self.max_consecutive_skips
+            self._until_look.clear()
             if self.on_stuck is not None and self.on_stuck():
                 return
             raise self._stuck(optimizer, skips)
 
-    def _learn(self, overflow: bool) -> None:
-        """Record whether the latest step overflowed (`overflow`), once the host knows.
+    def _learn(self, number: int, overflow: bool) -> None:
+        """Record whether the latest step overflowed (`overflow`), once the host knows. `number`: the id of its optimizer.
 
-        Calls `on_overflow` if the step overflowed, and `on_clean` at the first clean step after an overflow.
+        Calls `on_overflow` if the step overflowed, and `on_clean` if it ends the first set of clean steps after an overflow. The loss scale
+        calls this while it makes a report.
         """
         self.loss_scale.ask = None
         if overflow:
-            self._overflowed = True
+            self._overflowed = {number}
             if self.on_overflow is not None:
                 self.loss_scale.overflow_at = self.on_overflow() or self.loss_scale.overflow_at
+        elif self._overflowed and number not in self._overflowed:
+            self._overflowed.add(number)
         elif self._overflowed:
-            self._overflowed = False
+            self._overflowed = set()
             self._facts = {}
             if self.on_clean is not None:
                 self.on_clean()
-
-    def _locate(self) -> None:
-        """Find where the latest step overflowed. The loss scale calls this while it makes a report."""
-        self._learn(True)
 
     def _stuck(self, optimizer: Optimizer, skips: int) -> LossScaleError:
         floor = getattr(self.loss_scale, "floor", None) or DEFAULT_FLOOR
@@ -202,7 +207,8 @@ class StepRecord:
 
     def _forget_steps(self) -> None:
         """Reset all state about optimizers and their steps, as if no optimizer had stepped yet. Also called once for a new record."""
-        self._until_look = self.max_consecutive_skips
+        self._until_look: dict[int, int] = {}
+        """Number of steps of each optimizer, by its id, until the host reads the count of skips; `max_consecutive_skips` if missing."""
         self.use = ScaleUse(self.loss_scale)
         self._rest = Noted()
         """Flags for gradients of parameters that no known optimizer owns."""
@@ -300,8 +306,11 @@ class Noted:
         """Check the gradients of `params` for inf and NaN after a backward, and store the resulting overflow flag."""
         flag = found_after_backward(params)
         self._ended = True
+        told = None
         if self._heard is not None:
-            self._there = _memory(p.grad for p in params if p.grad is not None)
+            gradients = [p.grad for p in params if p.grad is not None]
+            told = self._heard if self._still_there(gradients) else None
+            self._there = _memory(gradients)
         if flag is None:
             return
         self.waits = True
@@ -312,14 +321,15 @@ class Noted:
                 return
             if self._place is None:
                 self._place = torch.zeros_like(flag)
-            self._flags.append(flag)
+            # An overflow that a step has read already is still in the gradients. It counts by `_heard`, which can be dropped.
+            self._flags.append(flag if told is None else flag * (on_device(told, flag.device) == 0))
             if len(self._flags) > _MOST_FLAGS:
                 self._flags = [any_of(self._flags)]
 
-    def began(self, params: Iterable[Tensor]) -> None:
+    def began(self, params: Iterable[Tensor], stepped: bool = False) -> None:
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a forward or a backward begins.
 
-        `params` are the parameters to which the gradients belong.
+        `params` are the parameters to which the gradients belong. `stepped`: an optimizer of the model has stepped since the latest backward.
         """
         gradients = [p.grad for p in params if p.grad is not None]
         if not gradients:
@@ -327,8 +337,11 @@ class Noted:
             self._heard = None
         elif self._heard is not None and (recording(self._heard.device) or not self._still_there(gradients)):
             self._heard = None
-        elif self._heard is not None:
-            self._heard = self._heard * on_device(any_nonzero(gradients), self._heard.device)
+        flags = self._flags if gradients and stepped and not any(recording(flag.device) for flag in self._flags) else []
+        if self._heard is not None or flags:
+            nonzero = any_nonzero(gradients)
+            self._heard = None if self._heard is None else self._heard * on_device(nonzero, self._heard.device)
+            self._flags = [flag * on_device(nonzero, flag.device) for flag in flags] if flags else self._flags
         self.waits = self._recorded or self._heard is not None or len(self._flags) > 0
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:

@@ -171,7 +171,7 @@ class StepGate(StepRecord):
         self._known = None
         for note in self._notes:
             if note.waits:
-                note.began(self._share(note))
+                note.began(self._share(note), self._stepped)
 
     def _backward_began(self) -> None:
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a backward begins.
@@ -184,13 +184,14 @@ class StepGate(StepRecord):
         for note in self._notes:
             if note.waits:
                 share = self._share(note)
-                note.began(share if all(p.grad is None for p in share) else self._own_among(share))
+                note.began(share if all(p.grad is None for p in share) else self._own_among(share), self._stepped)
 
     def _backward_ended(self, number: int) -> None:
         """Check gradients for overflow after the backward with autograd's id `number`.
 
         The gradients of each known optimizer give one overflow flag. The parameters that no known optimizer owns give another.
         """
+        self._stepped = False
         if self._guarded:
             self._scalers.backward_ended()
         known: set[int] = set()

@@ -185,6 +185,25 @@ def test_what_zero_grad_threw_away_does_not_skip_a_later_step(to_none):
     assert amp.loss_scale.report().skipped == (0 if to_none else 1), "zeros cannot be told from clamped infinities"
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_overflow_that_one_of_two_optimizers_has_read_counts_once(to_none, fused):
+    """The same turn with an optimizer for each network, both parts of one model. After its zeros, the judge steps on new gradients."""
+    torch.manual_seed(0)
+    scale = amprewrite.DynamicLossScale(init=1024.0)
+    amp = amprewrite.rewrite(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)), dtype="fp16", loss_scale=scale)
+    maker, judge = (torch.optim.SGD(part.parameters(), lr=1e-3, fused=fused) for part in amp)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    for step in range(5):
+        judge.zero_grad(set_to_none=to_none)
+        amp[1](x).square().mean().backward()
+        assert moves(judge)
+        maker.zero_grad(set_to_none=to_none)
+        (amp(x).square().mean() * (1e8 if step == 2 else 1.0)).backward()
+        assert moves(maker) == (step != 2)
+        assert amp.loss_scale.report().skipped == (step >= 2)
+
+
 def test_an_optimizer_with_parameters_outside_forgets_what_was_thrown_away():
     """The outer head has its new gradient before the backward enters the rewritten model."""
     ours, head = net(), nn.Linear(4, 2)

@@ -286,3 +286,29 @@ def test_values_of_float8_are_not_looked_at():
         (amp(batch()).square().mean() * factor).backward()
         optimizer.step()
     assert amp.loss_scale.report().skipped == 2
+
+
+@pytest.mark.parametrize("clean_first", [True, False])
+def test_training_stops_if_one_of_two_optimizers_never_steps(clean_first):
+    """The derivative of the distance at zero is NaN. It reaches one of the layers alone."""
+
+    class Distance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16, bias=False), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.a(x)
+            return self.b(hidden + (hidden * hidden).sum(-1, keepdim=True).sqrt())
+
+    amp = amprewrite.rewrite(Distance(), dtype="fp16")
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-3) for part in ((amp.b, amp.a) if clean_first else (amp.a, amp.b))]
+    x = batch()
+    x[0] = 0
+    with pytest.raises(LossScaleError, match="an op whose derivative is infinite"):
+        for _ in range(60):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            amp(x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
