@@ -107,8 +107,7 @@ class StepRecord:
     on_stuck: Callable[[], bool] | None = None
     """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
     _overflowed: set[int] = field(default_factory=set, init=False)
-    """Ids of the optimizers that have stepped since the latest overflow, and of the one that overflowed; empty if a whole set of steps has
-    been clean since. The optimizers of one set need not overflow together."""
+    """Ids of the optimizers that have stepped since the latest overflow, its own optimizer included; empty once a set of steps was clean."""
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
     _stepped: bool = field(default=False, init=False)
     """True if an optimizer of the model has stepped since the latest backward."""
@@ -329,7 +328,7 @@ class Noted:
     def began(self, params: Iterable[Tensor], stepped: bool = False) -> None:
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a forward or a backward begins.
 
-        `params` are the parameters to which the gradients belong. `stepped`: an optimizer of the model has stepped since the latest backward.
+        `params` are the parameters to which the gradients belong. `stepped`: an optimizer of the model has stepped since the last backward.
         """
         gradients = [p.grad for p in params if p.grad is not None]
         if not gradients:

@@ -106,7 +106,7 @@ class Idle:
             p.grad = torch.zeros_like(gradient)
 
     def rewind(self) -> None:
-        """Restore weights, state, settings and gradients as they were before the step."""
+        """Undo the step, and give the parameters back the gradients that they had before it."""
         for start in self._start:
             start.restore()
         for p, gradient in self._gradients:

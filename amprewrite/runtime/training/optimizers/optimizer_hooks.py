@@ -252,7 +252,7 @@ class Guard:
     def _tell(
         self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None
     ) -> None:
-        """Report a step to the StepRecords `gates`. `params`: parameters whose gradients the step leaves as they are."""
+        """Report a step to the StepRecords `gates`. `params`: parameters whose gradients still exist after the step."""
         unused = set[int]()
         for gate in gates:
             gate.noted(optimizer).heard(found, overflow, params)
