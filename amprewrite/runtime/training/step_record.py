@@ -143,6 +143,24 @@ class StepRecord:
         """
         self.use.step()
         self._stepped = True
+        self._count(optimizer, overflow)
+
+    def dropped(self, note: Noted, flag: Tensor | None) -> None:
+        """Count an overflow whose gradients a training loop discarded without a step, for instance because their norm was not finite.
+
+        `flag`: the overflow flag that `note` dropped, or None. The first discard since the latest step does not count: a loop may compute
+        gradients that are not meant for a step. If a loop discards gradients again and again, only the overflows that it sees can shrink
+        the loss scale, so they count as skipped steps.
+        """
+        optimizer = note.owner()
+        if flag is None or optimizer is None or self._stepped or self.use.unscaled or recording(flag.device):
+            return
+        note.discards += 1
+        if note.discards > 1 and flag.item() > 0:
+            self.loss_scale.observe(flag, source=id(optimizer))
+            self._count(optimizer, True)
+
+    def _count(self, optimizer: Optimizer, overflow: bool | None) -> None:
         number = id(optimizer)
         if overflow is None:
             self.loss_scale.ask = functools.partial(self._learn, number, True)
@@ -298,6 +316,8 @@ class Noted:
         """The tensor into which a CUDA graph merges its overflow flags."""
         self._recorded = False
         """True if a CUDA graph has recorded a write to `_place`."""
+        self.discards = 0
+        """Number of times that gradients were discarded since the latest step although no step had read their overflow flags."""
         self.waits = False
         """True if there may be an overflow flag that the next call of `began` could drop."""
 
@@ -325,14 +345,17 @@ class Noted:
             if len(self._flags) > _MOST_FLAGS:
                 self._flags = [any_of(self._flags)]
 
-    def began(self, params: Iterable[Tensor], stepped: bool = False) -> None:
+    def began(self, params: Iterable[Tensor], stepped: bool = False) -> Tensor | None:
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a forward or a backward begins.
+
+        Returns the flag of gradients that are None now and that no step has read; None if there is no such flag.
 
         `params` are the parameters to which the gradients belong. `stepped`: an optimizer of the model has stepped since the last backward.
         """
         gradients = [p.grad for p in params if p.grad is not None]
+        dropped: list[Tensor] = []
         if not gradients:
-            self._unheard()
+            dropped = self._unheard()
             self._heard = None
         elif self._heard is not None and (recording(self._heard.device) or not self._still_there(gradients)):
             self._heard = None
@@ -342,6 +365,7 @@ class Noted:
             self._heard = None if self._heard is None else self._heard * on_device(nonzero, self._heard.device)
             self._flags = [flag * on_device(nonzero, flag.device) for flag in flags] if flags else self._flags
         self.waits = self._recorded or self._heard is not None or len(self._flags) > 0
+        return any_of(dropped) if dropped and not self._recorded else None
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the overflow flags that decide if an optimizer step of `params` is skipped: 0-dim fp32 tensors, above 0 for an overflow.
@@ -362,6 +386,7 @@ class Noted:
 
         `flag`: a tensor above 0 if the step overflowed. `overflow`: True or False for the same; None if the host has not read `flag`.
         """
+        self.discards = 0
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False

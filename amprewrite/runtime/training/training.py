@@ -171,7 +171,7 @@ class StepGate(StepRecord):
         self._known = None
         for note in self._notes:
             if note.waits:
-                note.began(self._share(note), self._stepped)
+                self.dropped(note, note.began(self._share(note), self._stepped))
 
     def _backward_began(self) -> None:
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a backward begins.
@@ -184,7 +184,8 @@ class StepGate(StepRecord):
         for note in self._notes:
             if note.waits:
                 share = self._share(note)
-                note.began(share if all(p.grad is None for p in share) else self._own_among(share), self._stepped)
+                own = share if all(p.grad is None for p in share) else self._own_among(share)
+                self.dropped(note, note.began(own, self._stepped))
 
     def _backward_ended(self, number: int) -> None:
         """Check gradients for overflow after the backward with autograd's id `number`.

@@ -185,6 +185,35 @@ def test_what_zero_grad_threw_away_does_not_skip_a_later_step(to_none):
     assert amp.loss_scale.report().skipped == (0 if to_none else 1), "zeros cannot be told from clamped infinities"
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_loop_that_leaves_out_overflows_itself_shrinks_the_scale(parts):
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=amprewrite.DynamicLossScale(init=2.0**32))
+    params = list(ours.parameters())
+    optimizers = [torch.optim.SGD(params[part::parts], lr=1e-3) for part in range(parts)]
+    steps = 0
+    for _ in range(40):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(amp, 0).backward()
+        if nn.utils.clip_grad_norm_(params, 1.0).isfinite():
+            steps += 1
+            for optimizer in optimizers:
+                optimizer.step()
+    assert steps > 10
+    assert amp.loss_scale.report().steps <= 40
+
+
+def test_a_loop_that_leaves_out_every_step_is_stopped():
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
+    with pytest.raises(amprewrite.LossScaleError, match="50 optimizer steps in a row"):
+        for _ in range(60):
+            optimizer.zero_grad()
+            (loss_of(amp, 0) * float("nan")).backward()
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_overflow_that_one_of_two_optimizers_has_read_counts_once(to_none, fused):
