@@ -107,7 +107,7 @@ class StepRecord:
     on_stuck: Callable[[], bool] | None = None
     """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
     _overflowed: set[int] = field(default_factory=set, init=False)
-    """Ids of the optimizers that have stepped since the latest overflow, its own optimizer included; empty once a set of steps was clean."""
+    """Ids of the optimizers that have stepped since the latest overflow and of its own; empty once a set of steps was clean."""
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
     _stepped: bool = field(default=False, init=False)
     """True if an optimizer of the model has stepped since the latest backward."""
@@ -164,8 +164,10 @@ class StepRecord:
         number = id(optimizer)
         if overflow is None:
             self.loss_scale.ask = functools.partial(self._learn, number, True)
-        else:
+        elif overflow or self._overflowed:
             self._learn(number, overflow)
+        else:
+            self.loss_scale.ask = None
         if overflow is False:
             self._until_look.pop(number, None)
             return
