@@ -205,6 +205,18 @@ def test_packed_sequences_run_low(kind: str, dtype: str) -> None:
     check(model, (x,), dtype)
 
 
+def test_a_layer_put_in_later_runs_packed_sequences_with_its_own_weights() -> None:
+    model, x = made("lstm", 64, 12, Packed)
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    amp(x)
+    model.layer = nn.LSTM(64, 64)
+    amp.layer = copy.deepcopy(model.layer)
+    got, wanted = amp(x)[0], model(x)[0]
+    assert error([got], [wanted]) < 0.01
+    got.sum().backward()
+    assert amp.layer.weight_ih_l0.grad is not None
+
+
 def test_packed_sequences_by_any_way_in() -> None:
     """A state is passed in, a module is called by itself, hooks run, a second length captures no third graph, and a plan can be edited."""
     model, x = made("gru", 32, 300, Packed)

@@ -18,6 +18,7 @@ torch.nn.DataParallel makes a replica for each device, and calls each replica in
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -158,17 +159,19 @@ def call_packed(
 
     `function` is the forward of the recurrent `module` at `path`, with or without its hooks. `args` and `kwargs` are its arguments.
     """
-
-    def layer_alone(layer: Callable[..., Any], rows: torch.Tensor, batch_sizes: torch.Tensor, states: Any) -> Any:
-        weights = [getattr(module, name) for name in module._flat_weights_names]
-        sizes = module.bias, module.num_layers, module.dropout, module.training, module.bidirectional
-        return layer(rows, batch_sizes, states, weights, *sizes)
-
     key = f"{path} packed"
-    if key not in session.entries:
-        session.add_entry(path, layer_alone, key=key)
+    entry = session.entries.get(key)
+    if entry is None or getattr(entry.function, "__self__", None) is not module:  # none yet, or for a module that was at `path` before
+        session.add_entry(path, types.MethodType(_layer_alone, module), key=key)
     with _Layers(lambda *given: enter(session, key, given, {})):
         return function(*args, **kwargs)
+
+
+def _layer_alone(module: nn.RNNBase, layer: Callable[..., Any], rows: Tensor, batch_sizes: Tensor, states: Any) -> Any:
+    """Call the op `layer` on packed rows with the weights of the recurrent `module`."""
+    weights = [getattr(module, name) for name in module._flat_weights_names]
+    sizes = module.bias, module.num_layers, module.dropout, module.training, module.bidirectional
+    return layer(rows, batch_sizes, states, weights, *sizes)
 
 
 REPLICATE = "_replicate_for_data_parallel"
