@@ -35,8 +35,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if target.training:
             self._keep_low(edited)
-        for node in edited.module.graph.find_nodes(op="placeholder"):
-            node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
+        give_sources(edited.module.graph)
 
     def _keep_low(self, edited: EditedGraph) -> None:
         """Let the graph return low-precision values in place of casts to fp32, which are then made outside of the graph.
@@ -48,6 +47,12 @@ class SuitCompiler(Pass[Target, EditedGraph]):
         for node in filter(widens, edited.module.graph.nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         edited.module.recompile()
+
+
+def give_sources(graph: torch.fx.Graph) -> None:
+    """Give each input of a graph the source that Dynamo recorded, where AOTAutograd looks for it."""
+    for node in graph.find_nodes(op="placeholder"):
+        node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
 
 
 def return_low(graph: torch.fx.Graph) -> list[Widened]:

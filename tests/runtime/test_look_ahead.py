@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runtime_help import BatchMean
 from torch import Tensor, nn
 from torch._higher_order_ops import map as map_op
 from torch.nn import functional
@@ -21,6 +22,7 @@ import amprewrite
 from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.runtime.captured import look_ahead
 from amprewrite.runtime.captured.look_ahead import CALLS, LookAhead
+from amprewrite.runtime.compiler import sizes
 
 
 class Stateful(nn.Module):
@@ -259,3 +261,20 @@ def test_a_call_that_would_overflow_runs_once_and_is_right(width, grad):
     for got, want in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(got, want, rtol=2e-3, atol=0)
     assert ("decided anew" in str(amp.plan)) == (width == 1024)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("limit", [1, 64])
+def test_a_compiled_graph_that_is_planned_anew_serves_all_sizes(grad: bool, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "RECOMPILE_LIMIT", limit)
+    model = BatchMean()
+    amp = amprewrite.rewrite(model, dtype="fp16", backend="aot_eager", parity=False)
+    with torch.set_grad_enabled(grad):
+        for rows, scale in ((16, 1), (24, 1), (32, 1e6), (64, 1), (24, 1), (128, 1)):  # the third call overflows in fp16
+            x = scale * torch.randn(rows, 8)
+            got, wanted = amp(x), model(x)
+            assert (got - wanted).norm() < 0.01 * wanted.norm()
+            if grad:
+                for mine, exact in zip(*(torch.autograd.grad(y.square().sum(), model.parameters()) for y in (got, wanted)), strict=True):
+                    assert (mine - exact).norm() < 0.05 * exact.norm()
+    assert "decided anew" in str(amp.plans[-1])

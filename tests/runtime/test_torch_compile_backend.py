@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_help import Broken, data, low, mlp
+from runtime_help import BatchMean, Broken, data, low, mlp
 from torch import nn
 
 import amprewrite
@@ -163,6 +163,17 @@ def test_models_that_share_code_share_no_decision():
 
 
 @pytest.mark.long
+def test_a_graph_of_all_sizes_serves_a_second_model_in_all_sizes():
+    models = BatchMean(0), BatchMean(1)
+    runs = [torch.compile(m, backend="amprewrite", options={"dtype": "bf16", "backend": "aot_eager"}, dynamic=True) for m in models]
+    for index, rows in ((0, 16), (0, 24), (1, 16), (1, 24), (1, 40)):
+        x = torch.randn(rows, 8)
+        got, wanted = runs[index](x), models[index](x)
+        assert (got - wanted).norm() < 0.02 * wanted.norm()
+        ours, exact = (torch.autograd.grad(y.square().sum(), models[index].parameters()) for y in (got, wanted))
+        assert all((a - b).norm() < 0.05 * b.norm() for a, b in zip(ours, exact, strict=True))
+
+
 def test_blocks_compiled_one_by_one_are_all_guarded():
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(10)))

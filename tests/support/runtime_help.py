@@ -42,6 +42,18 @@ def mlp(seed: int = 0) -> MLP:
     return MLP()
 
 
+class BatchMean(nn.Module):
+    """Two layers, and a mean over the batch, whose size is part of the graph."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()).sum(0) / x.shape[0]
+
+
 def data(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*(shape or (3, 8)), generator=torch.Generator().manual_seed(seed))
 

@@ -40,6 +40,7 @@ from amprewrite.runtime.captured.region import CallRecord, Region, Running, scal
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import under_way
 from amprewrite.runtime.compiler.plain_words import own_autocast
+from amprewrite.runtime.compiler.sizes import for_each_size
 from amprewrite.runtime.options import is_sharded, policy_on
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.training import Training
@@ -177,7 +178,7 @@ class GraphRewriter(CallRecord):
         """
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
-        backend = dynamo.lookup_backend(self.options.backend) if compiled else None
+        backend = for_each_size(dynamo.lookup_backend(self.options.backend)) if compiled else None
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)
