@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amprewrite.report.cast_plan import CastPlan, PendingPlan
+from amprewrite.runtime.model.in_place import BEFORE
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, session_of
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
@@ -97,7 +98,8 @@ class Rewritten(RewrittenBase):
         The weights take about half the memory, and calls cast no weights. All graphs captured so far decide; with arguments, the model is
         first called on them. A weight that every graph reads in the low format is stored in it. A weight that graphs read in both formats
         is stored in both. Other weights do not change. Results stay bitwise the same. Afterwards parameters take no gradients and still
-        report fp32; `state_dict()` holds the stored values. If the rewrite was not in place, the original model keeps its weights.
+        report fp32; `state_dict()` holds the stored values. If the rewrite was not in place, the original model keeps its weights, and what
+        stays fp32 is copied: as long as the original exists, both models hold memory for it.
 
         Raises PolicyError if the model is in training mode, frozen already or sharded; PlanError if nothing was captured.
         """
@@ -110,7 +112,7 @@ class Rewritten(RewrittenBase):
                 capture_now(self, args, kwargs)
             if not session.regions:
                 raise PlanError("freeze() goes by captured graphs, and there are none: call the model first, or amp.freeze(inputs)")
-            session.freeze(freeze_weights(self, [region.reads.copies for region in session.regions]))
+            session.freeze(freeze_weights(self, [region.reads.copies for region in session.regions], BEFORE not in self.__dict__))
             if called:
                 capture_now(self, args, kwargs)
 

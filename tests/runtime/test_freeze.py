@@ -177,6 +177,18 @@ def test_original_model_keeps_its_weights() -> None:
     assert torch.equal(model(data()), want)
 
 
+def test_training_the_original_does_not_change_the_frozen_model() -> None:
+    """Weights that stay fp32 (the norms'), or are kept in both formats (the table), and statistics of a batch norm are its own."""
+    model = nn.Sequential(Tied(), nn.LayerNorm(12), nn.BatchNorm1d(12), nn.Linear(12, 4)).eval()
+    ids = torch.arange(12)
+    amp = frozen(model, ids)
+    before = run(amp, ids)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.train()(ids).square().sum().backward()
+    optimizer.step()
+    assert alike(run(amp, ids), before)
+
+
 @pytest.mark.long
 def test_generate_is_the_same() -> None:
     model, x = llama()

@@ -4,7 +4,8 @@
 
 1. A weight that every graph reads low is replaced by its low copy, and its fp32 values are dropped. A weight that is read low and in
    fp32 is stored in both formats, so that no call casts it. A weight that is read only in fp32, or not at all, stays fp32.
-2. No parameter of a frozen model takes gradients. All parameters are new objects, so that the original model does not change.
+2. No parameter of a frozen model takes gradients. All parameters are new objects, so that the original model does not change. If the
+   rewrite was not in place, the fp32 values that stay are copied, and so are buffers: training the original changes no frozen model.
 3. All graphs are captured anew. They compute the same numbers as before, because a low copy holds the result of the former cast.
 """
 
@@ -25,7 +26,7 @@ from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
 from amprewrite.passes.lower.hoist_weight_casts import Copy
 from amprewrite.runtime.options import is_sharded
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
-from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
+from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 from amprewrite.torch_internals.trees import tree_leaves
 
@@ -60,10 +61,11 @@ def check_freezable(model: nn.Module) -> None:
         )
 
 
-def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
+def freeze_weights(model: nn.Module, reads: Iterable[Reads], shared: bool) -> tuple[str, ...]:
     """Replace, in place, the parameters of `model` by the copies that its graphs read. `reads` says for each graph how it reads weights.
 
-    Returns the names of the parameters that stay fp32 and took gradients before.
+    If another model has the same parameters and buffers (`shared`), values that stay fp32, and buffers, are copied. As long as the other
+    model exists, these copies take memory in addition to its own tensors. Returns the names of the parameters that stay fp32 and took gradients before.
     """
     weights = dict(named_parameters_in(model, remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
@@ -79,8 +81,11 @@ def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
         weight = weights.pop(name)
         if id(weight) not in made:
             found = copies.get(id(weight))
-            made[id(weight)] = _constant(weight) if found is None else _frozen(weight, found, None in wanted[id(weight)])
+            values = weight.detach().clone() if shared and (found is None or None in wanted[id(weight)]) else weight.detach()
+            made[id(weight)] = _constant(weight, values) if found is None else _frozen(weight, found, values, None in wanted[id(weight)])
             _replace(model, weight, made[id(weight)])
+    if shared:
+        _copy_buffers(model)
     return took
 
 
@@ -106,22 +111,29 @@ def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[
     return {number: copy for number, copy in copies.items() if number in apart}
 
 
-def _frozen(weight: Tensor, copy: Copy, high: bool) -> FrozenWeight:
-    """Return a frozen weight that stores `weight` cast and padded as `copy` (dtype, layout) says.
+def _frozen(weight: Tensor, copy: Copy, values: Tensor, high: bool) -> FrozenWeight:
+    """Return a frozen weight that stores the `values` of `weight`, cast and padded as `copy` (dtype, layout) says.
 
-    If `high`, it also keeps the fp32 values of `weight`.
+    If `high`, it also keeps `values` themselves, which are fp32.
     """
     with torch.no_grad(), torch.inference_mode(False):
-        stored = pad_cast(weight.detach(), *copy).requires_grad_(weight.requires_grad)
-        kept = weight.detach() if high else None
+        stored = pad_cast(values, *copy).requires_grad_(weight.requires_grad)
+        kept = values if high else None
         return FrozenWeight(stored, weight.size(), weight.stride(), copy[1], kept, weight.requires_grad)
 
 
-def _constant(weight: Tensor) -> Tensor:
-    """Return a new parameter that shares the memory and attributes of `weight` and takes no gradient."""
-    made = nn.Parameter(weight.detach(), requires_grad=False)
+def _constant(weight: Tensor, values: Tensor) -> Tensor:
+    """Return a new parameter that holds `values`, has the attributes of `weight`, and takes no gradient."""
+    made = nn.Parameter(values, requires_grad=False)
     made.__dict__.update(weight.__dict__)
     return made
+
+
+def _copy_buffers(model: nn.Module) -> None:
+    """Replace each buffer of `model`, in place, by a copy of it."""
+    copies = {buffer: buffer.detach().clone() for buffer in buffers_in(model)}
+    for module in model.modules():
+        module._buffers.update({name: copies[buffer] for name, buffer in module._buffers.items() if buffer is not None})
 
 
 def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
