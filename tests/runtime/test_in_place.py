@@ -90,6 +90,21 @@ def test_a_forward_that_was_set_since_stays():
     assert torch.equal(model(x), 2 * mlp()(x))
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_parametrization_that_was_registered_since_stays(kind, again: bool):
+    model, x = mlp().eval(), data()
+    low(model, inplace=True)(x)
+    kind(model.first)
+    expected = copy.deepcopy(model)(x)
+    if again:
+        assert torch.equal(low(model, inplace=True)(x), expected)
+    assert torch.allclose(amprewrite.restore(model)(x), expected, atol=0.05)
+    nn.utils.parametrize.remove_parametrizations(model.first, "weight")
+    assert type(model.first) is nn.Linear
+    assert torch.allclose(model(x), expected, atol=0.05)
+
+
 def test_a_part_that_was_rewritten_before_is_taken_over_and_given_back():
     model, x = nn.Sequential(mlp(), nn.Linear(4, 4)), data()
     low(model[0], inplace=True)

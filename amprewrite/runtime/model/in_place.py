@@ -1,7 +1,8 @@
 """Record a module before it is rewritten in place, to restore it exactly. Make the class of a rewritten module. Clone a module tree.
 
 1. A rewrite changes the class of the root, and in each module only the attributes in TOUCHED. They are recorded before the first change.
-2. Restoring keeps a `forward` that the user set after the rewrite, and the effect of a later `compile()` of the root.
+2. Restoring keeps a `forward` that the user set after the rewrite, and the effect of a later `compile()` of the root. It also keeps the
+   class of a submodule that was parametrized after the rewrite.
 3. All other attributes, such as parameters, buffers and hooks, are never changed.
 
 The class of a rewritten module is a subclass of the module's original class with methods of a mixin:
@@ -76,7 +77,7 @@ class Before:
         for number, module in found.items():
             cls, values = was.get(number, (type(module), {}))
             _put_back(module, values, is_root=module is root)
-            if type(module) is not cls:
+            if original_of(type(module)) is not None or original_of(cls) is type(module):  # leave a class that `weight_norm` made since
                 module.__class__ = cls
 
 

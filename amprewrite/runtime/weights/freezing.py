@@ -65,7 +65,8 @@ def freeze_weights(model: nn.Module, reads: Iterable[Reads], shared: bool) -> tu
     """Replace, in place, the parameters of `model` by the copies that its graphs read. `reads` says for each graph how it reads weights.
 
     If another model has the same parameters and buffers (`shared`), values that stay fp32, and buffers, are copied. As long as the other
-    model exists, these copies take memory in addition to its own tensors. Returns the names of the parameters that stay fp32 and took gradients before.
+    model exists, these copies take memory in addition to its own tensors. Returns the names of the parameters that stay fp32 and took
+    gradients before.
     """
     weights = dict(named_parameters_in(model, remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
