@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from runtime_help import low
@@ -91,3 +93,24 @@ def test_sizes_of_one_and_widths_are_not_marked() -> None:
     assert tokens._dynamo_weak_dynamic_indices == {1}
     assert states._dynamo_weak_dynamic_indices == {0, 1}
     assert not hasattr(image, "_dynamo_weak_dynamic_indices")
+
+
+class Decoder(nn.Module):
+    """Generates two hidden states, and is given an object of its own with an attribute `layers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, given: SimpleNamespace) -> torch.Tensor:
+        return self.fc(x)
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, layers: object) -> torch.Tensor:
+        return self(self(x, SimpleNamespace(layers=layers)), SimpleNamespace(layers=layers))
+
+
+@pytest.mark.parametrize("layers", [12, [None, None], [{"keys": None}], (), [torch.zeros(1, 2, 3, 4)]], ids=type)
+def test_layers_of_an_object_that_is_no_cache_of_transformers_are_left_alone(layers: object) -> None:
+    model, x = Decoder(), torch.randn(3, 8)
+    assert (low(model).generate(x, layers) - model.generate(x, layers)).norm() < 0.05

@@ -102,7 +102,7 @@ def _low_class(cls: type) -> type:
 
 def caches_of(value: Any) -> Iterator[Any]:
     """Yield each KV cache with layers in `value`: `value` itself, and the two inner caches if it is the cache of an encoder-decoder."""
-    if getattr(value, "layers", None):
+    if isinstance(getattr(value, "layers", None), list | tuple):
         yield value
     for name in _CACHES:
         if hasattr(value, name):
@@ -116,8 +116,8 @@ def layers_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(layer: Any) -> tuple[Any, Any]:
-    """Return the stored keys and values of a layer; None for each that is missing."""
-    inner = vars(layer).get(_INNER, layer)
+    """Return the stored keys and values of a layer; None for each that is missing. Attributes named `layers` may hold any objects."""
+    inner = getattr(layer, "__dict__", {}).get(_INNER, layer)
     return getattr(inner, "keys", None), getattr(inner, "values", None)
 
 
