@@ -620,3 +620,44 @@ def test_a_buffer_that_a_forward_replaces_is_as_before_after_a_capture_with_exam
     assert (amp.at is None) if start is None else torch.equal(amp.at, start)
     want = model(x)
     assert (amp(x) - want).norm() < 1e-2 * want.norm()
+
+
+class Snapshots(nn.Module):
+    """A forward that makes buffers of its input and of a weight: a later write to these buffers would change both."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_buffer("before", torch.zeros(8, 16))
+        self.register_buffer("old", torch.zeros(16, 16))
+
+    def forward(self, x):
+        y = self.fc(x - self.before) + x @ self.old
+        self.before, self.old = x, self.fc.weight.detach()
+        return y
+
+
+class Graph(nn.Module):
+    """Sparse buffers in two layouts, one of which the forward writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_buffer("edges", torch.eye(8).to_sparse())
+        self.register_buffer("rows", torch.eye(8).to_sparse_csr())
+
+    def forward(self, x):
+        self.edges.mul_(2)
+        return torch.sparse.mm(self.edges, self.fc(x)) + torch.sparse.mm(self.rows, x)
+
+
+@pytest.mark.parametrize("made", [Snapshots, Graph])
+@pytest.mark.parametrize("way", ["plan", "example_inputs"])
+def test_a_plan_from_example_inputs_changes_neither_inputs_nor_weights_nor_buffers(made, way):
+    model, x = made(), torch.randn(8, 16)
+    given, state = x.clone(), {name: each.detach().clone() for name, each in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpRewriteWarning)  # capture cannot read sparse tensors, and says so
+        amprewrite.plan(model, (x,), dtype="bf16") if way == "plan" else amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,))
+    assert torch.equal(x, given)
+    assert all(torch.equal(each.to_dense(), state[name].to_dense()) for name, each in model.state_dict().items())

@@ -59,7 +59,7 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Context manager that restores the buffers of `model` and the random states of the CPU and of the model's CUDA devices."""
     tables = [(module._buffers, dict(module._buffers)) for module in modules_in(model)]
-    values = [(buffer, buffer.detach().clone()) for buffer in buffers_in(model)]
+    values = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in buffers_in(model)]
     devices = sorted({p.device.index or 0 for p in parameters_in(model) if p.device.type == "cuda"})
     try:
         with random_state_kept(devices):
@@ -70,6 +70,12 @@ def state_kept(model: nn.Module) -> Iterator[None]:
                 table.clear()  # the model assigned new tensors to its buffers
                 table.update(before)
         with torch.no_grad():
-            for buffer, value in values:
-                if not buffer.is_inference() and not torch.equal(buffer, value):
+            for buffer, value, version in values:
+                same = torch.equal(buffer, value) if buffer.layout is torch.strided else _version(buffer) == version
+                if not buffer.is_inference() and not same:
                     buffer.copy_(value) if buffer.shape == value.shape else buffer.set_(value)  # type: ignore[call-overload]
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return the version counter of a tensor, by which a write to a sparse tensor is noticed; None if it has none."""
+    return None if tensor.is_inference() else tensor._version
