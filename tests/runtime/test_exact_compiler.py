@@ -270,3 +270,9 @@ def test_dropout_and_batches_of_other_sizes_are_eagers(dtype):
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_dropout_of_all_or_nothing_stays_the_kernels(p):
     assert decompositions()[aten.native_dropout.default](WIDE, p, True) is NotImplemented
+
+
+def test_the_backward_of_a_threshold_that_a_low_format_rounds_stays_the_kernels():
+    rule, x = decompositions()[aten.threshold_backward.default], torch.tensor([0.0996, 0.1001, -1.0, torch.nan], dtype=torch.bfloat16)
+    assert rule(torch.ones_like(x), x, 0.1) is NotImplemented
+    assert torch.equal(rule(torch.ones_like(x), x, 0), aten.threshold_backward(torch.ones_like(x), x, 0))

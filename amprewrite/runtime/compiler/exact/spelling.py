@@ -152,7 +152,7 @@ DECOMPOSED = (
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.zeros.default, aten.ones.default,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.fill.Scalar, aten.stack.default,
     aten.unsafe_split.Tensor, aten.index_select.default, aten.flip.default, aten.roll.default, aten.tril.default, aten.triu.default,
-    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.threshold_backward.default, aten.clamp.default, aten.rsub.Scalar,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.clamp.default, aten.rsub.Scalar,
 )  # fmt: skip
 """Calls whose decompositions only move or make values, or consist of calls for which `is_fusible` decides."""
 _WIDE = (aten.mul.Tensor, aten.div.Tensor)
@@ -160,12 +160,13 @@ _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions for inductor: its own for the calls in DECOMPOSED, and ours for dropout and the backward of a slice."""
+    """Return the decompositions for inductor: its own for the calls in DECOMPOSED, and ours for dropout and some backwards."""
     table = select_decomp_table()
     own: dict[Any, Callable[..., Any]] = {
         aten.slice_backward.default: _slice_backward,
         aten.native_dropout.default: _dropout,
         aten.native_dropout_backward.default: _dropout_backward,
+        aten.threshold_backward.default: _threshold_backward,
     }
     return {call: table[call] for call in DECOMPOSED if call in table} | own
 
@@ -186,6 +187,11 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
     if not gradient.is_cpu or not scale:
         return NotImplemented  # type: ignore[no-any-return]
     return gradient * (mask.to(gradient.dtype) / (1 / scale))
+
+
+def _threshold_backward(gradient: Tensor, x: Tensor, threshold: float) -> Tensor:
+    """Decompose the backward of ReLU, whose threshold is 0. Return NotImplemented for another, which the kernel does not round to bf16."""
+    return NotImplemented if threshold else gradient.masked_fill(x <= 0, 0)
 
 
 def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> Tensor:
