@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,8 @@ from amprewrite.runtime.model.in_place import BEFORE
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, session_of
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
-from amprewrite.runtime.weights.freezing import check_freezable, freeze_weights, warn_of_optimizers
-from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
+from amprewrite.runtime.weights.freezing import check_freezable, freeze_weights, warn_of_optimizers, warn_of_rounded
+from amprewrite.tables.errors import PlanError, PolicyError
 from amprewrite.tables.extras import load_extra
 
 if TYPE_CHECKING:
@@ -117,20 +116,14 @@ class Rewritten(RewrittenBase):
                 capture_now(self, args, kwargs)
 
     def unfreeze(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Turn a frozen model back into an fp32 model that can be trained, with the fp32 values of `state_dict`.
+        """Turn a frozen model back into an fp32 model that can be trained, with the values of `state_dict`.
 
         Without `state_dict`, the weights become fp32 tensors with the stored, rounded values, and a warning says so. `load_state_dict` of
-        fp32 values also unfreezes the model. Raises PlanError if `state_dict` lacks a weight, or if the model is not frozen.
+        fp32 values also unfreezes the model. Raises PlanError if `state_dict` lacks a frozen weight, or if the model is not frozen.
         """
         if session_of(self).options.frozen is None:
             raise PlanError(f"this {type(self).__name__} is not frozen")
-        rounded = session_of(self).thaw(state_dict)
-        if rounded:
-            which = f"{rounded[0]} and {len(rounded) - 1} more weights are" if len(rounded) > 1 else f"{rounded[0]} is"
-            warnings.warn(
-                f"{which} fp32 again with the low values that were stored: what freeze() rounded off is lost; "
-                "amp.unfreeze(state_dict) takes fp32 values", AmpRewriteWarning, stacklevel=2,
-            )  # fmt: skip
+        warn_of_rounded(session_of(self).thaw(state_dict))
 
     # -- low copies of weights -----------------------------------------------------
     def frozen_weights(self) -> AbstractContextManager[None]:

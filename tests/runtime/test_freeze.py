@@ -458,6 +458,35 @@ def test_loading_fp32_unfreezes() -> None:
     assert amp.state_dict()["first.weight"].dtype == torch.float32
 
 
+def test_loading_half_of_a_state_dict_says_which_weights_stay_rounded() -> None:
+    amp, other = frozen(), mlp(seed=3).state_dict()
+    with pytest.warns(AmpRewriteWarning, match=r"first\.weight and 2 more weights are fp32 again with the low values"):
+        amp.load_state_dict({"second.weight": other["second.weight"]}, strict=False)
+    assert torch.equal(amp.second.weight, other["second.weight"])
+    amp = frozen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            amp.load_state_dict({**other, "third": torch.zeros(1)})
+
+
+def test_unfreeze_takes_values_of_what_was_not_frozen() -> None:
+    def normed(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(mlp(seed), nn.LayerNorm(4), nn.BatchNorm1d(4)).eval()
+        for each in (model[1].weight, model[1].bias, model[2].running_mean):
+            nn.init.normal_(each)
+        return model
+
+    amp, other = frozen(normed(0)), normed(3)
+    wrong = other.state_dict() | {"1.weight": torch.zeros(5)}
+    with pytest.raises(PlanError, match=r"1\.weight is"):
+        amp.unfreeze(wrong)
+    assert isinstance(amp[0].first.weight, FrozenWeight)
+    amp.unfreeze(other.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(amp.state_dict().values(), other.state_dict().values(), strict=True))
+
+
 # -- copies, devices, exports --------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,15 @@ from amprewrite.runtime.model.part_calls import (
 )
 from amprewrite.runtime.options import Options, part_paths
 from amprewrite.runtime.session import Session, enter
-from amprewrite.runtime.weights.freezing import brings_fp32, hook_states, refuse_frozen, unfreeze_weights, without_frozen_weights
+from amprewrite.runtime.weights.freezing import (
+    brings_fp32,
+    hook_states,
+    not_brought,
+    refuse_frozen,
+    unfreeze_weights,
+    warn_of_rounded,
+    without_frozen_weights,
+)
 from amprewrite.runtime.weights.half_values import conversion_warning
 from amprewrite.tables.boundary.members import named_buffers_in, named_modules_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
@@ -56,7 +64,9 @@ class RewrittenBase(nn.Module):
             session_of(self).schedule.due = True
             state = args[0] if args else kwargs.get("state_dict")
             if isinstance(state, Mapping) and brings_fp32(self, state):
-                session_of(self).thaw()  # unfreeze with rounded values: the state dict below overwrites them
+                lost = not_brought(self, state)
+                rounded = session_of(self).thaw()  # unfreeze with rounded values: the state dict below overwrites them
+                warn_of_rounded([name for name in rounded if name in lost])
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
 from amprewrite.passes.lower.hoist_weight_casts import Copy
 from amprewrite.runtime.options import is_sharded
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
-from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
+from amprewrite.tables.boundary.members import buffers_in, named_buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 from amprewrite.torch_internals.trees import tree_leaves
 
@@ -155,8 +155,8 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
     """Make the parameters of a frozen model fp32 again, in place, and return the names of the weights whose values stay rounded.
 
     `values`: a state dict with the fp32 values. If it is None, a weight gets the fp32 values that it kept, or its low values cast to fp32.
-    `took`: names of fp32 parameters that require gradients again. Raises PlanError, before any change, if `values` lacks a frozen weight or
-    has it in another shape.
+    Other parameters, and buffers, also get their values in it, if it has them. `took`: names of fp32 parameters that require gradients
+    again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
     """
     frozen = frozen_in(model)
     names: dict[int, list[str]] = {}
@@ -164,13 +164,18 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
         names.setdefault(id(weight), []).append(name)
     sources = {number: _source(aliases, frozen[aliases[0]], values) for number, aliases in names.items()}
     rounded = [aliases[0] for number, aliases in names.items() if _loses(frozen[aliases[0]], sources[number])]
-    others = {name: each for name, each in named_parameters_in(model, remove_duplicate=False) if name not in frozen}
+    every = *named_parameters_in(model, remove_duplicate=False), *named_buffers_in(model, remove_duplicate=False)
+    others = {name: each for name, each in every if name not in frozen}
+    given = {name: _source([name], each, values) for name, each in others.items() if values is not None and name in values}
     for number, aliases in names.items():
         weight, source = frozen[aliases[0]], sources[number]
         made = weight.thawed() if source is None else torch.empty_strided(weight.size(), weight.stride(), device=weight.device)
         if source is not None:
             made.copy_(source.detach())
         _replace(model, weight, nn.Parameter(made, requires_grad=weight.trains))
+    with torch.no_grad():
+        for name, source in given.items():
+            others[name].copy_(source)  # type: ignore[arg-type]
     for name in took:
         if name in others and not others[name].requires_grad:
             others[name].requires_grad_()
@@ -185,7 +190,7 @@ def _loses(weight: FrozenWeight, source: Tensor | None) -> bool:
     return not weight.exact if source is None else source.dtype == weight.stored.dtype
 
 
-def _source(names: list[str], weight: FrozenWeight, values: Mapping[str, Any] | None) -> Tensor | None:
+def _source(names: list[str], weight: Tensor, values: Mapping[str, Any] | None) -> Tensor | None:
     """Return the tensor in `values` under one of the `names` of a weight; None if `values` is None.
 
     Raises PlanError if `values` has no such tensor, or a tensor of another shape.
@@ -282,6 +287,23 @@ def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
     """True if `state` has a frozen weight in another dtype than the state dict of `model` has, for example in fp32 instead of bf16."""
     frozen = frozen_in(model)
     return any(name in state and getattr(state[name], "dtype", None) != each.low_dtype for name, each in frozen.items())
+
+
+def not_brought(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Return the names of the frozen weights of `model` for which `state` has no tensor of the same shape, under any name of the weight."""
+    frozen = frozen_in(model)
+    brought = {id(each) for name, each in frozen.items() if getattr(state.get(name), "shape", None) == each.shape}
+    return {name for name, each in frozen.items() if id(each) not in brought}
+
+
+def warn_of_rounded(names: list[str]) -> None:
+    """Warn, if `names` is not empty, that these weights became fp32 again with rounded values."""
+    if names:
+        which = f"{names[0]} and {len(names) - 1} more weights are" if len(names) > 1 else f"{names[0]} is"
+        warnings.warn(
+            f"{which} fp32 again with the low values that were stored: what freeze() rounded off is lost; "
+            "amp.unfreeze(state_dict) takes fp32 values", AmpRewriteWarning, stacklevel=3,
+        )  # fmt: skip
 
 
 def give_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
