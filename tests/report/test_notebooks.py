@@ -114,4 +114,4 @@ def test_nothing_is_shown_where_nobody_watches(capfd: pytest.CaptureFixture[str]
 
 def test_a_short_module_path_is_in_the_page_of_verify() -> None:
     model = nn.Sequential(OrderedDict(fc1=nn.Linear(64, 64), act=nn.GELU(), head=nn.Linear(64, 64)))
-    assert "linear in fc1" in shown(amprewrite.verify(model, (torch.randn(4, 64),), dtype="bf16")).text
+    assert "linear in fc1" in shown(amprewrite.verify(amprewrite.rewrite(model, dtype="bf16"), (torch.randn(4, 64),))).text
