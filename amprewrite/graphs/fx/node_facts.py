@@ -500,7 +500,8 @@ def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
     """Return the names of the parameters of `target`, in order; () if they are unknown."""
     if isinstance(target, OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
-    if callable(target) and not isinstance(target, OpOverloadPacket) and getattr(target, "__module__", "") != "_operator":  # its names are a and b
+    of_operators = getattr(target, "__module__", "") == "_operator"  # its functions name their operands a and b
+    if callable(target) and not isinstance(target, OpOverloadPacket) and not of_operators:
         try:
             names = tuple(inspect.signature(target).parameters)
         except (ValueError, TypeError):
