@@ -241,10 +241,10 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Record which values must not be rounded: in the body `part` its results, in the graph `captured` inputs of the body.
+    """Record which values must not be rounded to the low format, both in the body `part` and in the graph `captured` around it.
 
-    `part` is the body of `node`, a loop, a condition or an autograd Function. An input must not be rounded if an op in the body would
-    magnify its error. In `captured`, each result of `node` counts as exact as the most exact result of the body.
+    `node` runs the body: a loop, a condition or an autograd Function. No result of the body may be rounded, nor may an input whose
+    error an op in the body would magnify. Each result of `node` gets the highest precision (`Held`) among the results of the body.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -335,10 +335,10 @@ def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None
 
 
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
-    """Return a copy of the checkpoint body that `node` runs, with its `Problem`. Its ops may run low, like those of the graph around it.
+    """Return a copy of the checkpoint body that `node` runs, ready to be planned. Its ops may run low, like those of the graph around it.
 
-    With loss scaling, the gradients at a checkpoint may be unscaled (rule 6 of `passes/apply/scale_loss.py`). Its body is then scaled
-    separately and returns fp32: a cast outside the body would convert small gradients to a low format before they are scaled.
+    With loss scaling, the graph around may leave the checkpoint's gradients unscaled (`nodes_outside`). The body then scales them itself
+    and returns fp32: if it returned low results, small gradients would be cast to the low format before the body scales them.
     """
     assert isinstance(node.args[0], torch.fx.Node)
     part = _read_inner_graph(captured, node, str(node.args[0].target), captured.problem.policy)

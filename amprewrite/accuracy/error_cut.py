@@ -142,10 +142,10 @@ class Chain:
     """
 
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
-        """Compute all plans of the series, by minimum cuts that weigh output errors against the cost of fp32.
+        """Compute the plans of the chain, by minimum cuts that weigh output errors against the cost of fp32.
 
         `edges` has, for each graph, the squared output error of each (value, reader) pair. `own` returns the names of the nodes of a
-        graph that the planner runs low. `metric` converts squared errors to the unit in which reasons name them.
+        graph that the planner runs low. `metric` converts squared errors to the unit of the messages that say why a node stays fp32.
         """
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
         self.graphs = [GraphErrors(captured.problem, found, metric) for captured, found in edges]

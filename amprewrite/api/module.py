@@ -97,8 +97,8 @@ class Rewritten(RewrittenBase):
         The weights take about half the memory, and calls cast no weights. All graphs captured so far decide; with arguments, the model is
         first called on them. A weight that every graph reads in the low format is stored in it. A weight that graphs read in both formats
         is stored in both. Other weights do not change. Results stay bitwise the same. Afterwards parameters take no gradients and still
-        report fp32; `state_dict()` holds the stored values. If the rewrite was not in place, the original model keeps its weights, and what
-        stays fp32 is copied: as long as the original exists, both models hold memory for it.
+        report fp32; `state_dict()` holds the stored values. If the rewrite was not in place, memory is freed only when the original model
+        is deleted: it keeps its fp32 weights, and the frozen model has its own copies of all weights.
 
         Raises PolicyError if the model is in training mode, frozen already or sharded; PlanError if nothing was captured.
         """

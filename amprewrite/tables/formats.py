@@ -1,11 +1,12 @@
 """The floating point formats that amprewrite knows: dtypes, ranges, names, and functions to look them up. Also recipes for fp8 products.
 
 A recipe says which GEMMs run in fp8, in which fp8 formats, and which elements of a matrix share a scale. In a training step a product
-y = x · wᵀ is three GEMMs. Each reads two matrices in the layout shown, and sums over the last dim of both:
+y = x · wᵀ is three GEMMs. Each GEMM reads two matrices, a and b, and returns a · bᵀ, so it sums over the last dim of both:
 
-    out          x  · w      gives y
-    grad_in      g  · wᵀ     gives the gradient of x; g is the gradient of y
-    grad_weight  gᵀ · xᵀ     gives the gradient of w
+    GEMM         a   b    a · bᵀ
+    out          x   w    y
+    grad_in      g   wᵀ   g · w, the gradient of x; g is the gradient of y
+    grad_weight  gᵀ  xᵀ   gᵀ · x, the gradient of w
 
 So a GEMM reads x, w or g as stored ("straight") or transposed ("turned"). Scales of rows belong to the rows of the matrix as the GEMM
 reads it. The limits below are CUDA's, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.

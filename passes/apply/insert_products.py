@@ -5,8 +5,10 @@
              v8 = quantise(v, ...); z = quantised_product(None, None, None, x8, v8, ...)
 
 A product runs up to three GEMMs: the forward and two in the backward. A value is quantised once, before the first product that reads a
-copy of it, in all layouts that these GEMMs read. If a GEMM of a product reads no fp8, the product reads the unquantised value, too.
-Gradients are quantised in the backward of the product, once for both of its GEMMs.
+copy of it, in all layouts that these GEMMs read. Gradients are quantised in the backward of the product, once for both of its GEMMs. The
+first two arguments of `quantised_product` are the unquantised operands; None, as here, for an operand that all GEMMs read in fp8.
+
+Below, x is bf16, and w is fp32. `wide_linear` rounds w to bf16, multiplies, and returns fp32:
 
     before   y = linear(x.to(fp32), w, bias)
     after    y = wide_linear(x, w, bias)
@@ -92,10 +94,10 @@ class _ProductInsertion:
         return copy
 
     def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
-        """Return the fp8 copy that the readers of `operand` shall read: `copy`, or a node that shares its data.
+        """Return the fp8 copy that products read in place of `operand`: `copy`, or a node with its data that sends gradients to `operand`.
 
-        If `operand` is a `linked_copy`, which collects the gradients of one group of readers, insert a `relinked` node: it has the data of
-        `copy`, but sends gradients to `operand`.
+        The second case is for an `operand` made by `linked_copy`, which collects the gradients of one group of readers. `copy` would send
+        their gradients to the low copy of the first group instead. So a node `relinked(copy, operand)` is inserted.
         """
         if operand.target is not linked_copy:
             return copy

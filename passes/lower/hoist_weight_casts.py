@@ -63,9 +63,9 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """Give low-precision copies of weights the `requires_grad` flag of the weight, where a product chooses its kernel by this flag.
+    """After casts of weights, insert nodes that give the low copy the `requires_grad` of its weight, which a cast under no_grad drops.
 
-    `chosen(position)` is False for the inputs of the graph to leave out.
+    Only copies for which a product may choose its kernel by this flag get a node. `chosen(position)` is False for inputs to leave out.
     """
     found = [
         (node, cast)

@@ -139,7 +139,7 @@ class _Sums:
         return self._in_a_row(steps, MANY), running & self.wide
 
     def _in_a_row(self, ways: _Ways, many: int) -> frozenset[str]:
-        """Return the ops in chains of at least `many` sums: the sums, of which each updates the sum before it, and the ops between them."""
+        """Return the sums in chains of at least `many` sums, and the ops between them. Each sum of a chain updates the sum before it."""
         steps: dict[str, int] = {}
         for name, given in ways.items():
             turns = many if not self.problem.repeated.isdisjoint(given) else 1
@@ -197,7 +197,7 @@ class _Sums:
             yield self.graph[operand.value], _Way((*way.passed, node.name), factor, tuple(added), scaled)
 
     def _is_branch(self, value: str, of: str) -> bool:
-        """True if a product computes `value` from the earlier value `of`."""
+        """True if `value` is a branch of the earlier value `of` (rule 2 of this file): it depends on `of` through at least one product."""
         return bool(self.by_products[value] & self.bit[of])
 
     def _is_small(self, way: _Way, before: str) -> bool:

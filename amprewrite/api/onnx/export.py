@@ -134,10 +134,10 @@ def torch_plan(
 
 
 def kept_out(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model) -> frozenset[str]:
-    """Return the ATen base names, such as "softmax", of the ops that the model runs with torch.autocast disabled.
+    """Return the ATen base names, such as "softmax", of the ops that `amp` runs with torch.autocast disabled.
 
-    In the exported file, such code looks like code under other context managers, such as `torch.no_grad`. So a capture of `amp` finds
-    the ops. If a part of the model cannot be captured, the ops under all these context managers are returned.
+    A capture of `amp` finds these ops. If a part of `amp` cannot be captured, return all ops that ran under any context manager such as
+    `torch.no_grad`, to be safe: the exported file `model` marks these ops, but does not show which context manager it was.
     """
     inside = region_ops(model)
     if not inside:

@@ -68,9 +68,9 @@ class ConstantRead:
 
 
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:
-    """Return {name of an op: reason} for the ops that must run in fp32 because of constants.
+    """Return {name of an op: reason} for the ops that must run in fp32 because `low` would damage a constant on which they depend.
 
-    `reads` lists where ops read the file's constants. `seen` holds the known ranges of values on samples, by name of the node.
+    `reads` lists all reads of constants in the ONNX file. `seen` holds the known ranges of the results of nodes on samples, by node name.
     """
     own = dict[str, str]()
     for read in reads:

@@ -258,14 +258,14 @@ def has_offset(values: Any, scores: bool = False) -> Any:
 
 
 def drowns_in(largest_sum: float, low: Format) -> bool:
-    """True if a summand may become zero in `low`, because the error is smaller than the rounding error of a sum of size `largest_sum`."""
+    """True if `low` may flush a small summand to zero without harm: rounding the sum, of size `largest_sum`, causes a larger error."""
     return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
 
 
 def bias_drowns(result: ValueRange | None, low: Format) -> bool:
-    """True if a bias may become zero in `low`, because the error is smaller than the rounding error of the sum of product and bias.
+    """True if `low` may flush a small bias to zero without harm: rounding the sum of product and bias causes a larger error.
 
-    `result` is the range of this sum; None if it is unknown, which counts as large.
+    `result` is the range of this sum. If the range is unknown (None), the sum is taken to be large, and the answer is True.
     """
     return result is None or drowns_in(result.amax, low)
 

@@ -1,4 +1,4 @@
-"""The plan of a model: colours, casts and edits, with reasons. It is frozen data and refers to nodes by name. Applying passes read it."""
+"""A plan is frozen data: by node name, the precision (colour) of each node of a model with a reason, casts, pads, and other op changes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class _OwnHookNumbers:
 
 
 def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `result.register_hook(hook)`, and count the hook as this package's own, so that no HookWatch searches the modules for it."""
+    """Register `hook` on the tensor `result`, and count it as this package's own: no HookWatch then takes it for a new module hook."""
     with _OwnHookNumbers.lock:
         result.register_hook(hook)
         _OwnHookNumbers.taken += 1

@@ -244,7 +244,7 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of a tensor of a KV cache in which Dynamo gives equal sizes one symbol; () if `mark_growing` has not set any."""
+    """Return the dims of `tensor` whose sizes share a Dynamo symbol with equal sizes in other such dims; () if `mark_growing` set none."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 

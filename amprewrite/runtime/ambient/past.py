@@ -88,7 +88,7 @@ class Past(Generic[T]):
         self.before = [*self.before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:
-        """In a recomputation, return the value that the variable had in the repeated forward; otherwise `now`, the present value."""
+        """If an activation checkpoint is repeating a forward, return the value used in that forward; otherwise `now`, the present value."""
         node = asking_node() if self.before else None
         if node is None:
             return now

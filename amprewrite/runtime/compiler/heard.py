@@ -188,10 +188,10 @@ def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def breaking_at_gradients() -> Iterator[None]:
-    """Context manager in which `torch.autograd.grad` breaks the graph, and Dynamo captures the code after it. Not for compiled graphs.
+    """Context manager in which Dynamo breaks the graph at a `torch.autograd.grad` that it refuses, and captures the code after the call.
 
-    Since torch 2.15 Dynamo gives up the frame if later code reads a differentiable value of the graph, because a compiler loses the
-    autograd edges between the results of a graph. A graph that runs eagerly keeps these edges.
+    Compilers lose the autograd edges between the results of a graph. So since torch 2.15 Dynamo gives up the whole frame if later code
+    reads a differentiable value of the graph. Graphs that run eagerly keep these edges: use this context for such graphs only.
     """
     given = torch_functions.TorchInGraphFunctionVariable._get_handlers()[torch.autograd.grad]
 

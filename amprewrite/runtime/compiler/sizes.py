@@ -24,7 +24,7 @@ from amprewrite.torch_internals.dispatch import tracing_context
 
 
 def for_each_size(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `backend` for graphs of any sizes: outside of a capture, it compiles a graph with dynamic sizes for the sizes of each call."""
+    """Wrap `backend`: outside a capture, each combination of sizes gets its own static compilation; inside, one compilation serves all."""
 
     def compile_for_sizes(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if tracing_context() is not None or not any(map(_is_dynamic, module.graph.find_nodes(op="placeholder"))):

@@ -161,7 +161,7 @@ class _CallsOriginal(type):
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """Return the metaclass for the rewritten subclasses of classes with the metaclass `meta`. Register how to pickle these subclasses."""
+    """Return the metaclass of a rewritten class: as Python demands, a subclass of the original metaclass `meta`. Register its pickling."""
     if issubclass(meta, _CallsOriginal):
         return meta
     made = _CallsOriginal if meta is type else type(meta.__name__, (_CallsOriginal, meta), {})

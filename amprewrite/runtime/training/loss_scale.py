@@ -9,12 +9,12 @@ A scale is updated once per set of optimizer steps, by the rules of torch.amp.Gr
 3. The scale is kept within [floor, cap].
 
 The state consists of tensors, and `update` causes no host sync. Reading `value`, `report()` or `state_dict()` causes a host sync.
-Nothing writes to a scale tensor after `snapshot` has returned it, because graphs save it for their backward.
+The tensors that `snapshot` returns never change, because graphs save them for their backward.
 
 A set of steps holds one step of each optimizer that steps between two forward passes. Their overflows count as one, as under one
 `GradScaler.update()`. The set ends at the next `snapshot` (a forward), or when one of its optimizers steps again.
 
-Once a CUDA graph has recorded a step, the state is updated on the device, in place (on_device.py).
+Once a CUDA graph has recorded a step, the state is updated on the device, in place (on_device.py), and `snapshot` returns copies.
 
 One file because the schedules differ in a few lines each and are best compared side by side.
 """

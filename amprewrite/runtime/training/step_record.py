@@ -146,11 +146,11 @@ class StepRecord:
         self._count(optimizer, overflow)
 
     def dropped(self, note: Noted, flag: Tensor | None) -> None:
-        """Count an overflow whose gradients a training loop discarded without a step, for instance because their norm was not finite.
+        """Count an overflow whose gradients the training loop discarded without a step, for instance because their norm was not finite.
 
-        `flag`: the overflow flag that `note` dropped, or None. The first discard since the latest step does not count: a loop may compute
-        gradients that are not meant for a step. If a loop discards gradients again and again, only the overflows that it sees can shrink
-        the loss scale, so they count as skipped steps.
+        `flag`: the overflow flag of the discarded gradients, None if there is none. The first discard after a step never counts: a loop may
+        compute gradients that are not meant for a step. Each further discard with an overflow counts as a skipped step. Otherwise the loss
+        scale would never shrink in a loop that discards all overflowed gradients.
         """
         optimizer = note.owner()
         if flag is None or optimizer is None or self._stepped or self.use.unscaled or recording(flag.device):

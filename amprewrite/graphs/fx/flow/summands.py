@@ -1,16 +1,17 @@
 """Read the summands of the linear ops of an fx graph, each with its factor: `x + 0.1 * y` has the summands x (1.0) and y (0.1).
 
-The pass `repaint-small-steps` finds samplers and solvers by these summands. A factor is a number or one of three kinds of tensors. Learnt
-factors and schedules vary along one dim at most.
+By these factors the pass `repaint-small-steps` finds samplers and solvers, which take small steps: many times, they add a small multiple
+of `f(x)` to x. A factor is a number or a tensor of one of three kinds. Dims of size 1 do not count below.
 
-1. A schedule is computed without a product from buffers, inputs and constants of a sampler or solver, such as `sigmas[i + 1] - sigmas[i]`
-   or `alphas[t].sqrt()`. It varies along fewer dims than the sum. Its numbers are known only when the graph runs. Samplers and solvers
-   with a schedule take small steps. A value computed from random draws or booleans (stochastic depth, padding) is no schedule, because
-   such values scale residual streams, which take large steps.
-2. A learnt factor is computed from parameters and numbers (LayerScale, ReZero, a learnt step). Its size is its root mean square, which is
-   known at capture. A learnt factor of unknown size counts as small.
-3. Noise is drawn from a normal distribution, is a floating input, or is computed from such values. A stochastic solver multiplies the
-   result of a network by noise. A value computed from integers is no noise, because it may be a mask.
+1. A schedule holds step sizes, such as `sigmas[i + 1] - sigmas[i]` or `alphas[t].sqrt()`. It has at most one dim, and fewer dims than the
+   result of the op that uses it. It is computed without a product from buffers, inputs and constants. A value computed from random draws
+   or booleans (stochastic depth, padding) is no schedule, because such values scale residual streams, which take large steps.
+2. A learnt factor is computed from parameters (LayerScale, ReZero, a learnt step) and has at most one dim. Its size is its root mean
+   square, which is known at capture. A learnt factor of unknown size counts as small.
+3. Noise has any number of dims. It is drawn from a normal distribution, is a floating input, or is computed from these alone. A stochastic
+   solver multiplies the result of a network by noise. A value computed from integers is no noise, because it may be a mask.
+
+The numbers of schedules and noise are known only when the graph runs, so both count as small. An input may count as either.
 
 This file has special code for `div`, which is not linear if it has a rounding mode.
 """

@@ -191,9 +191,9 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """For each result of the graph with hooks, yield the value on which the hooks are registered.
+    """For each result of the graph that has hooks, yield the value on which they are set: the cast to fp32 goes before the hooks.
 
-    If the caller calls `retain_grad`, it sees the gradient after the hooks, so the hooks must be on the value that is returned.
+    A cast after the hooks would return a tensor without hooks. If the caller calls `retain_grad` on it, its gradient lacks their effect.
     """
     for node in _results(graph):
         maker = _before_hooks(node)

@@ -188,7 +188,7 @@ def unobserved(captured: Captured, plan: RegionPlan) -> bool:
 def before_pole(graph: OpGraph, vertex: OpNode) -> Iterator[str]:
     """Yield the names of the values whose zeros the op `vertex` turns into infinities, such as the divisor of a division.
 
-    If an op that keeps small numbers small, such as a square root, makes one of these values, the op's operands are yielded, too.
+    If an op whose result is small for a small operand, such as a reshape or `square`, makes one of them, the op's operands are yielded.
     """
     operands = vertex.operands if vertex.op in POLES else vertex.operands[1:2] if vertex.op in _DIVIDES else ()
     return reached([each.value for each in operands], lambda name: _handed_on(graph[name]))

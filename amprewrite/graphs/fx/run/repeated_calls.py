@@ -137,7 +137,7 @@ class Answers:
     """Caches a function of the op calls of one graph. Calls that are alike (`Alike`), as in repeated layers of a model, share a result."""
 
     def __init__(self, ask: Callable[[torch.fx.Node], Any], value_of: Callable[[torch.fx.Node], Any] = example_value) -> None:
-        """`ask` is the cached function. Of a call it may read only the op, plain arguments, and operands as `value_of` returns them."""
+        """`ask(node)` is the cached function. It may read only the op, plain arguments, and `value_of(operand)` of each operand node."""
         self._ask, self._value_of = ask, value_of
         self._alike, self._known = Alike(), dict[Hashable, Any]()
 
@@ -164,10 +164,10 @@ class RepeatedCalls:
         self._fresh = itertools.count(-1, -1)
 
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[Any], Any]) -> Any:
-        """Return the value of `node`: the result of an earlier call that is alike, if there is one, otherwise the result of `run`.
+        """Return the fake value of `node`: the value of an earlier call that is alike, if there is one, otherwise a newly computed value.
 
-        `value_of` returns the value of an operand, `run` the result for given operand values. For a reused result, the meta of `node`
-        records the memory that the value has in a real run.
+        `value_of(operand)` returns the value of an operand node. `run({operand: value})` runs the op. If the fake value does not show which
+        memory the result has in a real run, as when it is reused, `node.meta[MEMORY]` records this memory.
         """
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)

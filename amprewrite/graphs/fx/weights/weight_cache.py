@@ -324,9 +324,9 @@ def marked(copy: Tensor, weight: Tensor) -> Tensor:
 def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
     """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the low copy that `cache` keeps.
 
-    If `inverse` (one over the loss scale) is None, the result is the kept copy itself: the autograd node of its cast saves no tensor, so it
-    serves many backwards. Otherwise each call makes a new autograd node, because the node reads the scale of its forward. Tensor subclasses
-    and duals of forward-mode AD are cast anew, because a kept copy has no tangent.
+    `inverse`, one over the loss scale, multiplies the gradient of `weight`. Each call then makes a new autograd node, because the scale may
+    change between calls. If `inverse` is None, all calls return the kept copy itself, whose one autograd node serves many backwards.
+    Tensor subclasses, and all weights in forward-mode AD, are cast anew at each call: a kept copy has no tangent.
     """
     if in_forward_mode() or not is_plain(weight):
         return pad_cast(weight, dtype, layout, inverse)

@@ -100,10 +100,10 @@ class ConstantFacts:
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """Return {type variable: `Loss`} for operands and results of an op that stay fp32 even if the op's first result is low.
+        """Return {type variable: `Loss`} for the operands and results of `node` that stay fp32 even if its first result is low.
 
-        For instance, the exponent of Pow stays fp32 if it is a constant that would lose too much; its `Loss` says how much. The statistics
-        of a batch norm in training always stay fp32; their `Loss` is None. `group` is the type variable of the first result.
+        A constant operand, such as the exponent of Pow, stays fp32 if its low copy would lose too much; `Loss` says how much. The running
+        averages of a batch norm in training stay fp32, with None as `Loss`. `group` is the type variable, such as "T", of the first result.
         """
         if node.op_type not in SIDE_FOLLOWS:
             return {}

@@ -1,13 +1,14 @@
 """Read facts from an ONNX graph that help passes to decide which ops run low.
 
-1. Constants with an offset: their mean is larger than their spread.
-2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised.
+1. Constants whose mean is larger than their spread: a norm later subtracts most of such a value, and rounding errors grow.
+2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised to fp8.
 3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). All constants are judged by
-   their values, even weights, because a file does not say which are learnt. `OneHot` has special code, since `op_of` names it "scatter".
-4. The summands of linear ops, each with its factor: a constant or a schedule. A constant varies along one dim at most, such as a
-   LayerScale, and its factor is its root mean square. A schedule is a value of one element that is computed without products, such as a
-   step size. `loop` and `scan`, which pass values into a subgraph, have special code.
-5. The ops that draw random numbers in each run. `Dropout` has special code, since it draws only in training mode.
+   their values, even weights, because a file does not say which are learnt. `OneHot` is read as "one_hot", whose results are at most 1;
+   `op_of` would name it "scatter".
+4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
+   is a number, a constant that varies along one dim at most (its root mean square counts), or a schedule: a value of one element that is
+   computed without products, such as a step size. `loop` and `scan` have no summands; values that they pass between iterations are listed.
+5. The ops that draw random numbers in each run. A `Dropout` counts only if its input `training_mode` may be true.
 """
 
 from __future__ import annotations

@@ -378,12 +378,12 @@ def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
 
 
 class Arrived:
-    """Loss-scale states from the checkpoint of one optimizer. A state waits here until `resume` gets a `LossScale` to load it into.
+    """Keeps the loss-scale states from the checkpoint of one optimizer, until `resume` gets the `LossScale` objects to load them into.
 
-    torch copies all entries of the saved parameter groups into the optimizer's groups. `resume` moves the states out of the groups when the
-    optimizer is loaded, when it is guarded, and before each forward of a model that it trains. The states belong to the loss scales of
-    these models, in order. If several optimizers step parts of one model, all their checkpoints have the state of its scale. Only the first
-    is loaded: the scale may have changed before the next arrives. A static scale keeps its value from the code, so no state is loaded.
+    When torch loads a checkpoint, it copies these states into the optimizer's first parameter group. `resume` takes them out when the
+    optimizer is loaded, when it is guarded, and before each forward of a model that it trains. State i is for loss scale i of these models,
+    in the order in which they were added to the `Guard`. If several optimizers step parts of one model, all their checkpoints hold the
+    same state. Only the first to arrive is loaded: the scale may have changed since. A static scale ignores its state, with a warning.
     """
 
     def __init__(self) -> None:
