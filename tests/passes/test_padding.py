@@ -709,31 +709,16 @@ class Normed(nn.Module):
         return h @ h.t() if self.computed else self.last(h)
 
 
-def moved(by: tuple[int, int]) -> nn.Module:
-    class Moved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.last = nn.Linear(61, 61), nn.Linear(61, 61)
+class Two(nn.Module):
+    """The product of what a body makes of the results of two products."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = F.pad(torch.sigmoid(self.first(x)), by)
-            return self.last(h) + h @ h.t() @ h
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.body = nn.Linear(61, 61), nn.Linear(61, 61), body
 
-    return Moved()
-
-
-def between(body: Any) -> nn.Module:
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.q, self.k = nn.Linear(61, 61), nn.Linear(61, 61)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return body(self.q(x)) @ body(self.k(x)).t()
-
-    return Between()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.q(x), self) @ self.body(self.k(x), self).t()
 
 
 ODD = {
@@ -741,11 +726,11 @@ ODD = {
     "torch.batch_norm in eval": lambda: Normed().eval(),
     "computed weights of a batch norm": lambda: Normed(computed=True),
     "a batch norm without eps": lambda: Normed(eps=0.0).eval(),
-    "moved to the right": lambda: moved((1, -1)),
-    "moved to the left": lambda: moved((-1, 1)),
-    "constant_pad_nd of ones": lambda: between(lambda h: torch.constant_pad_nd(h, (0, 0, 1, 0), 1.0)),
-    "rounded to one digit": lambda: between(lambda h: torch.round(torch.sigmoid(h), decimals=1)),
-    "saturated after a division by zero": lambda: between(lambda h: torch.tanh(h.abs() / (torch.arange(len(h)) % 4)[:, None])),
+    "moved to the right": lambda: Two(lambda h, net: F.pad(h, (1, -1))),
+    "moved to the left": lambda: Two(lambda h, net: net.k(F.pad(torch.sigmoid(h), (-1, 1)))),
+    "constant_pad_nd of ones": lambda: Two(lambda h, net: torch.constant_pad_nd(h, (0, 0, 1, 0), 1.0)),
+    "rounded to one digit": lambda: Two(lambda h, net: torch.round(torch.sigmoid(h), decimals=1)),
+    "saturated after a division by zero": lambda: Two(lambda h, net: torch.tanh(h.abs() / (torch.arange(len(h)) % 4)[:, None])),
 }
 
 

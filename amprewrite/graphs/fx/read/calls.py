@@ -78,9 +78,9 @@ def _call(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.f
     found = tensors(value)
     if any(is_traceable_wrapper_subclass(t) or t.layout != torch.strided for t in found):
         opaque = opaque or "its tensor is no plain strided one"
-    args, kwargs = (node.args, node.kwargs)
+    args, kwargs = node.args, node.kwargs
     if vertex.op == "batch_norm":  # torch.batch_norm and F.batch_norm take the same operands in two orders
-        args, kwargs = (), {place: each for place, each in named_arguments(node).items() if each is not None}
+        args, kwargs = (), {parameter: each for parameter, each in named_arguments(node).items() if each is not None}
     of_tuple = vertex.op == "getitem" and node.args and not isinstance(example_value(node.args[0]), torch.Tensor)  # type: ignore[arg-type]
     return Call(
         name,
