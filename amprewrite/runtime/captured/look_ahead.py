@@ -11,8 +11,8 @@ runs on copies. Its results and those of each body are checked for NaN and infin
 `loop(x) > 0` is finite, but the gradients of the loop are not. Compiled code does not show the results of bodies, so with a compiler
 bodies stay fp32.
 
-If values are sharded over ranks, as under tensor parallelism, each rank observes its own shard. Then the ranks merge their ranges, so that
-all decide alike: the operands of a collective must have the same format on every rank.
+If values are sharded over ranks, as under tensor parallelism, each rank observes its own shard. Then the ranks merge all that they saw, so
+that all decide alike: every rank must run the same collectives, with operands of the same format.
 
 An export has no first call: `rewrite_for` observes a run on the arguments of the export.
 
@@ -77,6 +77,8 @@ class LookAhead:
     ) -> None:
         self.captured, self.plan, self.learn, self.again, self.warn = captured, plan, learn, again, warn
         self.left, self.forward = CALLS, -1  # `left` forwards are still to be observed; `forward` is the number of the latest forward
+        self.meshes: dict[Any, None] = {}
+        """Device meshes over which values are sharded, as the latest fp32 run saw them."""
         self.differentiates = differentiates(captured.module.graph)
         self.written = written_inputs(captured.module.graph)
         made = (t for node in captured.module.graph.nodes for t in tensors(example_value(node)))
@@ -99,7 +101,7 @@ class LookAhead:
         finite = self.look(run, inputs)
         result = run(inputs)
         self.say_failed()
-        if finite and not all_finite((result, [inputs[place] for place in self.written])):
+        if finite and not self._all_finite((result, [inputs[place] for place in self.written])):
             self._no_help()
         return result
 
@@ -124,7 +126,8 @@ class LookAhead:
             hidden = ""
             broken = always or any(dangers(self.captured, self.plan, seen))
             if not broken and unseen and finite:
-                broken, hidden = self._breaks_unobserved(run, inputs, exact)
+                told = self._of_all_ranks(self._breaks_unobserved(run, inputs, exact))
+                broken, hidden = any(breaks for breaks, _ in told), max(why for _, why in told)
             if (broken or hidden) and not always:
                 seen, finite = self._observed(inputs, brief=False)  # repeat the run with the costly histograms that planning needs
         except torch.OutOfMemoryError:
@@ -143,14 +146,32 @@ class LookAhead:
         return finite
 
     def _observed(self, inputs: tuple[Any, ...], brief: bool) -> tuple[Mapping[str, RegionRanges], bool]:
-        """Run the graph in fp32. Return (value ranges, True if all results and all written inputs of the graph are finite on this rank).
+        """Run the graph in fp32. Return (value ranges, True if all results and all written inputs of the graph are finite).
 
-        If values are sharded, the ranges are merged over all ranks. With `brief` the ranges have no histograms.
+        If values are sharded, both are merged over all ranks. With `brief` the ranges have no histograms.
         """
         with self._aside():
             observer, copies = Observer(weights=False, brief=brief), self._copies(inputs)
-            finite = all_finite((observer(self.captured, copies), [copies[place] for place in self.written]))
-        return _of_all_ranks(observer), finite
+            results = observer(self.captured, copies)
+            self.meshes = observer.meshes
+            finite = self._all_finite((results, [copies[place] for place in self.written]))
+        seen: dict[str, RegionRanges] = {}
+        for graph, ranges in (item for theirs in self._of_all_ranks(observer.regions) for item in theirs.items()):
+            seen[graph] = seen[graph] | ranges if graph in seen else ranges
+        return seen, finite
+
+    def _all_finite(self, value: Any) -> bool:
+        """True if all floating tensors in a nested value are finite; if values are sharded, on all ranks."""
+        return all(self._of_all_ranks(all_finite(value)))
+
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        """Return `value` of each rank that holds shards of the graph's values, in the same order on every rank; [value] without shards."""
+        values = [value]
+        for group in (group for mesh in self.meshes for group in mesh.get_all_groups()):
+            every: list[Any] = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(every, values, group)
+            values = [each for theirs in every for each in theirs]
+        return values
 
     def _no_help(self, found: str = "") -> None:
         """Warn that the graph overflows even though it was planned anew, and stop observing. `found` describes the overflow."""
@@ -290,18 +311,6 @@ def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
     edited, plan = rewrite_graph(captured)
     force_recompile(edited)
     return edited, plan
-
-
-def _of_all_ranks(observer: Observer) -> Mapping[str, RegionRanges]:
-    """Return the observed ranges of each graph. If values are sharded, merge the ranges of all ranks, in the same order on every rank."""
-    seen: dict[str, RegionRanges] = observer.regions
-    for group in (group for mesh in observer.meshes for group in mesh.get_all_groups()):
-        every: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(every, seen, group)
-        seen = {}
-        for graph, ranges in (item for theirs in every for item in theirs.items()):
-            seen[graph] = seen[graph] | ranges if graph in seen else ranges
-    return seen
 
 
 def _hold_numbers(values: Any) -> bool:

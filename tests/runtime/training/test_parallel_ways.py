@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import amprewrite
 from amprewrite import DynamicLossScale, PolicyError
+from amprewrite.runtime.captured import look_ahead
 
 WIDTH, STEPS, OVERFLOWS = 16, 6, (1, 3)
 START = 2.0**12
@@ -153,6 +155,29 @@ def tensor_parallel_looks_ahead(rank: int) -> None:
         assert told[0] == told[1] and "decided anew" in told[0], told
 
 
+def tensor_parallel_gives_up_looking(rank: int) -> None:
+    """One rank alone sees an infinity in its results; all stop looking at calls, for each look is a run with collectives."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    amp = rewritten(parallelize_module(Hidden(), init_device_mesh("cpu", (2,)), styles))
+    x = torch.ones(4, WIDTH)
+    real, looks = look_ahead.all_finite, []
+
+    def seen(value: Any) -> bool:
+        looks.append(torch.is_grad_enabled())
+        return real(value) and (rank == 0 or not looks[-1])  # the fp32 run is without gradients, the call itself with them
+
+    with mock.patch.object(look_ahead, "all_finite", seen), pytest.warns(amprewrite.AmpRewriteWarning, match="does not help"):
+        amp(x)
+    assert looks.count(True) == 1, looks
+    looks.clear()
+    with mock.patch.object(look_ahead, "all_finite", seen):
+        amp(x)
+    assert not looks
+
+
 def pipeline(rank: int) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -192,7 +217,7 @@ def pipeline(rank: int) -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 @pytest.mark.long
 def test_all_ranks_skip_together_and_train_as_fp32_does(tmp_path):
-    on_two_ranks(tmp_path, ddp, zero, fsdp2, tensor_parallel, tensor_parallel_looks_ahead, pipeline)
+    on_two_ranks(tmp_path, ddp, zero, fsdp2, tensor_parallel, tensor_parallel_looks_ahead, tensor_parallel_gives_up_looking, pipeline)
 
 
 def test_a_group_that_is_none_is_refused():
