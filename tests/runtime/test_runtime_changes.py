@@ -651,7 +651,18 @@ class Graph(nn.Module):
         return torch.sparse.mm(self.edges, self.fc(x)) + torch.sparse.mm(self.rows, x)
 
 
-@pytest.mark.parametrize("made", [Snapshots, Graph])
+class Normalises(nn.Module):
+    """Writes its input: `x.mul_(0.5)` before a layer reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("made", [Snapshots, Graph, Normalises])
 @pytest.mark.parametrize("way", ["plan", "example_inputs"])
 def test_a_plan_from_example_inputs_changes_neither_inputs_nor_weights_nor_buffers(made, way):
     model, x = made(), torch.randn(8, 16)

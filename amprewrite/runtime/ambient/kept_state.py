@@ -1,15 +1,18 @@
-"""Context managers that restore random states, and the buffers of a model, after a run."""
+"""Context managers that restore random states, and the tensors that a run of a model may write, after the run."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from amprewrite.tables.boundary.members import buffers_in, modules_in, parameters_in
+from amprewrite.torch_internals.dispatch import FakeTensor
+from amprewrite.torch_internals.trees import tree_leaves
 
 
 class _Outermost:
@@ -56,10 +59,12 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores the buffers of `model` and the random states of the CPU and of the model's CUDA devices."""
+def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
+    """Context manager that restores the buffers of `model`, the random states of the CPU and of the model's CUDA devices, and all tensors
+    in the nested value `inputs`."""
     tables = [(module._buffers, dict(module._buffers)) for module in modules_in(model)]
-    values = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in buffers_in(model)]
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, FakeTensor))]
+    values = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in (*buffers_in(model), *given)]
     devices = sorted({p.device.index or 0 for p in parameters_in(model) if p.device.type == "cuda"})
     try:
         with random_state_kept(devices):
@@ -70,10 +75,10 @@ def state_kept(model: nn.Module) -> Iterator[None]:
                 table.clear()  # the model assigned new tensors to its buffers
                 table.update(before)
         with torch.no_grad():
-            for buffer, value, version in values:
-                same = torch.equal(buffer, value) if buffer.layout is torch.strided else _version(buffer) == version
-                if not buffer.is_inference() and not same:
-                    buffer.copy_(value) if buffer.shape == value.shape else buffer.set_(value)  # type: ignore[call-overload]
+            for tensor, value, version in values:
+                same = torch.equal(tensor, value) if tensor.layout is torch.strided else _version(tensor) == version
+                if not tensor.is_inference() and not same:
+                    tensor.copy_(value) if tensor.shape == value.shape else tensor.set_(value)  # type: ignore[call-overload]
 
 
 def _version(tensor: torch.Tensor) -> int | None:

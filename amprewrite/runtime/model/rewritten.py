@@ -460,6 +460,6 @@ def _add_entry(session: Session, path: str, module: nn.Module, cls: type[nn.Modu
 
 
 def capture_now(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Call a rewritten model once, so that its graphs are captured. Buffers and random states are restored afterwards."""
-    with state_kept(amp):
+    """Call a rewritten model once, so that its graphs are captured. Buffers, inputs and random states are restored afterwards."""
+    with state_kept(amp, (args, kwargs)):
         amp(*args, **kwargs)
