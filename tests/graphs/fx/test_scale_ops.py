@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -271,3 +272,13 @@ def test_a_factor_goes_where_the_gradient_lies():
     gradient = torch.ones(3, 4, dtype=torch.float16, device="meta")
     widened = scale_ops.leaving(gradient, torch.tensor(0.5), torch.float32)
     assert widened.device == gradient.device and widened.dtype == torch.float32
+
+
+def test_a_hook_on_a_scaled_gradient_does_not_keep_its_tensor():
+    x, hooks = torch.ones(3, requires_grad=True), []
+    hidden = scale_ops.hooked_unscaled(x * 2, lambda gradient: hooks.append(gradient) or gradient * 3, *pair(10))
+    (hidden * 1024).sum().backward()
+    assert torch.equal(hooks[0], torch.ones(3)) and torch.equal(x.grad, torch.full((3,), 6144.0))
+    alive = weakref.ref(hidden)
+    del hidden
+    assert alive() is None

@@ -251,10 +251,10 @@ def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *read
     returns None, it may have written to its gradient in place.
     """
 
-    def hook(gradient: Tensor) -> Tensor:
-        true = gradient * on_device(inverse, x.device)
+    def hook(gradient: Tensor) -> Tensor:  # does not name `x`, which holds its hooks: the cycle would never be freed
+        true = gradient * on_device(inverse, gradient.device)
         made: Tensor | None = body(true, *reads)
-        return (true if made is None else made) * on_device(scale, x.device)
+        return (true if made is None else made) * on_device(scale, gradient.device)
 
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(hook)
