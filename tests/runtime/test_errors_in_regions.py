@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 
@@ -100,6 +101,21 @@ def test_an_error_leaves_the_region_that_it_was_raised_in(region: str, dtype: st
                 with pytest.raises(IndexError):
                     amp(x, index + beyond)
         assert modes() == DEFAULT
+
+
+class Checkpointed(Looked):
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, index, use_reentrant=False)
+        return out
+
+
+@pytest.mark.parametrize("region", ["autocast off", "no_grad"])
+def test_an_error_leaves_a_region_inside_a_checkpoint(region: str) -> None:
+    amp, (x, index) = amprewrite.rewrite(Checkpointed(REGIONS[region]), dtype="bf16"), batch()
+    amp(x, index)
+    with pytest.raises(IndexError):
+        amp(x, index + 9)
+    assert modes() == DEFAULT
 
 
 @pytest.mark.parametrize("region", ["autocast off", "no_grad"])

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.graphs.fx.node_facts import bodies, example_value
 from amprewrite.torch_internals.dispatch import (
     count_dispatch_modes,
     current_transform,
@@ -92,9 +92,13 @@ def unhooked() -> contextlib.AbstractContextManager[Any]:
 
 
 def enters_regions(graph: torch.fx.Graph) -> bool:
-    """True if `graph` may change a mode of the thread, such as grad mode. A call that does so has no tensor operand and returns None."""
+    """True if `graph`, or a body graph in it, may change a mode of the thread, such as grad mode.
+
+    A call that does so has no tensor operand and returns None.
+    """
     calls = (node for node in graph.nodes if node.op == "call_function" and not node.all_input_nodes)
-    return any(example_value(node) is None for node in calls)
+    inside = (body.graph for node in graph.nodes for body in bodies(node))
+    return any(example_value(node) is None for node in calls) or any(map(enters_regions, inside))
 
 
 @contextlib.contextmanager
