@@ -2,10 +2,14 @@
 
     before   y = wrap_with_set_grad_enabled(False, body, x)
     after    _set_grad_enabled(False); y = relu(x); _set_grad_enabled(True)
+
+`open_compile_regions` inlines the sub-graphs that `torch.compiler.nested_compile_region` asks for. Run eagerly, their op has no backward.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -13,8 +17,13 @@ import torch.fx
 from torch.fx.node import map_arg
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
+from amprewrite.graphs.fx.node_facts import MEMORY, memory_of
 from amprewrite.ir.pass_base import Pass
 from amprewrite.torch_internals.dispatch import set_grad_enabled
+
+_GRAD, _COMPILED = torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.invoke_subgraph
+_FRESH = itertools.count(-1, -1)
+"""Ids of the storages of inlined values."""
 
 
 class OpenGradRegions(Pass[Reading, EditedGraph]):
@@ -27,36 +36,64 @@ def open_grad_regions(module: torch.fx.GraphModule) -> None:
 
     The result has the form in which Dynamo captures such regions. torch.export wraps them again when the edited graph is exported.
     """
-    while node := next((n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled), None):
+    _open_all(module, _GRAD)
+
+
+def open_compile_regions(module: torch.fx.GraphModule) -> None:
+    """Replace each `invoke_subgraph` in a graph and its subgraphs by the nodes of its subgraph, which several calls may share."""
+    for each in list(module.modules()):
+        if isinstance(each, torch.fx.GraphModule):
+            _open_all(each, _COMPILED)
+
+
+def _open_all(module: torch.fx.GraphModule, target: Any) -> None:
+    found = False
+    while node := next(iter(module.graph.find_nodes(op="call_function", target=target)), None):
         _open(module, node)
-    module.recompile()
+        found = True
+    if found:
+        module.recompile()
 
 
 def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
-    enabled, body_node, *operands = node.args
+    first, second, *operands = node.args  # (mode, body, *operands) of a grad region, (body, identifier, *operands) of a compiled one
+    enabled, body_node = (first, second) if node.target is _GRAD else (None, first)
     assert isinstance(body_node, torch.fx.Node)
     body = module.get_submodule(str(body_node.target))
     assert isinstance(body, torch.fx.GraphModule)
-    graph, inner = module.graph, {}
-    feeders = iter(operands)
+    graph, inner = module.graph, dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    results = body.graph.output_node().args[0]
+    memory = _memory([*inner.items(), *((results[user.args[1]], user) for user in node.users)])  # type: ignore[index]
     with graph.inserting_before(node):
-        graph.call_function(set_grad_enabled, (enabled,))
+        if enabled is not None:
+            graph.call_function(set_grad_enabled, (enabled,))
         for each in body.graph.nodes:
-            if each.op == "placeholder":
-                inner[each] = next(feeders)
-            elif each.op == "output":
-                results = map_arg(each.args[0], inner.__getitem__)
-            elif each.op == "get_attr":
+            if each.op == "get_attr":
                 inner[each] = _moved_attribute(module, body, each)
-            else:
-                inner[each] = graph.node_copy(each, inner.__getitem__)  # type: ignore[arg-type]
-        graph.call_function(set_grad_enabled, (not enabled,))
+            elif each.op not in ("placeholder", "output"):
+                copy = inner[each] = graph.node_copy(each, inner.__getitem__)  # type: ignore[arg-type, return-value]
+                copy.meta[MEMORY] = set().union(*(memory[storage] for storage in memory_of(each)))
+        if enabled is not None:
+            graph.call_function(set_grad_enabled, (not enabled,))
     for user in list(node.users):  # each user is a getitem of one result, because the subgraph returns a tuple
-        user.replace_all_uses_with(results[user.args[1]])
+        user.replace_all_uses_with(map_arg(results, inner.__getitem__)[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
     if not body_node.users:
         graph.erase_node(body_node)
+
+
+def _memory(pairs: list[tuple[Any, Any]]) -> dict[int, set[int]]:
+    """Return {storage in a subgraph: storages in the graph around}, from `pairs` (value in the subgraph, same value around it).
+
+    A storage that no pair has gets an id of its own: calls that share a subgraph share its example values, but no memory.
+    """
+    found: dict[int, set[int]] = defaultdict(lambda: {next(_FRESH)})
+    for inner, outer in pairs:
+        if isinstance(inner, torch.fx.Node) and isinstance(outer, torch.fx.Node):
+            for storage in memory_of(inner):
+                found[storage] = found.get(storage, set()) | memory_of(outer)
+    return found
 
 
 def _moved_attribute(module: torch.fx.GraphModule, body: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node:

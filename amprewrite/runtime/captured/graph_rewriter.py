@@ -33,6 +33,7 @@ from amprewrite.ir.plans.plan import NodePlan, RegionPlan, Skipped
 from amprewrite.ir.policies.policy import PadPolicy, Policy
 from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
+from amprewrite.passes.normalise.open_grad_regions import open_compile_regions
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.captured.entries import Anew, Entry, Graphs
 from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
@@ -131,6 +132,7 @@ class GraphRewriter(CallRecord):
         dynamo.refuse_ambient_autocast()
         self.warn_once(conversion_warning(self.root))
         self.children = None
+        open_compile_regions(module)
         put_inputs_first(module.graph)
         stand_in_for_frozen(module.graph)
         with self.lock:
