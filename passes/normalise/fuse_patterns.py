@@ -252,7 +252,7 @@ def _gelu(end: Node) -> Pattern | None:
         return None
     for x, gate in (nodes, nodes[::-1]):
         tried = set(inside)
-        one = _plus(gate, tried) if isinstance(gate, Node) and isinstance(x, Node) else None
+        one = _plus(gate, tried) if isinstance(gate, Node) and _is_fp32(x) else None
         if one is None or one[0] != 1 or _op(one[1]) != "tanh":
             continue
         tried.add(one[1])

@@ -160,6 +160,7 @@ NEARLY: dict[str, Body] = {
     "the difference from another mean": lambda x, w, b: (
         (x - x.mean(-1, keepdim=True)) * torch.rsqrt((x - x.mean(0, keepdim=True)).pow(2).mean(-1, keepdim=True) + 1e-5) * w),
     "another constant": lambda x, w, b: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.05 * torch.pow(x, 3.0)))),
+    "integers": lambda x, w, b: 0.5 * (i := (8 * x).long()) * (1.0 + torch.tanh(C * (i + 0.044715 * torch.pow(i, 3)))),
     "another value inside": lambda x, w, b: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x + 1, 3.0)))),
     "unbiased variance": lambda x, w, b: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) * w + b,
     "mean over another dim": lambda x, w, b: (x - x.mean(0, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
