@@ -84,6 +84,13 @@ KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "lengths": (lambda m, x: x @ m.weight / ((x > 0).float().mT @ (x > 0).float()).clamp(min=1), {}),
     "one-hot rows counted": (lambda m, x: x @ m.weight * (F.one_hot(x.argmax(-1), 64).float() + 1).mT.mm(torch.ones(64, 1)), {}),
     "positions added to a sum of products": (lambda m, x: torch.addbmm(torch.arange(4096.0)[::64], x[None], m.weight[None]), {}),
+    "distances that a bound keeps from being negative": (
+        lambda m, x: (torch.arange(64)[:, None] * 64 - torch.arange(64)).clamp(min=0).float() @ m.weight + x, {}),
+    "negative distances": (lambda m, x: (9 - torch.arange(4096).view(64, 64)).clamp(max=0).float() @ m.weight + x, {}),
+    "even positions": (lambda m, x: (torch.arange(4096).view(64, 64) & -2).float() @ m.weight + x, {}),
+    "lengths by a norm": (lambda m, x: (x > 0).float().norm(p=1, dim=1, keepdim=True) @ m.weight[:1], {}),
+    "lengths by groups": (
+        lambda m, x: torch.zeros(64).scatter_reduce(0, x[0].long() % 2, torch.ones(64), "sum").expand(64, 64) @ m.weight, {}),
     "scaled positions": (lambda m, x: (torch.arange(4096).view(64, 64).float() / 3) @ m.weight + x, {}),
 }  # fmt: skip
 FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
@@ -97,6 +104,7 @@ FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "small whole numbers in a buffer": (lambda m, x: m.places @ m.weight + x, {"places": torch.arange(64.0).expand(64, 64).clone()}),
     "fractions in a buffer": (lambda m, x: m.places @ m.weight + x, {"places": 999 * torch.rand(64, 64)}),
     "a share by a mask": (lambda m, x: x @ m.weight * ((x > 0).float() @ m.shares), {"shares": torch.rand(64, 64)}),
+    "positions between two bounds": (lambda m, x: torch.arange(4096).view(64, 64).clamp(-99, 99).float() @ m.weight + x, {}),
     "half of a mask": (lambda m, x: x @ m.weight * ((x > 0).float() @ (x > 1).float().div(2)), {}),
     "an average by a mask": (lambda m, x: torch.tril(torch.ones(64, 64)) @ (x @ m.weight), {}),
     "attention with a mask of counts": (

@@ -36,7 +36,7 @@ EXACT = 256
 RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
-MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
+MOVES, BOUNDS = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS, ops_with(Trait.BOUNDS)
 GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
 """Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
 ASKS = frozenset(name for name, row in OPS.items() if row.asks)
@@ -68,20 +68,22 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
     `Count`s of the op's operands, and `numbers` the Python numbers among its arguments.
     """
     whole = not dtype.startswith(FRACTIONS)
-    row, sizes = find_op(op), [abs(number) for number in numbers]
+    row, largest = find_op(op), max(map(abs, numbers), default=0)
     exact = op in STAYS_WHOLE and all(each >= Count.WHOLE for each in given) and all(float(number).is_integer() for number in numbers)
     small = Count.WHOLE if whole or exact else Count.SMALL
     if dtype in BYTES:
         return Count.WHOLE
     if not whole and (row is None or op in RANDOM | LOOKS_UP or Count.NOT in given):
         return Count.NOT
-    if op in WITHIN_ONE or (op in BELOW and sizes and max(sizes) <= EXACT):
+    # a single bound, as of `clamp(min=0)`, leaves the other side open, and so does a negative number, as in `x & -2`
+    bounded = op in BELOW and largest <= EXACT and (len(numbers) > 1 if op in BOUNDS else min(numbers, default=-1) >= 0)
+    if op in WITHIN_ONE or bounded:
         return small
     if Count.LARGE in given or op in TOTALS or (row is not None and row.kind is OpKind.ALLOW):
         return Count.LARGE
     if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
         return Count.LARGE  # an integer such as a result of argmax, a size of a tensor or an input of the graph may have any magnitude
-    return Count.LARGE if op in GROWS and max(sizes, default=0) > EXACT else small
+    return Count.LARGE if op in GROWS and largest > EXACT else small
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:

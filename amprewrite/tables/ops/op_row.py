@@ -77,7 +77,7 @@ class Trait(Enum):
     NUMBERS = "makes a row of numbers, one after another"
     TOTALS = "adds up or multiplies many elements"
     WITHIN_ONE = "its result lies between minus one and one"
-    STAYS_BELOW = "its result is no larger than a number among its arguments"
+    STAYS_BELOW = "its result is between zero and a number among its arguments, or between two of these numbers"
     LOOKS_UP = "looks up rows of a learnt table"
     READS_WINDOWS = "each of its windows reads many elements, and an element may lie in many windows"
     ADDS_PATCHES = "adds up overlapping patches, on a CPU in the low format"

@@ -76,9 +76,10 @@ TRAITS: dict[Trait, str] = {
     Trait.ADDS_PATCHES: "fold",
     # these traits say how large whole numbers (positions, lengths, steps) may be in the result; `ir/evidence/counts.py` reads them
     Trait.NUMBERS: "arange linspace",
-    Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
+    Trait.TOTALS: "sum nansum prod cumsum cumprod index_add index_reduce scatter_add scatter_reduce segment_reduce trace norm "
+    "linalg_norm linalg_vector_norm dot vdot mv addmv linalg_vecdot",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
-    Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
+    Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp",
     # these ops make constant tensors
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
