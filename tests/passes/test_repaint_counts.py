@@ -70,6 +70,12 @@ def colours(function: Callable[..., Tensor], x: Tensor, low: str = "bf16", **buf
     return [(node.colour, node.reason) for node in amp.plan.nodes if node.flops]
 
 
+def written(m: Function, x: Tensor, held: Tensor, numbers: Tensor | float) -> Tensor:
+    """A product of the weight and of memory after a write through a view."""
+    held[:, 1:] = numbers
+    return held @ m.weight + x
+
+
 KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "Fourier features": (
         lambda m, x: x @ m.weight + (torch.arange(64.0)[:, None].expand(64, 2) @ m.freq).sin(), {"freq": torch.randn(2, 64)}),
@@ -91,6 +97,15 @@ KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "lengths by a norm": (lambda m, x: (x > 0).float().norm(p=1, dim=1, keepdim=True) @ m.weight[:1], {}),
     "lengths by groups": (
         lambda m, x: torch.zeros(64).scatter_reduce(0, x[0].long() % 2, torch.ones(64), "sum").expand(64, 64) @ m.weight, {}),
+    "positions that are written into zeros": (
+        lambda m, x: written(m, x, torch.zeros(64, 64), torch.arange(4096.0).view(64, 64)[:, 1:]), {}),
+    "a far number that is written into zeros": (lambda m, x: written(m, x, torch.zeros(64, 64), 1001.0), {}),
+    "a tensor of one far number": (lambda m, x: torch.full((64, 64), 1001.0) @ m.weight + x, {}),
+    "a tensor of one far number, like an input": (lambda m, x: torch.full_like(x, 1001.0) @ m.weight, {}),
+    "far numbers in the code": (lambda m, x: torch.tensor([[1001.0, 1003.0]]) @ m.weight[:2] + x, {}),
+    "positions in the dtype of an input": (lambda m, x: torch.arange(4096).view(64, 64).type_as(x) @ m.weight, {}),
+    "ones like an input, added up": (lambda m, x: torch.ones_like(x).cumsum(0) @ m.weight, {}),
+    "new ones, added up": (lambda m, x: x.new_ones(64, 64).cumsum(0) @ m.weight, {}),
     "scaled positions": (lambda m, x: (torch.arange(4096).view(64, 64).float() / 3) @ m.weight + x, {}),
 }  # fmt: skip
 FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
@@ -105,6 +120,12 @@ FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "fractions in a buffer": (lambda m, x: m.places @ m.weight + x, {"places": 999 * torch.rand(64, 64)}),
     "a share by a mask": (lambda m, x: x @ m.weight * ((x > 0).float() @ m.shares), {"shares": torch.rand(64, 64)}),
     "positions between two bounds": (lambda m, x: torch.arange(4096).view(64, 64).clamp(-99, 99).float() @ m.weight + x, {}),
+    "a tensor of one small number": (lambda m, x: torch.full((512, 64), 0.5) @ m.weight, {}),
+    "rows of a table of one-hot rows": (lambda m, x: torch.eye(64)[x.argmax(-1)] @ m.weight, {}),
+    "one-hot rows by scatter": (lambda m, x: torch.zeros(64, 64).scatter_(1, x.argmax(-1, keepdim=True), 1.0) @ m.weight, {}),
+    "one-hot rows by index_put": (
+        lambda m, x: torch.zeros(64, 64).index_put((torch.arange(64), x.argmax(-1)), torch.tensor(1.0)) @ m.weight, {}),
+    "a mask that is written": (lambda m, x: written(m, x, torch.zeros(64, 64), (x > 0).float()[:, 1:]), {}),
     "half of a mask": (lambda m, x: x @ m.weight * ((x > 0).float() @ (x > 1).float().div(2)), {}),
     "an average by a mask": (lambda m, x: torch.tril(torch.ones(64, 64)) @ (x @ m.weight), {}),
     "attention with a mask of counts": (
@@ -116,6 +137,30 @@ FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
 def test_a_product_of_counts_stays_high(case: str) -> None:
     function, buffers = KEPT[case]
     assert (Colour.HIGH, Reason.COUNTS) in colours(function, torch.randn(64, 64), **buffers)
+
+
+def test_memory_with_results_of_products_holds_no_counts() -> None:
+    def forward(m: Function, x: Tensor) -> Tensor:
+        held = torch.zeros(64, 64)
+        held[:, :32] = (x @ m.weight)[:, :32]
+        return held @ held.mT
+
+    assert {colour for colour, _ in colours(forward, torch.randn(64, 64))} == {Colour.LOW}
+
+
+SIZED: dict[str, Callable[[Function, Tensor], Tensor]] = {
+    "an average by a mask": lambda m, x: torch.tril(torch.ones(len(x), len(x))) @ (x @ m.weight),
+    "a part of a mask": lambda m, x: m.ones[: len(x), : len(x)] @ (x @ m.weight),
+    "one-hot rows in another shape": lambda m, x: F.one_hot(x.argmax(-1), 64).float().view(len(x) // 2, 128).view(len(x), 64) @ m.weight,
+}
+
+
+@pytest.mark.parametrize("case", SIZED)
+def test_a_size_that_changes_is_no_count(case: str) -> None:
+    amp = amprewrite.rewrite(Function(SIZED[case], ones=torch.ones(64, 64)), dtype="bf16", device="h100")
+    for rows in (32, 48, 64):
+        amp(torch.randn(rows, 64))
+    assert {node.colour for node in amp.plan.nodes if node.flops} == {Colour.LOW}
 
 
 @pytest.mark.parametrize("low", LOW)

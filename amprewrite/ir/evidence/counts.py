@@ -4,7 +4,8 @@ Positions, distances, lengths, indices and time steps are whole numbers. fp32 ho
 2048. torch.autocast rounds them at the first product. Two positions then become equal, and angles made of them are wrong by whole turns.
 
 1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and rows
-   looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter.
+   looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter. Indices, sizes, and tensors
+   of which an op takes the shape or dtype do not count as operands.
 2. A counted value is LARGE if it may exceed 256: positions, sums over many elements, integers of more than 8 bits, and copies, sums and
    multiples of such values. fp16 holds numbers up to 2048, but not the sums of their products, so the bound is the same. A value is SMALL
    if it cannot exceed 256 but may have fractions: sines, shares, frequencies. It is WHOLE if it cannot exceed 256 and has no fractions:
@@ -36,11 +37,14 @@ EXACT = 256
 RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
-MOVES, BOUNDS = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS, ops_with(Trait.BOUNDS)
-GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
+MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
+BOUNDS, UNIFORM, FILLS = (ops_with(each) for each in (Trait.BOUNDS, Trait.UNIFORM, Trait.FILLS))
+READS_FIRST = ops_with(Trait.LINEAR_IN_FIRST) - ops_with(Trait.SCALES)
+"""Ops that return numbers of their first operand. All other operands are indices and sizes, or have a shape or dtype that the op takes."""
+GROWS = PLACES | FILLS | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS, Trait.HOLDS_NUMBERS)
 """Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
 ASKS = frozenset(name for name, row in OPS.items() if row.asks)
-STAYS_WHOLE = GROWS | ASKS | ops_with(Trait.UNIFORM) | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
+STAYS_WHOLE = GROWS | ASKS | UNIFORM | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
 """Ops that return whole numbers for whole numbers. They include the ops that read an attribute of a tensor (ASKS), because an attribute
 such as `x.mT` holds the elements of `x`."""
 BYTES = frozenset({"bool", "uint8", "int8", "uint4", "int4", "uint2", "int2"})
@@ -69,6 +73,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
     """
     whole = not dtype.startswith(FRACTIONS)
     row, largest = find_op(op), max(map(abs, numbers), default=0)
+    given = given[:1] if op in READS_FIRST else () if op in UNIFORM - FILLS else given
     exact = op in STAYS_WHOLE and all(each >= Count.WHOLE for each in given) and all(float(number).is_integer() for number in numbers)
     small = Count.WHOLE if whole or exact else Count.SMALL
     if dtype in BYTES:
@@ -84,6 +89,12 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
     if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
         return Count.LARGE  # an integer such as a result of argmax, a size of a tensor or an input of the graph may have any magnitude
     return Count.LARGE if op in GROWS and largest > EXACT else small
+
+
+def written_over(held: Count, written: Count) -> Count:
+    """Return the `Count` of memory that holds numbers of the `Count` `held`, after an op has written numbers of the `Count` `written`."""
+    least = min(held, written)
+    return max(held, written) if least is not Count.NOT and Count.LARGE in (held, written) else least
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:

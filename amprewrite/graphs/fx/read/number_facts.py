@@ -1,11 +1,13 @@
 """Read magnitudes, offsets (large means) and scaling factors of the weights of a captured graph. No sample data is needed.
 
-`read_counts` finds the products that multiply counts, such as positions and lengths (`ir/evidence/counts.py`).
+`read_counts` finds the products that multiply counts, such as positions and lengths (`ir/evidence/counts.py`). It has special code for
+`setitem`, whose operands have no names.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +16,19 @@ import torch.fx
 from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import example_value, held_values, is_held, is_opaque, tensors, value_dtype
+from amprewrite.graphs.fx.node_facts import (
+    arguments,
+    example_value,
+    held_values,
+    is_held,
+    is_opaque,
+    memory_of,
+    tensors,
+    value_dtype,
+    written,
+)
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.counts import EXACT, Count, keep_counts, made_of
+from amprewrite.ir.evidence.counts import EXACT, FILLS, UNIFORM, Count, keep_counts, made_of, written_over
 from amprewrite.ir.evidence.range_rules import ADDS_UP, BLOCKS, added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
@@ -26,6 +38,8 @@ from amprewrite.torch_internals.kernels import norms_of_tensors
 from amprewrite.torch_internals.operators import HigherOrderOperator
 from amprewrite.torch_internals.trees import tree_leaves
 
+_PLACES = ("index", "indices", "out")
+"""Names of the arguments of which no op reads the numbers into its result: places in a tensor, and the tensor that gets the result."""
 _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
 
 
@@ -154,9 +168,7 @@ def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Coun
         captured.know(graph=_kept(captured, captured.counts))
 
 
-def find_counts(
-    graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[Count | None], matters: Callable[[Counts], Any]
-) -> Counts:
+def find_counts(graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[Count | None], matters: Callable[[Counts], Any]) -> Counts:
     """Return the `Count` of every value of a graph: whether it is made of whole numbers, and how large it may be.
 
     `inputs` are the real inputs of the graph; () if they are not available. `handed` has the `Count` of each input of a body graph, None
@@ -214,18 +226,37 @@ def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
 def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
     """Return the `Count` of every value of a graph, from the `Count` of each input and constant (`known`)."""
     found = dict[torch.fx.Node, Count]()
+    writes = {node: targets for node in nodes if (targets := written(node))}
+    sharing = defaultdict[int, list[torch.fx.Node]](list)
+    """By storage: the values so far that lie in it, if the graph writes to any memory."""
     for node in nodes:
-        value = example_value(node)
+        value, targets = example_value(node), writes.get(node, ())
+        value = example_value(targets[0]) if value is None and targets else value  # setitem returns nothing
         if node in known:
             found[node] = known[node]
         elif node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator):
-            given = [found[each] for each in node.all_input_nodes]
-            numbers = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if type(leaf) in (int, float)]
-            found[node] = made_of(op_name(node.target), _dtype(value), given, numbers)
+            op = op_name(node.target)
+            leaves = tree_leaves(_numbers_read(node, op))
+            places = {each for parameter, each in arguments(node) if parameter in _PLACES}
+            given = [found[leaf] for leaf in leaves if isinstance(leaf, torch.fx.Node) and leaf not in places]
+            found[node] = made_of(op, _dtype(value), given, [leaf for leaf in leaves if type(leaf) in (int, float)])
         else:
             floating = any(each.is_floating_point() or each.is_complex() for each in tensors(value))
             found[node] = Count.NOT if floating or node.op == "output" else made_of("", _dtype(value), (), ())
+        held = {each for target in targets for storage in memory_of(target) for each in sharing[storage]}
+        found |= {each: written_over(found[each], found[node]) for each in held}
+        for storage in memory_of(node) if writes else ():
+            sharing[storage].append(node)
     return found
+
+
+def _numbers_read(node: torch.fx.Node, op: str) -> Any:
+    """Return the arguments of an op without the place that a setitem writes, the shape of a `full`, and the `x` of `x.new_tensor(...)`."""
+    if op == "setitem":
+        return node.args[2:]
+    if op in UNIFORM & FILLS:
+        return node.kwargs.get("fill_value", node.args[-1:])
+    return (node.args[str(getattr(node.target, "__name__", node.target)).startswith("new_") :], node.kwargs)
 
 
 def _dtype(value: Any) -> str:
