@@ -29,7 +29,7 @@ from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.lower.keep_quantised import keep_quantised, with_quantised_weights
-from amprewrite.tables.formats import Format
+from amprewrite.tables.formats import LOW_DTYPES, Format
 from amprewrite.tables.ops.op_lists import op_name
 
 CompiledFn = Callable[..., Any]
@@ -197,14 +197,15 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
     """Return, for each position of an input, the low-precision copies (dtype, layout) of the input that an edited graph reads.
 
-    The set includes None if the graph also reads the input without a cast. With `training`, nodes that unscale gradients count as casts.
+    The set includes None if the graph also reads the input in fp32: without a cast, or by a node that only pads it or unscales its gradient.
     """
     changing = written_memory(module.graph)
     found: dict[int, frozenset[Copy | None]] = {}
     source: torch.fx.Node
     for place, source in enumerate(module.graph.find_nodes(op="placeholder")):
         moves = changing.isdisjoint(memory_of(source)) and not _goes_elsewhere(source)
-        found[place] = frozenset(_made(user, source) if moves and _cast_weight(user, training) is source else None for user in source.users)
+        made = (_made(user, source) if moves and _cast_weight(user, training) is source else None for user in source.users)
+        found[place] = frozenset(copy if copy is not None and copy[0] in LOW_DTYPES else None for copy in made)
     return found
 
 

@@ -103,7 +103,7 @@ def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: 
     `grad` is True if the call records gradients. The stored tensor is then returned without its requires_grad flag.
     """
     if not weight.holds(dtype, layout):
-        return pad_cast(weight.low().float(), dtype, layout)
+        return pad_cast(weight.low().float() if weight.high is None else weight.high, dtype, layout)
     return weight.detached if grad else weight.stored
 
 

@@ -243,6 +243,28 @@ def test_padded_weights_are_kept_padded() -> None:
     assert amp.state_dict()["0.weight"].shape == (13, 8)
 
 
+@pytest.mark.parametrize(("dtype", "pad", "grad"), [("fp16", "never", True), ("bf16", "always", False)])
+def test_fp32_reads_that_pad_or_unscale_count(dtype: str, pad: str, grad: bool) -> None:
+    """An embedding reads the head's weight in fp32: padded, or with a gradient that leaves the loss scale."""
+
+    class Odd(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.mid, self.head = nn.Embedding(13, 7), nn.Linear(7, 7), nn.Linear(7, 13, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.mid(self.table(x)) + self.table(x)))
+
+    torch.manual_seed(0)
+    amp, x = low(Odd().eval(), dtype=dtype, pad=pad), torch.arange(13)
+    with torch.set_grad_enabled(grad):
+        want = amp(x)
+        amp.freeze()
+        assert torch.equal(amp(x), want)
+    assert isinstance(amp.table.weight, FrozenWeight) and amp.table.weight.exact
+
+
 @pytest.mark.parametrize("backend", long_beyond(1, ["aot_eager", "inductor"]))
 def test_compilers_get_what_is_stored(backend: str) -> None:
     amp = low(mlp().eval(), backend=backend)

@@ -96,7 +96,7 @@ def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
     None in `wanted` means that a graph reads the weight in fp32. The result is None if graphs make no low copy or different low copies, or
     if the weight is not a dense fp32 tensor with values.
     """
-    low = [copy for copy in wanted if copy is not None and copy[0] != weight.dtype]
+    low = [copy for copy in wanted if copy is not None]
     dense = weight.layout is torch.strided and torch.empty_like(weight, device="meta").stride() == weight.stride()
     if len(low) != 1 or weight.dtype != torch.float32 or not dense or not weight.numel() or weight.device.type == "meta":
         return None
