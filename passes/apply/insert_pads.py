@@ -241,10 +241,11 @@ def _depthwise(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _batch_norm(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    if run.layout(call) and call.kwargs.get("training", False):
+    layout = dict(run.layout(call))
+    if layout and call.kwargs.get("training", False):
         named = {name: value for name, value in named_arguments(node).items() if value is not None and name != "cudnn_enabled"}
-        named["x"] = named.pop("input")
-        node.op, node.target, node.args, node.kwargs = "call_function", batch_norm_padded, (), named
+        given = named.pop("input"), ((0, layout[1]),)
+        node.op, node.target, node.args, node.kwargs = "call_function", batch_norm_padded, given, named
         node.meta[PAD] = "sizes"
 
 

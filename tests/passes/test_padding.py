@@ -456,6 +456,27 @@ def test_halves_of_a_gate_are_padded_one_by_one() -> None:
     assert {c.layout for c in pads_of(amp).copies if c.value == "first.bias"} == {((0, ((2, 2), (15, 16))),)}
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_statistics_of_joined_channels_are_those_without_pads(weights: bool) -> None:
+    """Each part is padded by itself, so padding lies between the channels, not behind them. Without statistics, weights are made."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.last = nn.Conv1d(16, 13, 1), nn.Conv1d(16, 13, 1), nn.Conv1d(26, 16, 1)
+            self.norm = nn.BatchNorm1d(26, affine=weights, track_running_stats=weights)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(torch.cat((self.one(x), self.other(x)), 1)).relu())
+
+    torch.manual_seed(0)
+    model, x = Joined(), noise(8, 16, 32)
+    amp = padded(copy.deepcopy(model), "bf16")
+    assert close(amp(x), model(x), "bf16")
+    assert all(close(got.float(), want.float(), "bf16") for got, want in zip(amp.buffers(), model.buffers(), strict=True))
+    assert any(each.value == "batch_norm" for each in pads_of(amp).values)
+
+
 def test_joined_columns_are_segments() -> None:
     amp = with_and_without(lambda x: torch.cat((x, torch.tanh(x)), -1), after=60)
     assert {dict(c.layout)[1] for c in pads_of(amp).copies if c.value == "second.weight"} == {((2, 2), (30, 32))}

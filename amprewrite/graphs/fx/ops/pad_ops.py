@@ -139,6 +139,7 @@ class _PadCast(torch.autograd.Function):
 # -- batch norm -------------------------------------------------------------------------------------
 def batch_norm_padded(
     x: Tensor,
+    channels: Layout,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -147,16 +148,15 @@ def batch_norm_padded(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return the result of `F.batch_norm` in training for `x`, whose channels are padded.
+    """Return the result of `F.batch_norm` in training for `x`, whose channels are padded. `channels` is the layout of a vector of them.
 
     `weight` and `bias` are padded like `x`. `running_mean` and `running_var` are not padded; they are updated in place.
     """
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, training, momentum, eps)
-    extra = x.shape[1] - running_mean.shape[0]
-    mean, var = (F.pad(buffer.detach(), (0, extra)) for buffer in (running_mean, running_var))
+    mean, var = (pad_dims(buffer.detach(), channels) for buffer in (running_mean, running_var))
     out = F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
     with torch.no_grad():
-        running_mean.copy_(mean.narrow(0, 0, running_mean.shape[0]))
-        running_var.copy_(var.narrow(0, 0, running_var.shape[0]))
+        running_mean.copy_(slice_dims(mean, channels))
+        running_var.copy_(slice_dims(var, channels))
     return out
