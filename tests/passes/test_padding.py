@@ -199,6 +199,25 @@ def test_tied_weights_share_one_padded_copy() -> None:
     assert len([c for c in pads_of(amp).copies if c.value.startswith("tokens.weight ->")]) == 0
 
 
+def test_rows_that_are_looked_up_are_padded_at_their_end_alone() -> None:
+    """The head's columns are seen as ten parts, and each part is padded: the rows of its table are not where they were."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(130, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.table(x))
+            return F.linear(h, self.table.weight).unflatten(-1, (10, 13)).softmax(-1)
+
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randint(130, (4, 6))
+    amp = padded(model, "bf16", overrides={"embedding": "allow"})
+    assert close(amp(x), model(x), "bf16")
+    assert pads_of(amp)
+
+
 def test_users_see_logical_shapes_only(tmp_path: Any) -> None:
     model = seeded("cnn with batch norm")
     shapes = {k: v.shape for k, v in model.state_dict().items()}

@@ -166,6 +166,8 @@ class Regions:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
             return None
+        if (slot, dim) in self.rules[call].whole and axis != self.axes.leaves([self.of_use[str(slot), call][dim]])[0]:
+            return None
         return self.group.find((call, slot, dim)), self.axes.find(axis)
 
     # -- 2. wants ----------------------------------------------------------------------

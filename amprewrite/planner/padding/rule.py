@@ -74,6 +74,8 @@ class Rule:
     """Dims, as (slot, dim), for which the op's kernel is faster if their size is a multiple of a few elements."""
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
     """Function from the numbers in the padding of the operands to the number in the padding of the results. It may raise Hazard."""
+    whole: set[tuple[Slot, int]] = field(default_factory=set)
+    """Dims, as (slot, dim), that may be padded only at their end, because the op reads places along them."""
     ignored: set[str] = field(default_factory=set)
     """Names of operands that may have any size, because the op reads only their dtype or sizes, or pads them itself."""
     why_opaque: str = ""

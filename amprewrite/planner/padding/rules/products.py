@@ -236,6 +236,7 @@ def embedding(view: View) -> Rule:
     rule.tie(((weight.name, 1),), ((0, len(view.out) - 1),))
     if not isinstance(padding_idx, int) or padding_idx >= 0:
         rule.tie(((weight.name, 0),))
+        rule.whole.add((weight.name, 0))
     return rule
 
 
