@@ -379,6 +379,34 @@ def test_a_head_on_a_backbone_under_no_grad_trains(cache_weights):
     assert torch.allclose(got, want, rtol=2e-2, atol=2e-2)
 
 
+class Sink(torch.autograd.Function):
+    """What DDP puts behind a model under `find_unused_parameters=True`: a result that the loss does not read gets None, not zeros."""
+
+    @staticmethod
+    def forward(ctx, *results):
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in results)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def test_a_head_whose_result_gets_none_gets_no_gradient():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.read, self.unread = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+        def forward(self, x):
+            hidden = torch.tanh(self.body(x))
+            return self.read(hidden), torch.tanh(self.unread(hidden))
+
+    amp = amprewrite.rewrite(Heads(), dtype="fp16", loss_scale=64.0)
+    Sink.apply(*amp(torch.randn(4, 8)))[0].sum().backward()
+    assert [name for name, p in amp.named_parameters() if p.grad is None] == ["unread.weight", "unread.bias"]
+
+
 def test_a_graph_with_nothing_differentiable_is_rewritten_too():
     class Masked(nn.Module):
         def __init__(self):

@@ -153,11 +153,14 @@ def is_held(factor: Tensor) -> bool:
 class _Cross(torch.autograd.Function):
     """Autograd node that returns `x` as `dtype`, multiplied by `by` if `by` is given.
 
-    The backward multiplies the gradient by `factor`, and by `by` if it is given, and returns the product in the dtype of `x`.
+    The backward multiplies the gradient by `factor`, and by `by` if it is given, and returns the product in the dtype of `x`. It passes
+    None on: a result that the loss does not read may get None (under DDP with `find_unused_parameters=True`), and zeros in its place
+    would become gradients of weights, which an optimizer decays.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor, by: Tensor | None = None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.factor, ctx.by = factor, by
         ctx.dtype, ctx.to = x.dtype, dtype
         if by is not None:
@@ -168,9 +171,11 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
         if ctx.by is not None and ctx.enters is not None:
             ctx.enters()
+        if gradient is None:
+            return None, None, None, None
         factor = ctx.factor if ctx.by is None else ctx.factor * ctx.by
         if torch.is_grad_enabled():
             then = ctx.factor.clone() if ctx.by is None else factor
@@ -187,15 +192,18 @@ class _Times(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, factor: Tensor, then: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.factor, ctx.then, ctx.enters = factor, then, _held_enters(factor)
         ctx.dtype, ctx.to = gradient.dtype, dtype
         return _times(gradient, then, dtype)
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
         if ctx.enters is not None:
             ctx.enters()
+        if gradient is None:
+            return None, None, None, None
         by = ctx.then / ctx.factor
         if torch.is_grad_enabled():
             return applied(_Cross, gradient, ctx.dtype, ctx.factor, by), None, None, None
