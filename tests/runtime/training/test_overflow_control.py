@@ -255,6 +255,26 @@ def test_an_optimizer_of_another_library_may_ask_for_its_parameters_in_a_skipped
     assert (model.scale.report().steps, model.scale.report().skipped) == (3, 1)
 
 
+def test_a_step_after_one_that_raised_while_it_was_skipped_is_kept():
+    class Refuses(torch.optim.SGD):
+        def step(self):
+            if not any(p.grad.any() for p in self.param_groups[0]["params"]):
+                raise ValueError("zeros")
+            return super().step()
+
+    model = tiny()
+    optimizer = Refuses(model.parameters(), lr=1e-2)
+    model.gate.attach(optimizer)
+    backward(model, 0, HUGE * 2.0**10)
+    with pytest.raises(ValueError, match="zeros"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert not same(model.parameters(), before)
+
+
 def test_a_step_that_takes_the_model_is_no_step_with_a_closure():
     class Takes(torch.optim.SGD):
         def step(self, model):

@@ -178,7 +178,7 @@ class Guard:
         gates, frames = self.gates(), frames_of_step(optimizer)
         if not (gates and frames):
             return None
-        if self._found is not None or self._closure is not None:
+        if self._found is not None or self._closure is not None or self._idle is not None:  # the step before raised an error
             self._clear(optimizer)
         refuse_grad_scaler(optimizer, frames, kwargs)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
