@@ -36,6 +36,7 @@ from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.runtime.options import is_flattened
 from amprewrite.runtime.training.nonfinite import is_finite
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
+from amprewrite.torch_internals.dispatch import is_legacy_batched
 from amprewrite.torch_internals.trees import tree_leaves
 
 _INPUT, _PARAMETER, _ACTIVATION, _LOSS, _GRADIENT, _SEEN = "input", "parameter", "activation", "loss", "gradient", "seen"
@@ -247,7 +248,8 @@ class _FiniteWatch(torch.fx.Interpreter):
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
     @uncaptured
     def look(gradient: Tensor | None) -> None:
-        if gradient is None or probe.backward is not None or is_finite(gradient):  # the gradient is None if the loss does not depend on it
+        # The gradient is None if the loss does not depend on it. `torch.autograd.grad(..., is_grads_batched=True)` batches it.
+        if gradient is None or probe.backward is not None or is_legacy_batched(gradient) or is_finite(gradient):
             return
         if node.target is scale_gradient:
             probe.backward = FirstNonFinite(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")

@@ -245,6 +245,19 @@ def test_values_that_a_vmap_batches_are_not_looked_at():
     assert not amprewrite.debug(amp, (batch(),), backward=True).findings
 
 
+def test_batched_gradients_are_not_looked_at():
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-2)
+    amp.attach(optimizer)
+    (amp(batch()).sum() * math.inf).backward()
+    optimizer.step()
+    (got,) = torch.autograd.grad(amp(batch()).sum(0), amp.weight, torch.eye(4), is_grads_batched=True)
+    (want,) = torch.autograd.grad(model(batch()).sum(0), model.weight, torch.eye(4), is_grads_batched=True)
+    assert torch.allclose(got, want, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("style", ["mul", "lerp", "data"])
 def test_looking_again_writes_no_parameter(style):
     class Momentum(nn.Module):
