@@ -8,7 +8,8 @@ Running sums occur in recurrences.
 1. A sum *continues* an earlier sum if only elementwise ops, moves and choices lead from the earlier sum to it.
 2. The values that are added on the way are *branches* of the earlier sum if a product computes them from it. Each has a factor, relative to
    the factor of the earlier sum (`ir/evidence/summands.py`). A chain of at least `MANY` sums with small branches stays fp32. The first one
-   may continue a value that is no sum. A sum that a loop repeats counts as a whole chain.
+   may continue a value that is no sum. A sum that a loop repeats counts as a whole chain. In a file, so does a state that each iteration
+   adds to or scales, such as a time `t = t + dt`.
 3. A chain of at least `STREAM` sums of any kind stays fp32 if torch.autocast holds them in fp32, because their first value is a looked-up
    row, a learnt state, zeros or an input. Examples are running sums and residual streams. The values that are added on the way come from
    products. If a computed factor, such as a gate, scales the earlier sum on all paths to the later sum, other values count as well. A norm
@@ -127,7 +128,8 @@ class _Sums:
 
         The ops of a chain are its sums, and the ops between one sum and the next. Rules 2 and 3 at the top of this file define the chains.
         """
-        ways = {node.name: dict(self._updated(node)) for node in self.graph if node.op in SUMS}
+        starts = (node for node in self.graph if node.op in SUMS or node.name in self.problem.repeated)
+        ways = {node.name: dict(self._updated(node)) for node in starts}
         steps = {name: small for name, of in ways.items() if (small := {before: way for before, way in of.items() if way.small})}
         sums = ways.keys() & self.wide
         wide = {name: {before: way for before, way in of.items() if before in sums} for name, of in ways.items() if name in sums}
@@ -169,7 +171,8 @@ class _Sums:
                 waiting += self._before(last, way)
         starts = set[str]()
         for name, way in {**plain, **{name: way for name, way in scaled.items() if name not in plain}}.items():  # nearest values first
-            if way.scaled or not self.rounded.isdisjoint(dict(way.added)):
+            adds = node.op in SUMS and (way.scaled or not self.rounded.isdisjoint(dict(way.added)))
+            if adds or self._is_updated(node, name, way):
                 branch = not way.scaled and any(self._is_branch(each, name) for each, _ in way.added)
                 # a path that passes a nearer value with a branch is several steps, not one small step
                 small = branch and starts.isdisjoint(way.passed) and self._is_small(way, name)
@@ -195,6 +198,11 @@ class _Sums:
             added = [*way.added, *added] if node.op in SUMS else [*way.added]
             factor = way.factor * parts.get(operand.value, ONE)
             yield self.graph[operand.value], _Way((*way.passed, node.name), factor, tuple(added), scaled)
+
+    def _is_updated(self, state: OpNode, before: str, way: _Way) -> bool:
+        """True if `before` is the loop state `state` as it enters the body, and the body adds to it, or scales it, on the path `way`."""
+        same = self.graph[before].precision_group == state.precision_group != ""
+        return same and any(self.graph[each].op in SUMS | FACTORS for each in way.passed)
 
     def _is_branch(self, value: str, of: str) -> bool:
         """True if `value` is a branch of the earlier value `of` (rule 2 of this file): it depends on `of` through at least one product."""

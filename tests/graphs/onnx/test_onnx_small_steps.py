@@ -92,6 +92,53 @@ def test_running_sums_are_fp32_in_files(tmp_path):
     assert result.report.strict_error < 1e-2
 
 
+def turned(path, update: list[onnx.NodeProto]) -> str:
+    """A loop whose state "s" the nodes `update` change, beside a state "x" that a product changes. Its result is made of both."""
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Add", ["h", "s"], ["hs"]), node("Tanh", ["hs"], ["x1"]), *update]
+    body = helper.make_graph(
+        [*nodes, node("Identity", ["go"], ["on"])],
+        "body", [value("i", TensorProto.INT64, ()), value("go", TensorProto.BOOL, ()), value("x"), value("s", shape=())],
+        [value("on", TensorProto.BOOL, ()), value("x1"), value("s1", shape=())],
+    )  # fmt: skip
+    loop = node("Loop", ["turns", "true", "x0", "s0"], ["last", "_s"], body=body)
+    constants = {"turns": np.int64(100), "true": np.array(True), "s0": np.float32(1), "rate": np.float32(0.99)}
+    return saved(path, [loop, node("MatMul", ["last", "w"], ["y"])], 0.01, constants)
+
+
+UPDATES = {
+    "time": [node("Add", ["s", "step"], ["s1"], name="update")],
+    "decay": [node("Mul", ["s", "rate"], ["s1"], name="update")],
+    "average": [
+        node("ReduceMean", ["h"], ["m"], keepdims=0), node("Mul", ["m", "step"], ["n"]), node("Mul", ["s", "rate"], ["d"]),
+        node("Add", ["d", "n"], ["s1"], name="update"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_states_that_a_loop_adds_to_or_scales_are_fp32_in_files(update, tmp_path):
+    feed = {"x0": np.random.default_rng(1).standard_normal((4, WIDTH)).astype(np.float32)}
+    result = amprewrite.rewrite_onnx(turned(tmp_path / "m.onnx", UPDATES[update]), dtype="bf16", calibration=feed)
+    colours = {each.name: each.colour for region in result.plan.regions for each in region.nodes}
+    assert colours["update"] is Colour.HIGH
+    assert result.report.strict_error < 5e-3
+
+
+def test_a_state_that_a_loop_appends_to_stays_low(tmp_path):
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Tanh", ["h"], ["x1"]), node("Concat", ["s", "x1"], ["s1"], axis=0, name="append")]
+    body = helper.make_graph(
+        [*nodes, node("Identity", ["go"], ["on"])],
+        "body", [value("i", TensorProto.INT64, ()), value("go", TensorProto.BOOL, ()), value("x"), value("s", shape=("n", WIDTH))],
+        [value("on", TensorProto.BOOL, ()), value("x1"), value("s1", shape=("m", WIDTH))],
+    )  # fmt: skip
+    nodes = [node("MatMul", ["x0", "w"], ["h0"]), node("Loop", ["turns", "true", "h0", "s0"], ["_x", "all"], body=body)]
+    constants = {"turns": np.int64(9), "true": np.array(True), "s0": np.zeros((0, WIDTH), np.float32)}
+    nodes += [node("MatMul", ["all", "w"], ["ys"]), node("ReduceSum", ["ys"], ["z"], keepdims=0), node("Add", ["z", "x0"], ["y"])]
+    result = amprewrite.rewrite_onnx(saved(tmp_path / "m.onnx", nodes, 1.0, constants), dtype="fp16")
+    colours = {each.name: each.colour for region in result.plan.regions for each in region.nodes}
+    assert colours["append"] is Colour.LOW
+
+
 def stream(path, blocks: int, around: bool) -> str:
     """A residual stream behind an input, with branches as large as the stream. `around`: norms stand behind the sums, not in branches."""
     nodes = []
