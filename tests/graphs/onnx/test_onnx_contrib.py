@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnxruntime.capi.onnxruntime_pybind11_state as runtime
 import pytest
-from onnx_help import F16, colours, const, net, node, noise, run, value, weight
+from onnx import helper
+from onnx_help import BOOL, F16, I64, colours, const, graph, net, node, noise, run, value, weight
 
 from amprewrite.api.onnx.convert import rewrite_onnx
 from amprewrite.graphs.onnx.ops import signature
@@ -102,3 +104,51 @@ def test_values_of_unknown_type_keep_their_readers_fp32_and_are_named():
     assert not [note for note in result.report.notes if "Gather is on no list" in note]
     assert "it reads a value of unknown type (at)" in result.plan.explain("gather")
     assert colours(result.model)["b"] == "low"
+
+
+def bare(name: str) -> onnx.ValueInfoProto:
+    return onnx.ValueInfoProto(name=name)
+
+
+def unlisted_in_branch(first: bool, declares: bool):
+    own = [node("MatMul", ["h", "w1"], ["a"], name="mm_own"), node("Inverse", ["a"], ["oa"], name="inverse", domain=DOMAIN)]
+    other = [node("MatMul", ["h", "w1"], ["b"], name="mm_other"), node("Relu", ["b"], ["ob"], name="relu")]
+    branches = graph(own, "own", [], [bare("oa")]), graph(other, "other", [], [value("ob", 16, 16) if declares else bare("ob")])
+    then, otherwise = branches if first else branches[::-1]
+    nodes = [
+        node("MatMul", ["x", "w0"], ["h"], name="first"),
+        node("If", ["yes"], ["mid"], name="if", then_branch=then, else_branch=otherwise),
+        node("MatMul", ["mid", "w1"], ["out"], name="last"),
+    ]
+    inits = [const("yes", first, np.bool_), const("w0", np.eye(16)), const("w1", np.eye(16))]
+    feed = {"x": noise(16, 16) / 9 + np.eye(16, dtype=np.float32)}
+    return net(nodes, [value("x", 16, 16)], [value("out", 16, 16)], inits, feed, domains=[DOMAIN])
+
+
+@pytest.mark.parametrize("declares", [True, False], ids=["other branch declared", "none declared"])
+@pytest.mark.parametrize("first", [True, False], ids=["then", "else"])
+def test_a_branch_that_does_not_declare_its_result_has_the_type_of_the_other(first, declares):
+    given = unlisted_in_branch(first, declares)
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    low = colours(result.model)
+    assert low["inverse"] == "high" and low["mm_own"] == low["mm_other"] == low["last"] == "low"
+    np.testing.assert_allclose(run(result.model, given.feed)[0], run(given.model, given.feed)[0], rtol=0, atol=1e-2)
+
+
+def test_a_loop_that_begins_with_a_value_of_unknown_type_casts_it():
+    nodes = [node("MatMul", ["s", "w1"], ["m"], name="mm"), node("Tanh", ["m"], ["s1"], name="tanh"), node("Identity", ["go"], ["on"])]
+    body = graph(nodes, "body", [value("i", dtype=I64), value("go", dtype=BOOL), value("s", 4, 16)], [bare("on"), bare("s1")])
+    nodes = [
+        node("MatMul", ["x", "w0"], ["h"], name="first"),
+        node("Foreign", ["h"], ["f"], name="foreign", domain="own.domain"),
+        node("Loop", ["n", "", "f"], ["mid"], name="loop", body=body),
+        node("MatMul", ["mid", "w1"], ["out"], name="last"),
+    ]
+    inits = [weight("w0", 16, 16), weight("w1", 16, 16), const("n", 3, np.int64)]
+    given = net(nodes, [value("x", 4, 16)], [value("out", 4, 16)], inits, {}, domains=["own.domain"])
+    made = rewrite_onnx(given.model).model
+    foreign = helper.make_function("own.domain", "Foreign", ["a"], ["b"], [node("Relu", ["a"], ["b"])], [helper.make_opsetid("", 18)])
+    for model in (made, given.model):
+        model.functions.append(foreign)
+    feed = {"x": noise(4, 16)}
+    np.testing.assert_allclose(run(made, feed)[0], run(given.model, feed)[0], rtol=0, atol=1e-2)

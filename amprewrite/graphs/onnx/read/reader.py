@@ -24,7 +24,8 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, fill_types, format_of, guess, op_of, signature
+from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, format_of, op_of, signature
+from amprewrite.graphs.onnx.read.body_types import fill_graph_types
 from amprewrite.graphs.onnx.read.constants import ConstantFacts, Kinds, is_distance
 from amprewrite.graphs.onnx.run.samples import Samples, elements
 from amprewrite.ir.evidence.constants import ConstantRead, Loss
@@ -110,6 +111,7 @@ class _Reader:
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
         graph = self.model.graph
+        fill_graph_types(graph, self.opset)
         for value in graph.inputs:
             pinned = (Colour.HIGH, Reason.BOUNDARY, "input") if self.keep_io or not _is_fp32(value) else None
             self.add_value(value, "input", pinned=pinned, kind=OpKind.CLEAR)
@@ -147,8 +149,6 @@ class _Reader:
                 (self.read_if if node.op_type == "If" else self.read_turns)(node)
             elif node.op_type != "Constant" or node.domain:
                 self.read_node(node)
-            else:
-                fill_types(node, self.opset)
 
     # -- values -------------------------------------------------------------------------
     def unique(self, base: str) -> str:
@@ -210,7 +210,6 @@ class _Reader:
 
     # -- nodes -----------------------------------------------------------------------------
     def read_node(self, node: ir.Node) -> None:
-        fill_types(node, self.opset)
         sig = signature(node.domain, node.op_type, self.opset)
         op = op_of(node)
         row = find_op(op)
@@ -402,8 +401,6 @@ class _Reader:
         outer = node.inputs[index]
         if outer is None:
             return
-        if inner.type is None and isinstance(outer.type, ir.TensorType):
-            guess(inner, outer.type)
         if not _is_fp32(inner) or not _is_fp32(outer):
             self.add_value(inner, "op", name=self.unique(str(inner.name)), op=node.op_type.lower())
             return
@@ -417,8 +414,6 @@ class _Reader:
 
         If `outer` is a loop's state, `precision_group` is the name of its precision group (nodes that must have one format), otherwise "".
         """
-        if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
-            guess(outer, inner[0][1].type)
         if _is_fp32(outer):
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
