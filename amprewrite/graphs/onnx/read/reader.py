@@ -289,7 +289,8 @@ class _Reader:
             if node.op_type == "Cast":
                 demand = Demand.COLOUR if gives_float else Demand.ANY
             elif not gives_float:
-                alone = len(set(computed)) <= 1 and not misread and sig.allows(sig.input(index), self.low)
+                # a QuantizeLinear keeps its scale, since a compiler fuses it only with a DequantizeLinear of the same scale
+                alone = len(set(computed)) <= 1 and not misread and sig.allows(sig.input(index), self.low) and node.op_type not in QUANTISED
                 demand = Demand.ANY if alone else Demand.HIGH
             else:
                 demand = Demand.COLOUR if follows else Demand.HIGH
