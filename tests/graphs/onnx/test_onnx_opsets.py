@@ -290,3 +290,22 @@ def test_an_old_file_that_the_runtime_lacks_kernels_for_is_evaluated_or_refused(
     result = rewrite_onnx(model, dtype=dtype)
     found = strict_outputs(result.ir_model, [feed])[0][0]
     np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("opset", [9, 11])
+def test_a_mask_is_bounded_as_its_opset_bounds(opset: int) -> None:
+    """Up to opset 10 the bounds of a Clip are attributes."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["s"], name="scores"),
+        node("Mul", ["m", "far"], ["b"], name="mask"),
+        node("Add", ["s", "b"], ["sb"], name="add"),
+        node("Softmax", ["sb"], ["p"], axis=1, name="softmax"),
+        node("MatMul", ["p", "v"], ["out"], name="last"),
+    ]
+    feed = {"x": noise(8, 16), "m": (np.arange(8) > 5).astype(np.float32)[None]}
+    inits = [weight("w", 16, 8), const("far", -1e9), weight("v", 8, 16)]
+    given = net(nodes, [value("x", 8, 16), value("m", 1, 8)], [value("out", 8, 16)], inits, feed, opset)
+    given.model.ir_version = 8
+    result = rewrite_onnx(given.model, dtype="fp16", calibration=feed, overrides={"node:softmax": "low", "node:mask": "high"})
+    assert "Clip" in [each.op_type for each in result.model.graph.node]
+    assert true_error(given, result) < 2e-3

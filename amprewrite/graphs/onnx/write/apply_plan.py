@@ -47,6 +47,8 @@ CAST = "amprewrite.cast"
 """Key in metadata_props of the Cast nodes that a rewrite inserted."""
 COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
 """Keys in metadata_props that hold the colour of a node and its reason."""
+CLIPS = 11
+"""First opset in which the bounds of a Clip are operands. Before, they are attributes."""
 
 
 def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: Format) -> None:
@@ -134,8 +136,10 @@ def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: Fresh
     source = value
     if cast.saturate:
         name = f"{value.name}_bound"
-        bounds = [add_constant(graph, names.new(name), np.asarray(bound, np.float32)) for bound in (-to.max, to.max)]
-        clip = ir.node("Clip", [value, *bounds], name=names.new(f"clip_{value.name}"))
+        bounds: dict[str, float] = {"min": -to.max, "max": to.max}
+        by_attribute = model.opset_imports[""] < CLIPS
+        held = [] if by_attribute else [add_constant(graph, names.new(name), np.asarray(each, np.float32)) for each in bounds.values()]
+        clip = ir.node("Clip", [value, *held], bounds if by_attribute else {}, name=names.new(f"clip_{value.name}"))
         source = clip.outputs[0]
         source.name = names.new(f"{value.name}_clipped")
         describe_copy(source, value, value.type)
