@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from onnx_help import Net, cond_if, loop
+from onnx_help import Net, cond_if, const, loop, net, node, noise, value, weight
 from tiers import long_beyond
 from torch import Tensor, nn
 
@@ -225,6 +225,21 @@ def test_products_in_bodies_read_no_fp8(given: Callable[[], Net]) -> None:
     chosen = {each.node for each in result.plan.regions[0].quantised.chosen}
     assert "first" in chosen and chosen <= {"first", "last"}
     assert any("products in bodies of If, Loop and Scan (" in note for note in result.report.notes)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_constant_that_is_multiplied_by_a_weight_is_stored_in_fp8(exact: bool) -> None:
+    """As learnt queries are. A sample run shows no range of them, and needs to show none."""
+    queries = const("q", np.eye(64) * 2) if exact else weight("q", 64, 64)
+    nodes = [
+        node("MatMul", ["q", "w0"], ["h"], name="queries"), node("MatMul", ["x", "w1"], ["g"], name="keys"),
+        node("Add", ["h", "g"], ["s"], name="add"), node("MatMul", ["s", "w2"], ["out"], name="last"),
+    ]  # fmt: skip
+    inits = [queries, *(weight(f"w{index}", 64, 64) for index in range(3))]
+    given = net(nodes, [value("x", 64, 64)], [value("out", 64, 64)], inits, {"x": noise(64, 64)}, 21)
+    result = amprewrite.rewrite_onnx(given.model, dtype="fp16", products="fp8-all", calibration=given.feed)
+    assert {each.name: each.data_type for each in result.model.graph.initializer}["q_e4m3"] == E4M3
+    assert sum(each.op_type == "QuantizeLinear" for each in result.model.graph.node) == 2
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -231,13 +231,14 @@ def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, lo
         place = int(copy.role == W)
         value = nodes[0].inputs[place]
         assert value is not None
-        if copy.role != W and copy.value not in reading.ranges:
+        stored = constant_tensor(value) is not None
+        if not stored and copy.value not in reading.ranges:
             raise PolicyError(
                 f"no sample shows the range of {copy.value}, which {copy.readers[0]} reads in fp8: pass calibration= with batches on which "
                 "the model runs, or leave products= out"
             )
         seen = reading.ranges.get(copy.value, ValueRange())
-        made = _stored(model, names, value, low) if copy.role == W else _quantised(model, names, value, seen.amax, low)
+        made = _stored(model, names, value, low) if stored else _quantised(model, names, value, seen.amax, low)
         for node in nodes:
             node.replace_input_with(place, made)
     drop_unread_constants(model.graph)
@@ -259,7 +260,7 @@ def scale_for(amax: float, low: Format) -> np.ndarray:
 
 
 def _stored(model: ir.Model, names: FreshNames, weight: ir.Value, low: Format) -> ir.Value:
-    """Store a weight in e4m3, and insert its DequantizeLinear. Return the result of that node."""
+    """Store a constant in e4m3, and insert its DequantizeLinear. Return the result of that node."""
     tensor = constant_tensor(weight)
     assert tensor is not None
     numbers = np.asarray(tensor.numpy(), np.float32)
