@@ -6,12 +6,16 @@
    take four bytes an element instead of eight.
 3. A cast to fp32 is marked for recomputation, so that AOTAutograd may save the low value for backward instead of the copy, which is twice
    as large.
+4. In training with a loss scale, a value that is returned beside a view of it is copied (`part_views`).
 
     before   return loss, to(logits, float32)          after   return loss, logits
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +48,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
         """
         edited.make_own()
         edited.widened = return_low(edited.module.graph)
+        part_views(edited.module.graph)
         for node in filter(widens, edited.module.graph.nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         edited.module.recompile()
@@ -58,7 +63,7 @@ def give_sources(graph: torch.fx.Graph) -> None:
 def return_low(graph: torch.fx.Graph) -> list[Widened]:
     """Let the graph return low-precision values in place of their casts to fp32.
 
-    Results stay in a graph that writes to them, or that turns gradients on or off.
+    Results stay in a graph that writes to them, or that turns gradients on or off, and if they share memory with another result.
 
     Returns, for each such result: its position, its fp32 dtype, and the position of the input that scales its gradient (None if none does).
     """
@@ -66,11 +71,14 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
     inputs = graph.find_nodes(op="placeholder")
     memory, switched = written_memory(graph), any(op_name(node.target) in GRAD_SWITCHES for node in graph.nodes)
     results, found = list(output.args[0]), list[Widened]()
+    held = Counter(storage for each in results if isinstance(each, torch.fx.Node) for storage in memory_of(each))
     for place, result in enumerate(results):
         entered = isinstance(result, torch.fx.Node) and result.target is scale_gradient
         cast = result.args[0] if entered else result
         if not isinstance(cast, torch.fx.Node) or not widens(cast) or switched:
             continue
+        if any(held[storage] > 1 for storage in memory_of(result)):
+            continue  # a cast after the graph has memory of its own, and another result, such as a view, would miss writes to it
         # After the graph, a cast would read what the graph writes later, miss writes to its result, and record gradients under no_grad.
         if all(memory.isdisjoint(memory_of(each)) for each in (cast, *cast.all_input_nodes)):
             results[place] = cast.args[0]
@@ -84,6 +92,22 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
                 break
             node = source
     return found
+
+
+def part_views(graph: torch.fx.Graph) -> None:
+    """Copy, in place, each value that `scale_gradient` returns if several results of the graph share its memory.
+
+    AOTAutograd makes such results anew: it repeats all views since their memory was made on the value that the graph returns. The first is
+    the `detach` inside `scale_gradient`, so without a copy, which makes new memory, the results would lose their gradients.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results = [memory_of(each) for each in output.args[0] if isinstance(each, torch.fx.Node)]
+    for node in graph.find_nodes(op="call_function", target=scale_gradient):
+        if sum(not memory.isdisjoint(memory_of(node)) for memory in results) > 1:
+            with graph.inserting_after(node):
+                copy = graph.call_method("clone", (node,))
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy, delete_user_cb=functools.partial(operator.is_not, copy))
 
 
 def widens(node: torch.fx.Node) -> bool:

@@ -336,3 +336,34 @@ def test_nothing_of_the_size_of_logits_waits_for_backward_in_fp32(dtype: str) ->
     assert large and torch.float32 not in large
     for one, other in zip(got, want, strict=True):
         assert (one - other).norm() <= 1e-2 * other.norm()
+
+
+class Pooled(nn.Module):
+    """A value and a view of it, as encoders give all positions and the first one; or the same value twice."""
+
+    def __init__(self, last: nn.Module, twice: bool = False) -> None:
+        super().__init__()
+        self.up, self.last, self.twice = nn.Linear(16, 16), last, twice
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.last(self.up(x))
+        return hidden, hidden.float() if self.twice else hidden[:, 0]
+
+
+@FORMATS
+@pytest.mark.parametrize("last", [nn.Identity, functools.partial(nn.LayerNorm, 16)], ids=["low", "fp32"])
+@pytest.mark.parametrize("twice", [False, True], ids=["view", "twice"])
+def test_results_that_share_memory_share_it_and_have_their_gradients(dtype: str, last: Any, twice: bool) -> None:
+    """A cast after the graph had memory of its own, and in fp16 AOTAutograd made views without gradients."""
+    torch.manual_seed(0)
+    net, x = Pooled(last(), twice), torch.randn(64, 16)
+    amp = amprewrite.rewrite(copy.deepcopy(net), dtype=dtype, backend="aot_eager", loss_scale=2.0**8 if dtype == "fp16" else None)
+    for model in (net, amp):
+        hidden, part = model(x)
+        assert part.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr() and (hidden is part) == twice
+        (hidden.square().mean() + part.square().sum()).backward()
+        with torch.no_grad():
+            hidden.zero_()
+        assert not part.any()
+    for got, want in zip(amp.parameters(), net.parameters(), strict=True):
+        assert (got.grad - want.grad).norm() <= 2e-2 * want.grad.norm()
