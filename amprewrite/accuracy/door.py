@@ -4,6 +4,7 @@
 
 1. Capture the model as `rewrite` does, so that graphs and nodes have the names of the plan.
 2. Run every batch in fp32, op by op. Merge the range of every fp32 result (`ValueRange.of`) into the record, and free the result.
+   Gradients are off, unless a loss is given or the model takes gradients itself, so that the first batch fails without them.
 3. If a loss is given, run backward too, and record the range of every result's gradient.
 """
 
@@ -97,15 +98,22 @@ def calibrate(
     trial = Trial(module, Options(LOW_FORMATS[0], granularity=parse_granularity(granularity, module)), forward)
     watch = Observer(gradients=loss is not None)
     checked = Batches(batches, module, forward is not None)
-    count = 0
+    count, then, differentiable = 0, None if loss is None else partial(_backward, loss, module), loss is not None
     with bar("calibrating", len(checked) or None, progress) as advance:
         for batch in checked:
-            with torch.set_grad_enabled(loss is not None):
+            try:
                 try:
-                    trial.run(batch, watch, None if loss is None else partial(_backward, loss, module))
-                except (TypeError, ValueError, RuntimeError, LookupError) as error:
-                    said = f"batch {count + 1} cannot be run: {type(error).__name__}: {error}"
-                    raise CalibrationError(f"{said}; forward= says how to call the model on a batch") from error
+                    with torch.set_grad_enabled(differentiable):
+                        trial.run(batch, watch, then)
+                except RuntimeError:  # the model may take gradients itself, as one of forces does: then it runs with gradients
+                    if differentiable or count:
+                        raise
+                    differentiable, watch = True, Observer()
+                    with torch.enable_grad():
+                        trial.run(batch, watch)
+            except (TypeError, ValueError, RuntimeError, LookupError) as error:
+                said = f"batch {count + 1} cannot be run: {type(error).__name__}: {error}"
+                raise CalibrationError(f"{said}; forward= says how to call the model on a batch") from error
             count += 1
             advance()
     trial.check_captured()

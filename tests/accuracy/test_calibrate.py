@@ -98,6 +98,30 @@ def test_gradients_when_asked() -> None:
         amprewrite.calibrate(model, [x], loss=lambda y: y.detach().sum())
 
 
+class Forces(nn.Module):
+    """Takes the gradient of its energy itself, outside of its graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return -torch.autograd.grad(self.down(torch.tanh(self.up(x))).sum(), x)[0]
+
+
+def test_a_model_that_takes_gradients_itself_runs_with_them() -> None:
+    model, data = Forces(), batches()
+    found = amprewrite.calibrate(model, data)
+    (seen,) = (region.values for region in found.regions if "tanh" in region.values)
+    assert (seen["tanh"].count, seen["tanh"].batches) == (3 * 4 * 16, 3), "each batch counts once"
+    assert all(region.values["neg"].batches == 3 for region in found.regions if "neg" in region.values)
+    with torch.no_grad():
+        model.down.weight.mul_(1e7)
+    plan = amprewrite.rewrite(model, dtype="fp16", calibration=data, example_inputs=(data[0],)).plan
+    assert Reason.OUT_OF_RANGE in {node.reason for node in plan.nodes}
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
