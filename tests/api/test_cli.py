@@ -359,6 +359,13 @@ def test_the_html_report_holds_errors_where_asked(folder: Path, capsys: pytest.C
     assert all("e" in node for node in json.loads(data)["nodes"] if node.get("p") == "op")
 
 
+@pytest.mark.parametrize("form", ["{}:good", "{}.py:good", "./{}.py:good"])
+def test_a_report_bears_the_name_of_the_callable(form: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", form.format(models(folder)), "--dtype", "bf16", "--html", "r.html"]
+    assert ask(capsys, *arguments)[0] == 0
+    assert '"title":"good"' in (folder / "r.html").read_text()
+
+
 # devices ----------------------------------------------------------------------------------------------------------------
 
 

@@ -423,7 +423,8 @@ def _overrides(options: Options) -> dict[str, str]:
 
 
 def _title(word: str) -> str:
-    return Path(word).stem if Path(word).suffix else word.rpartition(":")[2]
+    """Return the heading of a report on the MODEL `word`: the name of a file without its ending, or of a callable without its module."""
+    return Path(word).stem if Path(word).is_file() else word.rpartition(":")[2]
 
 
 def _cut(said: str, width: int) -> str:
