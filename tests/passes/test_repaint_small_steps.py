@@ -43,6 +43,7 @@ SMALL = {
     "minus": lambda net, x: x - net.inner(x) * 0.1,
     "divided": lambda net, x: x + net.inner(x) / 10,
     "alpha": lambda net, x: torch.add(x, net.inner(x), alpha=0.1),
+    "keywords": lambda net, x: torch.sub(x, other=torch.mul(torch.div(net.inner(x), other=-2.0), other=0.2)),
     "in place": lambda net, x: x.clone().add_(net.inner(x) * 0.1),
     "behind an activation": lambda net, x: F.relu(x + 0.1 * net.inner(x)),
     "heun": heun,
@@ -225,6 +226,7 @@ SAMPLERS = {
     "tanh": lambda net, x, e, i: x + torch.tanh(e) * net.size,
     "addcmul": lambda net, x, e, i: torch.addcmul(x, e, net.size),
     "lerp": lambda net, x, e, i: torch.lerp(x, e.float(), net.size),
+    "lerp with keywords": lambda net, x, e, i: torch.lerp(x, weight=net.size, end=e.float()),
     "layer scale": lambda net, x, e, i: x + net.scale * e,
     "layer scale of nought": lambda net, x, e, i: x + (net.scale * 0.0 + net.scale.neg() * 0.2) * e,
     "one learnt number": lambda net, x, e, i: x + net.scale.mean().tanh() * e,
@@ -259,7 +261,7 @@ def test_samplers_are_as_exact_as_under_autocast(how, conv, dtype):
         assert error(amprewrite.rewrite(net, dtype=dtype)(x), want) <= max(2 * theirs, {"bf16": 1e-2, "fp16": 2e-3}[dtype])
 
 
-MAIN = {"euler", "ddim with bounds", "addcmul", "lerp", "layer scale", "a learnt average"}
+MAIN = {"euler", "ddim with bounds", "addcmul", "lerp with keywords", "layer scale", "a learnt average"}
 
 
 @pytest.mark.parametrize("how", long_unless(MAIN.__contains__, SAMPLERS))

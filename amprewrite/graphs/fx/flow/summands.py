@@ -30,6 +30,8 @@ from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
+OPERANDS = ("other", "end", "tensor1", "tensor2", "weight")
+"""Names of the operands after the first of `add`, `sub`, `mul`, `div`, `addcmul`, `addcdiv` and `lerp`, in order."""
 RANDOM, NORMAL, FACTORS = ops_with(Trait.RANDOM), ops_with(Trait.DRAWS_NORMAL), ops_with(Trait.SCALES)
 
 
@@ -57,7 +59,7 @@ class _Factors:
         op = op_name(node.target) if node.op.startswith("call") else ""
         if op == "div" and "rounding_mode" in node.kwargs:
             return {}
-        given = [*node.args, *([node.kwargs["weight"]] if "weight" in node.kwargs else [])]
+        given = [*node.args, *(node.kwargs[name] for name in OPERANDS if name in node.kwargs)]
         scale = node.kwargs.get("alpha", node.kwargs.get("value", 1.0))
         return summands(op, given, lambda each, how: self._factor(each, node, how), self._name, scale)
 
