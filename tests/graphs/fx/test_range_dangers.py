@@ -218,6 +218,9 @@ def test_a_factor_is_small_by_the_format(dtype, kept):
     amp = amprewrite.rewrite(net(lambda model, x: model.linear(model.linear(x) * 1e-5)), dtype=dtype)
     amp(torch.randn(4, 8))
     assert [node.colour.value for node in amp.plan.nodes if node.op == "mul"] == [kept]
+    amp = amprewrite.rewrite(net(lambda model, x: model.linear(torch.div(model.linear(x), other=5e4))), dtype=dtype)
+    amp(torch.randn(4, 8))
+    assert [node.colour.value for node in amp.plan.nodes if node.op == "div"] == [kept]
     amp = amprewrite.rewrite(net(lambda model, x: model.linear(model.linear(x) * 1e-3)), dtype=dtype)
     amp(torch.randn(4, 8))
     assert [node.colour.value for node in amp.plan.nodes if node.op == "mul"] == ["low"]

@@ -185,7 +185,7 @@ def _constants(node: torch.fx.Node) -> list[float]:
 
 def _shrinks(fact: Fact, constant: float) -> float:
     """Return the magnitude of the op's result for an operand of 1 if the op multiplies or divides by `constant`; otherwise 1."""
-    if fact.op == "div" and fact.node.args[1:2] == (constant,):
+    if fact.op == "div" and constant in (*fact.node.args[1:2], fact.node.kwargs.get("other")):
         return 1 / abs(constant)
     return abs(constant) if fact.op == "mul" else 1.0
 
