@@ -475,6 +475,12 @@ def test_halves_of_a_gate_are_padded_one_by_one() -> None:
     assert {c.layout for c in pads_of(amp).copies if c.value == "first.bias"} == {((0, ((2, 2), (15, 16))),)}
 
 
+def test_fewer_chunks_than_asked_for_have_logical_size() -> None:
+    """Six chunks of five come of thirty in seven, and seven of 48 in seven. No op refuses that, so the second layer is padded."""
+    amp = with_and_without(lambda x: torch.cat([torch.tanh(part) for part in x.chunk(7, -1)], -1))
+    assert any(each.value == "second.weight" for each in pads_of(amp).copies)
+
+
 @pytest.mark.parametrize("weights", [True, False])
 def test_statistics_of_joined_channels_are_those_without_pads(weights: bool) -> None:
     """Each part is padded by itself, so padding lies between the channels, not behind them. Without statistics, weights are made."""

@@ -253,7 +253,8 @@ def select(view: View) -> Rule:
 def chunks(view: View) -> Rule:
     """Return the padding rule of chunk, split and unbind. All dims but the cut dim may be padded.
 
-    For chunk and split the cut dim may be padded as well if all sizes of pieces are multiples of the smallest. Each piece is then padded.
+    For split the cut dim may be padded as well if all sizes of pieces are multiples of the smallest, for chunk if it gives equal pieces,
+    as many as the call asks for. Each piece is then padded.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
@@ -269,6 +270,8 @@ def chunks(view: View) -> Rule:
     if call.op == "unbind":
         return rule
     sizes = [s[dim] for s in call.shapes]
+    if call.op == "chunk" and (len(set(sizes)), len(sizes)) != (1, call.get(1, "chunks")):
+        return rule  # twelve in five chunks are four of three: with padding there might be another number of them
     if not all(isinstance(s, int) and s > 0 for s in sizes):
         return rule
     unit = math.gcd(*sizes)  # type: ignore[arg-type]
