@@ -475,6 +475,26 @@ def test_halves_of_a_gate_are_padded_one_by_one() -> None:
     assert {c.layout for c in pads_of(amp).copies if c.value == "first.bias"} == {((0, ((2, 2), (15, 16))),)}
 
 
+def test_a_tensor_that_a_product_fills_keeps_its_size() -> None:
+    """PyTorch warns if a product must change the size of the tensor that it fills."""
+
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(noise(16, 13)), nn.Parameter(noise(13, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = torch.empty(len(x), 13)
+            torch.mm(x, self.first, out=made)
+            return (made.relu() @ self.second).relu() @ self.second.mT
+
+    model, x = Filled(), noise(8, 16)
+    amp = padded(model, "bf16")
+    with torch.no_grad():
+        assert close(amp(x), model(x), "bf16")
+    assert pads_of(amp) and "mm" not in {each.value for each in pads_of(amp).values}
+
+
 def test_fewer_chunks_than_asked_for_have_logical_size() -> None:
     """Six chunks of five come of thirty in seven, and seven of 48 in seven. No op refuses that, so the second layer is padded."""
     amp = with_and_without(lambda x: torch.cat([torch.tanh(part) for part in x.chunk(7, -1)], -1))

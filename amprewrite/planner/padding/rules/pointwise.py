@@ -140,8 +140,8 @@ def binary(view: View) -> Rule:
     """Return the padding rule of arithmetic on two operands. A dim may be padded if each operand has the dim or is broadcast along it."""
     call = view.call
     rule = Rule(content=_arithmetic(view, call.op))
-    if call.kwargs.get("rounding_mode") is not None or call.kwargs.get("out") is not None:
-        return Rule(why_opaque=f"{call.op} with further arguments")
+    if call.kwargs.get("rounding_mode") is not None:
+        return Rule(why_opaque=f"{call.op} rounds")
     aligned(view, rule, [*call.args, *call.kwargs.values()], view.out)
     return rule
 

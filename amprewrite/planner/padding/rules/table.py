@@ -84,9 +84,12 @@ RULES: dict[str, Callable[[View], Rule]] = {
 
 
 def rule_of(call: Call, calls: Mapping[str, Call]) -> Rule:
-    """Return the padding rule of `call`, one of `calls`. No dim may be padded if its op has no row in RULES, or if `call.opaque` is set."""
-    if call.opaque:
-        return Rule(why_opaque=call.opaque)
+    """Return the padding rule of `call`, one of `calls`.
+
+    No dim may be padded if the op has no row in RULES, if the call has an argument `out`, or if `call.opaque` is set.
+    """
+    if call.opaque or call.kwargs.get("out") is not None:
+        return Rule(why_opaque=call.opaque or "it writes to a tensor of logical size")
     maker = RULES.get(call.op)
     if maker is None:
         return Rule(why_opaque=f"{call.op} needs the logical size")
