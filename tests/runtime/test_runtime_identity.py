@@ -262,6 +262,29 @@ def test_deepcopy_of_a_model_that_holds_a_rewritten_one():
     assert twin.inner.first.weight is not holder.inner.first.weight
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_deepcopy_of_what_holds_a_model_and_modules_of_it_keeps_them_the_same(inplace):
+    class Agent(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.first, self.net, self.last = net.body, net, net.head
+
+    class Sampler:
+        def __init__(self, net):
+            self.net = net
+
+    net = Tied()
+    net.sampler = Sampler(net)
+    agent = Agent(low(net, inplace=inplace))
+    twin = copy.deepcopy(agent)
+    assert twin.first is twin.net.body and twin.last is twin.net.head and twin.net.again is twin.net.body[0]
+    assert twin.net.sampler is not net.sampler and (twin.net.sampler.net is twin.net or not inplace)
+    twin.load_state_dict({name: each.clone() for name, each in twin.state_dict().items()}, assign=True)  # new buffers for each module
+    x = torch.randn(64, 8) * 3 + 1
+    twin.train().net.body(x)
+    assert torch.equal(twin.eval().first(x), twin.net.body(x)) and matmul_dtypes(twin.first, x) == {torch.bfloat16}
+
+
 def test_shallow_copy_shares_parameters_and_stays_rewritten():
     amp = low(mlp())
     twin = copy.copy(amp)

@@ -183,13 +183,9 @@ _PLAIN = {type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.d
 """Classes of values that a clone shares because they hold no module. Most attributes of modules are such values or empty containers."""
 
 
-def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
-    """Return a clone of a module tree: new modules with the same parameters. Its root gets the class `root_class`, if this is given."""
-    cloning = _Cloning(module)
-    root = cloning.of(module)
-    if root_class is not None:
-        root.__class__ = root_class
-    return root
+def clone_of(module: nn.Module) -> nn.Module:
+    """Return a clone of a module tree: new modules with the same parameters."""
+    return _Cloning(module).of(module)
 
 
 class _Cloning:

@@ -84,10 +84,17 @@ class RewrittenBase(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         if not is_rewritten(self):
             return _plain_deepcopy(self, memo)
-        plain = copy.deepcopy(_twin_before(self), memo)
-        clone: nn.Module = wrap(plain, copy.deepcopy(_options_with_scale(self), memo), face_of(self))
-        memo[id(self)] = clone
-        return clone
+        cls, face = original_class(self), face_of(self)
+        if hasattr(cls, "__deepcopy__"):
+            made = memo[id(self)] = copy.deepcopy(_twin_before(self), memo)
+        else:  # copy the modules themselves: other objects that are copied along may hold the model or modules of it, too
+            state = {name: value for name, value in cls.__getstate__(self).items() if name not in (SESSION, BEFORE)}  # type: ignore
+            made = memo[id(self)] = cls.__new__(cls)
+            made.__setstate__(copy.deepcopy(state, memo))  # type: ignore[operator]
+            for own in self.modules():
+                if id(own) in memo:
+                    _give_own_forward(memo[id(own)], isinstance(own.__dict__.get("forward"), PartForward))
+        return _made_over(made, copy.deepcopy(_options_with_scale(self), memo), face, Session)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_rewritten(self):
@@ -273,12 +280,17 @@ def _unwrap(clone: nn.Module) -> None:
     clone.__dict__.pop(SESSION)
     clone.__dict__.pop(BEFORE, None)
     for module in clone.modules():
-        if isinstance(module.__dict__.get("forward"), PartForward):
-            del module.__dict__["forward"]
         module.__dict__.pop(REPLICATE, None)
-        own_forward = module.__dict__.pop(FORWARD, None)
-        if own_forward is not None:
-            module.__dict__["forward"] = own_forward
+        _give_own_forward(module, isinstance(module.__dict__.get("forward"), PartForward))
+
+
+def _give_own_forward(module: nn.Module, is_part: bool) -> None:
+    """Let calls of `module` run the forward from before the rewrite. `is_part`: its attribute `forward` is the one that the rewrite set."""
+    if is_part:
+        module.__dict__.pop("forward", None)
+    own_forward = module.__dict__.pop(FORWARD, None)
+    if own_forward is not None:
+        module.__dict__["forward"] = own_forward
 
 
 def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,9 +317,15 @@ def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = Rewritt
     PolicyError if the model's class derives from the class of a rewritten module, CaptureError for a TorchScript module.
     """
     _refuse_class(model)
-    amp = clone_of(model, subclass_of(face, type(model)))
-    _take_over(amp, type(model), kind(options, amp))
-    return amp
+    return _made_over(clone_of(model), options, face, kind)
+
+
+def _made_over(model: nn.Module, options: Options, face: type[RewrittenBase], kind: type[Session]) -> Any:
+    """Rewrite `model` itself, a clone or a copy that nobody has yet, and return it. The arguments are those of `wrap`."""
+    cls = type(model)
+    model.__class__ = subclass_of(face, cls)
+    _take_over(model, cls, kind(options, model))
+    return model
 
 
 @contextmanager
