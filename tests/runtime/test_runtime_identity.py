@@ -285,6 +285,20 @@ def test_deepcopy_of_what_holds_a_model_and_modules_of_it_keeps_them_the_same(in
     assert torch.equal(twin.eval().first(x), twin.net.body(x)) and matmul_dtypes(twin.first, x) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("granularity", ["model", ["0"]])
+def test_deepcopy_of_a_part_that_is_parametrized_runs_the_weights_of_the_copy(granularity):
+    model = nn.Sequential(mlp(), nn.Linear(4, 4))
+    nn.utils.parametrizations.weight_norm(model[0].first)
+    amp, x = low(model, granularity=granularity), data()
+    amp(x)
+    for part in (amp[0], amp[0].first):
+        twin = copy.deepcopy(part)
+        with torch.no_grad():
+            for each in twin.parameters():
+                each.zero_()
+        assert part(x).any() and not twin(x).nan_to_num().any()
+
+
 def test_shallow_copy_shares_parameters_and_stays_rewritten():
     amp = low(mlp())
     twin = copy.copy(amp)

@@ -89,6 +89,8 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
        If Dynamo runs the code of the caller as written, it captures the function's own frame instead.
     2. In a direct call the module runs graphs of its own, as a separate entry. The same holds in a call of the model if Dynamo does not
        capture the calling code, for instance in a checkpoint around code that cannot be captured.
+    3. A class with a `__deepcopy__` may copy all attributes of its modules, as that of a parametrized module does. There the function is a
+       method of the module: its copy is a method of the copy, and runs the code of the copy. Other classes do not copy the function.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]
@@ -128,9 +130,12 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
             return call_with_own_hooks(module, args, kwargs)
         return call_alone(*args, **kwargs)
 
-    if recurrent and session.runs_recurrent_eagerly:
-        return torch.compiler.disable(call_recurrent, reason=DISABLE_REASON)  # type: ignore[no-any-return]
-    return with_own_code(call)
+    def call_own(called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return made(*args, **kwargs) if called is module else called._call_impl(*args, **kwargs)
+
+    alone = recurrent and session.runs_recurrent_eagerly
+    made = torch.compiler.disable(call_recurrent, reason=DISABLE_REASON) if alone else with_own_code(call)
+    return types.MethodType(with_own_code(call_own), module) if hasattr(module, "__deepcopy__") else made
 
 
 def is_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
