@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -207,3 +210,28 @@ def test_half_tensors_in_a_named_tuple_become_fp32():
     batch = Batch(torch.randn(2, 3, 8, 8).half(), 2.0)
     assert amp(batch).dtype == torch.float32
     assert batch.x.dtype == torch.float16
+
+
+@dataclass(frozen=True)
+class Memory:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("holder", [OrderedDict, UserDict, SimpleNamespace, Memory])
+def test_half_tensors_in_objects_become_fp32_for_the_call(holder):
+    class Net(nn.Module):
+        """Attention refuses a half memory beside fp32 queries at capture, where `linear` does not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(64, 64)
+
+        def forward(self, x, memory):
+            held = memory["x"] if isinstance(memory, OrderedDict | UserDict) else memory.x
+            return F.scaled_dot_product_attention(self.query(x), held, held)
+
+    net, x, half = Net(), torch.randn(2, 300, 64), torch.randn(2, 300, 64).bfloat16()
+    amp, memory = amprewrite.rewrite(net, dtype="bf16"), holder(x=half)
+    for _ in range(2):
+        torch.testing.assert_close(amp(x, memory), net(x, holder(x=half.float())), rtol=0, atol=2e-2)
+    assert (memory["x"] if isinstance(memory, OrderedDict | UserDict) else memory.x) is half

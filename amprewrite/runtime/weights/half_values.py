@@ -15,7 +15,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+from collections import UserDict
 from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -122,9 +125,26 @@ def is_half(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in LOW_DTYPES
 
 
+def _has_fields(value: Any) -> bool:
+    """True if `value` is a dataclass, a namespace or a UserDict that keeps its members in a `__dict__`."""
+    known = isinstance(value, SimpleNamespace | UserDict) or (is_dataclass(value) and not isinstance(value, type | nn.Module))
+    return known and hasattr(value, "__dict__")
+
+
+def _leaves(inputs: Any) -> Iterator[Any]:
+    """Yield the leaves of the nested value `inputs`, and those of the members of objects among them (`_has_fields`)."""
+    left, seen = [inputs], set[int]()
+    while left:
+        for each in tree_leaves(left.pop()):
+            yield each
+            if _has_fields(each) and id(each) not in seen:
+                seen.add(id(each))
+                left.append(vars(each))
+
+
 def half_beside_fp32(model: nn.Module, inputs: Any) -> bool:
     """True if `inputs` holds half tensors, and `model` has fp32 parameters and no half parameters."""
-    if not any(map(is_half, tree_leaves(inputs))):
+    if not any(map(is_half, _leaves(inputs))):
         return False
     dtypes = {each.dtype for each in parameters_in(model)}
     return torch.float32 in dtypes and dtypes.isdisjoint(LOW_DTYPES)
@@ -150,9 +170,9 @@ def _of_two_dtypes(node: torch.fx.Node) -> bool:
 class Widened:
     """Context manager around a call of a model with half inputs: `args` and `kwargs` are its arguments with fp32 in place of half tensors.
 
-    Tensors in lists, tuples and dicts are replaced, too. Lists and dicts are not copied, because the model may add to them: they hold the
-    fp32 tensors inside the `with` block, and the half tensors again afterwards. If the model writes to an fp32 tensor, its values are
-    copied into the half tensor at the end.
+    Tensors in lists, tuples, dicts and dataclasses are replaced, too. All but tuples are not copied, because the model may add to them:
+    they hold the fp32 tensors inside the `with` block, and the half tensors again afterwards. If the model writes to an fp32 tensor, its
+    values are copied into the half tensor at the end.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,7 +194,7 @@ class Widened:
 
     def __exit__(self, *_: object) -> None:
         for container, key, before, inside in self._items:
-            there = container.get(key) if isinstance(container, dict) else container[key] if key < len(container) else None
+            there = container[key] if (key < len(container) if isinstance(container, list) else key in container) else None
             if there is inside:
                 container[key] = before
         for half, wide, version in self._made.values():
@@ -183,21 +203,22 @@ class Widened:
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
-        """Return `value` with its half tensors in fp32: a new tensor or tuple, or `value` itself if it has none or is a list or dict.
+        """Return `value` with its half tensors in fp32: a new tensor or tuple, or `value` itself if it has none or holds them in place.
 
-        The items of lists and dicts that must change inside the `with` block are recorded in `_items`.
+        The items of lists, dicts and dataclasses that must change inside the `with` block are recorded in `_items`.
         """
         kind = type(value)
         if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_make")):  # `_make`: a namedtuple
             inside = tuple(map(self._wide, value))
             made = inside if kind is tuple else kind._make(inside)
             return value if all(map(operator.is_, inside, value)) else made
-        if (kind is list or kind is dict) and id(value) not in self._seen:
+        held = value if kind is list or isinstance(value, dict) else vars(value) if _has_fields(value) else ()
+        if held and id(value) not in self._seen:
             self._seen.add(id(value))
-            for key, before in enumerate(value) if kind is list else value.items():
+            for key, before in held.items() if isinstance(held, dict) else enumerate(held):
                 inside = self._wide(before)
                 if inside is not before:
-                    self._items.append((value, key, before, inside))
+                    self._items.append((held, key, before, inside))
         if not is_half(value):
             return value
         if id(value) not in self._made:
@@ -217,7 +238,7 @@ def _counted(half: Tensor) -> Tensor:
 def note_half_inputs(error: Exception, model: nn.Module, inputs: Any) -> None:
     """If an fp32 model got half `inputs`, add a note to `error` that says so. The error comes from a call whose code was not captured."""
     if half_beside_fp32(model, inputs) and not hasattr(error, "__notes__"):
-        half = {each.dtype for each in filter(is_half, tree_leaves(inputs))}
+        half = {each.dtype for each in filter(is_half, _leaves(inputs))}
         formats = " and ".join(sorted(map(dtype_name, half)))
         error.add_note(
             f"amprewrite: {type(model).__name__} was called with {formats} tensors, and its weights are fp32. torch.autocast casts the "
