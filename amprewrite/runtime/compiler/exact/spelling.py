@@ -217,7 +217,7 @@ def spell(graph: torch.fx.Graph) -> None:
         if power_of_float and node.args[1] in (1, 2):
             base, power = node.args
             node.target, node.args = (aten.mul.Tensor, (base, base)) if power == 2 else (aten.clone.default, (base,))
-        if node.target is aten.pow.Tensor_Scalar and node.args[1] == 3 and _is_fp32_on_cpu(node):
+        elif power_of_float and node.args[1] == 3 and _is_fp32_on_cpu(node):
             base = node.args[0]
             with graph.inserting_before(node):
                 square = graph.call_function(aten.mul.Tensor, (base, base))
