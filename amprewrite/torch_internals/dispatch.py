@@ -6,14 +6,15 @@ the running backward, hooks on saved tensors, grad mode, forward-mode AD.
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
@@ -79,6 +80,14 @@ call_after_backward: Callable[[Callable[[], Any]], None] = torch.autograd.Variab
 """Call the given function once, at the end of the backward that runs now. Call this function only inside a backward."""
 set_grad_enabled = torch._C._set_grad_enabled
 """Switch grad mode on or off. Graphs that Dynamo captures contain calls of this function."""
+
+
+@contextlib.contextmanager
+def outside_capture() -> Iterator[None]:
+    """Context manager in which a compiler takes a graph with real inputs: their sizes are constants, and numbers read from them are not."""
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    with tracing(TracingContext(FakeTensorMode(shape_env=shapes, static_shapes=True))):
+        yield
 
 
 def saved_tensors_are_hooked() -> bool:

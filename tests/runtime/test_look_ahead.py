@@ -278,3 +278,29 @@ def test_a_compiled_graph_that_is_planned_anew_serves_all_sizes(grad: bool, limi
                 for mine, exact in zip(*(torch.autograd.grad(y.square().sum(), model.parameters()) for y in (got, wanted)), strict=True):
                     assert (mine - exact).norm() < 0.05 * exact.norm()
     assert "decided anew" in str(amp.plans[-1])
+
+
+class Guided(nn.Module):
+    """A model that reads a float argument, which Dynamo passes as a tensor once it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x * scale)) * scale) / scale
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_compiled_graph_that_is_planned_anew_takes_any_float(grad: bool) -> None:
+    model = Guided()
+    amp = amprewrite.rewrite(model, dtype="fp16", backend="aot_eager", parity=False)
+    with torch.set_grad_enabled(grad):
+        for scale in (1.0, 2.0, 500.0, 3.0, 600.0):  # the third call overflows in fp16
+            x = torch.randn(64, 8)
+            got, wanted = amp(x, scale), model(x, scale)
+            assert (got - wanted).norm() < 0.01 * wanted.norm()
+            if grad:
+                got.square().sum().backward()
+    assert "decided anew" in str(amp.plans[-1])

@@ -20,16 +20,24 @@ from amprewrite.graphs.fx.node_facts import example_value, tensors
 from amprewrite.passes.lower.restore_checkpoints import restore_checkpoints
 from amprewrite.passes.lower.suit_compiler import give_sources
 from amprewrite.runtime.compiler.dynamo import RECOMPILE_LIMIT, without_dispatch_modes
-from amprewrite.torch_internals.dispatch import tracing_context
+from amprewrite.torch_internals.dispatch import outside_capture, tracing_context
 
 
 def for_each_size(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `backend`: outside a capture, each combination of sizes gets its own static compilation; inside, one compilation serves all."""
+    """Wrap `backend`: outside a capture, each combination of sizes gets its own static compilation; inside, one compilation serves all.
+
+    Outside a capture, a number that the graph reads from a tensor, as it does from a float argument that changes, is any number.
+    """
+
+    def alone(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with outside_capture():
+            return backend(module, inputs)  # type: ignore[no-any-return]
 
     def compile_for_sizes(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if tracing_context() is not None or not any(map(_is_dynamic, module.graph.find_nodes(op="placeholder"))):
+        if tracing_context() is not None:
             return backend(module, inputs)  # type: ignore[no-any-return]
-        return _CodeOfSizes(backend, module)
+        dynamic = any(map(_is_dynamic, module.graph.find_nodes(op="placeholder")))
+        return _CodeOfSizes(alone, module) if dynamic else alone(module, inputs)
 
     return compile_for_sizes
 
