@@ -397,6 +397,28 @@ def test_reading_a_weight_gives_what_is_stored_and_says_so() -> None:
         repr(weight)
 
 
+class Scaled(nn.Module):
+    """Its forward reads an attribute of its weight, as layers of muP do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.first.weight.width = 4.0  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x / self.first.weight.width)  # type: ignore[operator]
+
+
+def test_attributes_of_weights_stay() -> None:
+    model, x = Scaled().eval(), data()
+    amp = frozen(model)
+    want = run(amprewrite.rewrite(model, dtype="bf16"), x)
+    for made in (amp, copy.deepcopy(amp), pickle.loads(pickle.dumps(amp))):
+        assert isinstance(made.first.weight, FrozenWeight) and alike(run(made, x), want)
+    amp.unfreeze(model.state_dict())
+    assert alike(run(amp, x), want)
+
+
 # -- fp32 again ----------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
-from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
+from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight, with_attributes
 from amprewrite.passes.lower.hoist_weight_casts import Copy
 from amprewrite.runtime.options import is_sharded
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
@@ -115,19 +115,17 @@ def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[
 def _frozen(weight: Tensor, copy: Copy, values: Tensor, high: bool) -> FrozenWeight:
     """Return a frozen weight that stores the `values` of `weight`, cast and padded as `copy` (dtype, layout) says.
 
-    If `high`, it also keeps `values` themselves, which are fp32.
+    It has the attributes of `weight`. If `high`, it also keeps `values` themselves, which are fp32.
     """
     with torch.no_grad(), torch.inference_mode(False):
         stored = pad_cast(values, *copy).requires_grad_(weight.requires_grad)
         kept = values if high else None
-        return FrozenWeight(stored, weight.size(), weight.stride(), copy[1], kept, weight.requires_grad)
+        return with_attributes(FrozenWeight(stored, weight.size(), weight.stride(), copy[1], kept, weight.requires_grad), weight)
 
 
 def _constant(weight: Tensor, values: Tensor) -> Tensor:
     """Return a new parameter that holds `values`, has the attributes of `weight`, and takes no gradient."""
-    made = nn.Parameter(values, requires_grad=False)
-    made.__dict__.update(weight.__dict__)
-    return made
+    return with_attributes(nn.Parameter(values, requires_grad=False), weight)
 
 
 def _copy_buffers(model: nn.Module) -> None:
@@ -172,7 +170,7 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
         made = weight.thawed() if source is None else torch.empty_strided(weight.size(), weight.stride(), device=weight.device)
         if source is not None:
             made.copy_(source.detach())
-        _replace(model, weight, nn.Parameter(made, requires_grad=weight.trains))
+        _replace(model, weight, with_attributes(nn.Parameter(made, requires_grad=weight.trains), weight))
     with torch.no_grad():
         for name, source in given.items():
             others[name].copy_(source)  # type: ignore[arg-type]

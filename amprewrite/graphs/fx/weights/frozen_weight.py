@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -28,6 +28,7 @@ from amprewrite.tables.formats import dtype_name
 from amprewrite.torch_internals.dispatch import FakeTensor, tracing_context
 from amprewrite.torch_internals.trees import tree_map_only
 
+T = TypeVar("T", bound=Tensor)
 aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default}
 """Ops that return an alias of the same memory."""
@@ -40,6 +41,8 @@ _SHAPE_ONLY = {
 _MAKES_FAKES = "torch._subclasses.meta_utils"
 """The torch module that makes fake tensors. `untyped_storage` checks if this module calls it: a fake needs a storage of fp32's size."""
 REMEDY = "call amp.unfreeze(state_dict) with the fp32 values first"
+_OWN = {"stored", "padded", "high", "trains", "detached", "_stand_in", "_is_param"}
+"""Attributes of a FrozenWeight that are not of the weight before freezing."""
 
 
 class FrozenWeight(Tensor):
@@ -102,7 +105,8 @@ class FrozenWeight(Tensor):
 
     def of(self, stored: Tensor, high: Tensor | None) -> FrozenWeight:
         """Return a frozen weight like this one, but with the low copy `stored` and the fp32 values `high` (None: not stored)."""
-        return FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
+        made = FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
+        return with_attributes(made, self)
 
     def held(self) -> tuple[Tensor, ...]:
         """Return the tensors in which this weight is stored: the low copy and, if stored, the fp32 values."""
@@ -147,7 +151,7 @@ class FrozenWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         size, stride = tuple(self.size()), tuple(self.stride())
-        return _rebuilt, (self.stored.detach(), size, stride, self.padded, self.high, self.trains)
+        return _rebuilt, (self.stored.detach(), size, stride, self.padded, self.high, self.trains, _attributes(self))
 
     # -- torch's interface for tensor subclasses ----------------------------------------------
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -229,8 +233,12 @@ class FrozenWeight(Tensor):
         return self.thawed()
 
 
-def _rebuilt(stored: Tensor, size: Any, stride: Any, layout: Layout, high: Tensor | None, trains: bool) -> FrozenWeight:
-    return FrozenWeight(stored.requires_grad_(trains), size, stride, layout, high, trains)
+def _rebuilt(
+    stored: Tensor, size: Any, stride: Any, layout: Layout, high: Tensor | None, trains: bool, attributes: dict[str, Any]
+) -> FrozenWeight:
+    made = FrozenWeight(stored.requires_grad_(trains), size, stride, layout, high, trains)
+    vars(made).update(attributes)
+    return made
 
 
 def _is_view(func: Any) -> bool:
@@ -261,6 +269,16 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
             if isinstance(each, FrozenWeight):
                 low, op = dtype_name(each.stored.dtype), func.overloadpacket.__name__
                 raise PolicyError(f"{op} writes a frozen weight, which is stored in {low} and would round the new values; {REMEDY}")
+
+
+def with_attributes(made: T, weight: Tensor) -> T:
+    """Return `made`, which replaces `weight` in a model, with the attributes that other code has set on `weight`."""
+    vars(made).update(_attributes(weight))
+    return made
+
+
+def _attributes(weight: Tensor) -> dict[str, Any]:
+    return {name: each for name, each in vars(weight).items() if name not in _OWN}
 
 
 def thawed(value: Any) -> Any:
