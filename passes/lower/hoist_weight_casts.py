@@ -197,7 +197,7 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
     """Return, for each position of an input, the low-precision copies (dtype, layout) of the input that an edited graph reads.
 
-    The set includes None if the graph also reads the input in fp32: without a cast, or by a node that only pads it or unscales its gradient.
+    The set includes None if the graph also reads the input in fp32: without a cast, or by a node that only pads it or unscales gradients.
     """
     changing = written_memory(module.graph)
     found: dict[int, frozenset[Copy | None]] = {}

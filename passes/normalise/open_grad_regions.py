@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.fx.node import map_arg
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.graphs.fx.node_facts import MEMORY, memory_of
@@ -61,9 +60,9 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     assert isinstance(body_node, torch.fx.Node)
     body = module.get_submodule(str(body_node.target))
     assert isinstance(body, torch.fx.GraphModule)
-    graph, inner = module.graph, dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-    results = body.graph.output_node().args[0]
-    memory = _memory([*inner.items(), *((results[user.args[1]], user) for user in node.users)])  # type: ignore[index]
+    graph, inner = module.graph, dict[torch.fx.Node, Any](zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    results: Any = body.graph.output_node().args[0]
+    memory = _memory([*inner.items(), *((results[user.args[1]], user) for user in node.users)])
     with graph.inserting_before(node):
         if enabled is not None:
             graph.call_function(set_grad_enabled, (enabled,))
@@ -71,12 +70,13 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
             if each.op == "get_attr":
                 inner[each] = _moved_attribute(module, body, each)
             elif each.op not in ("placeholder", "output"):
-                copy = inner[each] = graph.node_copy(each, inner.__getitem__)  # type: ignore[arg-type, return-value]
+                copy = inner[each] = graph.node_copy(each, inner.__getitem__)
                 copy.meta[MEMORY] = set().union(*(memory[storage] for storage in memory_of(each)))
         if enabled is not None:
             graph.call_function(set_grad_enabled, (not enabled,))
     for user in list(node.users):  # each user is a getitem of one result, because the subgraph returns a tuple
-        user.replace_all_uses_with(map_arg(results, inner.__getitem__)[user.args[1]])
+        result = results[user.args[1]]  # no node if it is None or a number
+        user.replace_all_uses_with(inner.get(result, result))
         graph.erase_node(user)
     graph.erase_node(node)
     if not body_node.users:
