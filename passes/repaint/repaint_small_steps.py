@@ -128,14 +128,14 @@ class _Sums:
 
         The ops of a chain are its sums, and the ops between one sum and the next. Rules 2 and 3 at the top of this file define the chains.
         """
-        starts = (node for node in self.graph if node.op in SUMS or node.name in self.problem.repeated)
-        ways = {node.name: dict(self._updated(node)) for node in starts}
+        ways = {node.name: dict(self._updated(node)) for node in self.graph if node.op in SUMS}
         steps = {name: small for name, of in ways.items() if (small := {before: way for before, way in of.items() if way.small})}
         sums = ways.keys() & self.wide
         wide = {name: {before: way for before, way in of.items() if before in sums} for name, of in ways.items() if name in sums}
         if self.in_file:
             plain = {name: {before: way for before, way in of.items() if not way.branch} for name, of in wide.items()}
-            running = self._in_a_row(plain, MANY) | self._in_a_row(wide, DEEP)
+            states = {node.name: dict(self._updated(node)) for node in self.graph if node.name in self.problem.repeated}
+            running = self._in_a_row(plain, MANY) | self._in_a_row(wide, DEEP) | self._in_a_row(states, MANY)
         else:
             running = self._in_a_row(wide, STREAM)
         return self._in_a_row(steps, MANY), running & self.wide
@@ -171,8 +171,8 @@ class _Sums:
                 waiting += self._before(last, way)
         starts = set[str]()
         for name, way in {**plain, **{name: way for name, way in scaled.items() if name not in plain}}.items():  # nearest values first
-            adds = node.op in SUMS and (way.scaled or not self.rounded.isdisjoint(dict(way.added)))
-            if adds or self._is_updated(node, name, way):
+            adds = way.scaled or not self.rounded.isdisjoint(dict(way.added))
+            if adds if node.op in SUMS else self._is_updated(node, name, way):
                 branch = not way.scaled and any(self._is_branch(each, name) for each, _ in way.added)
                 # a path that passes a nearer value with a branch is several steps, not one small step
                 small = branch and starts.isdisjoint(way.passed) and self._is_small(way, name)
