@@ -114,3 +114,24 @@ def test_positions_that_a_product_of_masks_counts_are_exact() -> None:
     made = rewrite_onnx(exported(Counts()), dtype="fp16")
     ((written, *_),) = strict_outputs(made.ir_model, [feed_of(4097, np.random.default_rng(0))])
     assert np.array_equal(written[0, :, -1], np.arange(1, 4098))
+
+
+MASKS = {
+    "a part of a triangle": "n = Shape(x)\n ones = Expand(one, n)\n mask = Trilu <upper = 0> (ones)",
+    "one-hot rows": "n = Shape(x)\n zeros = ConstantOfShape(n)\n at = ArgMax <axis = -1, keepdims = 1> (x)\n"
+    "mask = ScatterElements <axis = 1> (zeros, at, updates)",
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_sizes_and_indices_of_a_mask_are_no_counts(mask: str) -> None:
+    inits = {"W": np.ones((64, 64), np.float32) / 3, "one": np.ones((1, 1), np.float32), "updates": np.ones((400, 1), np.float32)}
+    feed = {"x": np.random.default_rng(0).standard_normal((400, 64)).astype(np.float32)}
+    given = parsed(f"{MASKS[mask]}\n y = MatMul(mask, W)", "float[400,64] x", "float[400,64] y", inits, feed)
+    assert [node.colour.value for node in rewrite_onnx(given.model, dtype="fp16").plan.nodes if node.flops] == ["low"]
+
+
+def test_a_far_number_that_fills_a_tensor_is_a_count() -> None:
+    model = "n = Shape(x)\n held = ConstantOfShape <value = float[1] {1001}> (n)\n y = MatMul(held, W)"
+    given = parsed(model, "float[4,64] x", "float[4,64] y", {"W": np.ones((64, 64), np.float32) / 3}, {"x": np.ones((4, 64), np.float32)})
+    assert [node.colour.value for node in rewrite_onnx(given.model, dtype="bf16").plan.nodes if node.flops] == ["high"]

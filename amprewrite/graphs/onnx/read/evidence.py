@@ -21,6 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.ops import bodies, constant_tensor, format_of, op_of, scalar
+from amprewrite.graphs.onnx.read.constants import fill_of
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.run.samples import elements
 from amprewrite.ir.cost import MatrixProduct
@@ -34,6 +35,8 @@ from amprewrite.tables.vocabulary import OpKind
 
 FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 """Attributes of Gemm that change the product, each with the value that leaves the product unchanged."""
+PLACES = {"ConstantOfShape": 0, "Scatter": 1, "ScatterElements": 1, "ScatterND": 1}
+"""Position of the operand that says where the numbers of a result go, by op type: a shape, or indices."""
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
@@ -91,8 +94,10 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
     for value in model.graph.inputs:
         found[value] = _entering(value)
     for node in model.graph.all_nodes():
-        given = [_read(value, found) for value in node.inputs if value is not None]
-        numbers = [number for value in node.inputs if value is not None and (number := scalar(value)) is not None]
+        read = [value for place, value in enumerate(node.inputs) if value is not None and place != PLACES.get(node.op_type)]
+        given = [_read(value, found) for value in read]
+        numbers = [number for value in read if (number := scalar(value)) is not None]
+        numbers += fill_of(node).tolist() if node.op_type == "ConstantOfShape" else []
         op = "one_hot" if node.op_type == "OneHot" else op_of(node)
         for body in bodies(node):
             found |= {value: _entering(value) for value in body.inputs}
