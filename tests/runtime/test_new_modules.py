@@ -51,6 +51,25 @@ def test_a_layer_put_in_deep_inside_and_called_by_itself():
     assert amp.encoder.second(h).shape == (3, 4)
 
 
+class Uncaptured(nn.Sequential):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_module_that_was_taken_out_can_still_be_called(backend):
+    model, h = Nested(), torch.randn(3, 4)
+    model.encoder.second = Uncaptured(nn.Linear(16, 4))
+    wanted = model.head(h)
+    amp = low(model, backend=backend)
+    head, second = amp.head, amp.encoder.second
+    del amp.head, amp.encoder.second
+    assert ran_low(head(h), wanted)
+    with pytest.warns(AmpRewriteWarning, match=r"Nested\.encoder\.second has code that runs as it is written"):
+        assert second(torch.randn(3, 16)).shape == (3, 4)
+
+
 def test_taking_a_layer_in_does_not_capture_again_and_again():
     amp, x = low(Nested()), data()
     for _ in range(2):

@@ -262,7 +262,8 @@ class Entry:
         self.key = key
         self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"
         """The name of this entry in messages: "Bert" or "Bert.encoder"."""
-        self.compiles = not (session.runs_recurrent_eagerly and isinstance(session.root.get_submodule(path), nn.RNNBase))
+        module = dict(session.root.named_modules()).get(path)  # None if it was taken out of the model and is called by itself
+        self.compiles = not (session.runs_recurrent_eagerly and isinstance(module, nn.RNNBase))
         self.captured = self._to_capture = captured
         self.widens = False
         """True if each call first casts its half inputs to fp32, because matmuls or convolutions read them together with fp32 weights."""
