@@ -55,6 +55,26 @@ def test_what_computes_nothing_is_not_warned_of(part: nn.Module, whole: bool) ->
     assert not amp.plan.skipped if whole else amp.plan.nodes
 
 
+class Disabled(nn.Linear):
+    """Computes in a function that Dynamo must not read, and not around it."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_is_disabled_for_dynamo_is_warned_of(whole: bool, dtype: str) -> None:
+    x, part = torch.randn(64, 64), Disabled(64, 64)
+    amp = amprewrite.rewrite(part if whole else Parts(part), dtype=dtype)
+    with pytest.warns(AmpRewriteWarning, match="ran in fp32"):
+        amp(x) if whole else amp.part(x)
+    for _ in range(3):
+        amp(x) if whole else amp.part(x)
+    assert amp.plan.skipped
+
+
 class Switched(nn.Module):
     """Computes in training alone."""
 

@@ -37,7 +37,7 @@ from amprewrite.runtime.compiler.heard import (
     reporting_autocast_on,
     sharing_sizes,
 )
-from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
+from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, ambient_autocast, plain_reason
 from amprewrite.runtime.weights.half_values import TwoDtypes
 from amprewrite.tables.boundary.members import modules_in, parameters_in
 from amprewrite.tables.errors import CaptureError
@@ -92,7 +92,7 @@ def compile_afresh(
     4. An int attribute that a model increments is no longer a constant of the graphs after COUNTS_FROM calls with a capture.
     5. Code that Dynamo fails on runs as written, and `failed` is called with the failure. If `whole`, Dynamo raises an error instead.
     6. If Dynamo makes no graph of `function`'s own code, `no_graph` is called: with True if Dynamo read all of the code and found no tensor
-       op, as in nn.Identity, and with False if it gave up the code.
+       op, as in nn.Identity, and with False if it gave up the code, or if the code calls a function that is disabled for Dynamo.
     7. If `hooks_differ`, Dynamo guards on module hooks, because code captured for one module runs for all modules of its class.
     8. `torch.is_autocast_enabled()` returns True to the model's code, except in autocast regions of the model itself (`heard.py`). They
        are recognised by `around()`, the number of autocast regions that the caller has open around the model.
@@ -134,7 +134,7 @@ def compile_afresh(
 
         def convert_locked(frame: tuple[Any, ...], state: dict[str, Any]) -> Any:
             nonlocal captured
-            graphs, own = counters["stats"]["unique_graphs"], frame[0].f_code is code
+            graphs, own, breaks = counters["stats"]["unique_graphs"], frame[0].f_code is code, _breaks_at_disabled()
             now = dict(settings)
             if own:  # by default Dynamo skips code without ops for good, though the same code may have ops after eval() or under no_grad
                 now["allow_empty_graphs"] = True
@@ -156,7 +156,7 @@ def compile_afresh(
                 with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, hooks, layers, quick:
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
-                    no_graph(made.guarded_code is not None)
+                    no_graph(made.guarded_code is not None and _breaks_at_disabled() == breaks)
                 return made
             except Exception as error:
                 if again and failure_of(error).of_op:
@@ -190,6 +190,11 @@ def compile_afresh(
 def _is_of_python(file: str) -> bool:
     """True if `file` belongs to Python's own library. Installed packages, in a folder inside the library's, do not count."""
     return file.startswith((_PYTHON, "<frozen ")) and not file.startswith(_PACKAGES)
+
+
+def _breaks_at_disabled() -> int:
+    """Return how many graphs Dynamo has ended so far at functions that other code disabled for it. No part of these functions is read."""
+    return sum(count for why, count in counters["graph_break"].items() if "disable()" in why and DISABLE_REASON not in why)
 
 
 def _entries_of_others(entry: Any, backend: Any) -> int:
