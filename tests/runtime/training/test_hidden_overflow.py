@@ -153,6 +153,42 @@ def test_hidden_overflow_under_checkpoints(reentrant, granularity):
     assert (amp.loss_scale.report().skipped, amp.loss_scale.report().steps) == (1, 5)
 
 
+@pytest.mark.parametrize("width", [16, 15])
+@pytest.mark.parametrize("where", ["weights", "weights after accumulation", "activations"])
+def test_a_hook_that_clips_hides_no_overflow(where, width):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+        def forward(self, x):
+            hidden = self.up(x)
+            if where == "activations":
+                hidden.register_hook(lambda gradient: gradient.clamp(-10.0, 10.0))
+            return self.down(hidden)
+
+    def clip(p):
+        p.grad.clamp_(-10.0, 10.0)
+
+    torch.manual_seed(0)
+    model, x, large = Two(), torch.rand(512, width), 0.02
+    if where == "activations":
+        x, large = 1e-3 * x[:2], 0.1
+        nn.init.constant_(model.down.weight, 3.0)
+    else:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(clip) if "after" in where else p.register_hook(lambda g: g.clamp(-10.0, 10.0))
+    (model(x).sum() * large).backward()
+    right = [p.grad.clone() for p in model.parameters()]
+    amp, optimizer = amprewrite.rewrite(model, dtype="fp16"), torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (amp(x).sum() * large).backward()
+        optimizer.step()
+    assert amp.loss_scale.report().skipped == 1
+    assert all((p.grad - want).norm() < 1e-2 * want.norm() for p, want in zip(model.parameters(), right, strict=True))
+
+
 def test_a_closure_that_clips_is_skipped():
     ours = net()
     amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0)

@@ -87,6 +87,11 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return product if dtype == torch.float32 else product.to(dtype)
 
 
+def nan_if_infinite(gradient: Tensor) -> Tensor:
+    """Return `gradient` with NaN in place of infinities, for a hook: a clamp would turn an infinity, but not NaN, into a wrong number."""
+    return gradient + (gradient - gradient)
+
+
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `gradient * factor` as `dtype`, multiplied in fp32 at least: the true gradient, if `factor` is the inverse of the loss scale.
 
@@ -162,7 +167,7 @@ class _Cross(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor, by: Tensor | None = None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.factor, ctx.by = factor, by
-        ctx.dtype, ctx.to = x.dtype, dtype
+        ctx.dtype, ctx.to, ctx.hooked = x.dtype, dtype, bool(x._backward_hooks or x._post_accumulate_grad_hooks)
         if by is not None:
             ctx.enters = _held_enters(factor)
             return _times(x, by, dtype)
@@ -179,8 +184,10 @@ class _Cross(torch.autograd.Function):
         factor = ctx.factor if ctx.by is None else ctx.factor * ctx.by
         if torch.is_grad_enabled():
             then = ctx.factor.clone() if ctx.by is None else factor
-            return applied(_Times, gradient, ctx.factor, then, ctx.dtype), None, None, None
-        return _times(gradient, factor, ctx.dtype), None, None, None
+            made = applied(_Times, gradient, ctx.factor, then, ctx.dtype)
+        else:
+            made = _times(gradient, factor, ctx.dtype)
+        return nan_if_infinite(made) if ctx.hooked else made, None, None, None
 
 
 class _Times(torch.autograd.Function):
@@ -260,7 +267,7 @@ def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *read
     """
 
     def hook(gradient: Tensor) -> Tensor:  # does not name `x`, which holds its hooks: the cycle would never be freed
-        true = gradient * on_device(inverse, gradient.device)
+        true = nan_if_infinite(gradient * on_device(inverse, gradient.device))
         made: Tensor | None = body(true, *reads)
         return (true if made is None else made) * on_device(scale, gradient.device)
 
