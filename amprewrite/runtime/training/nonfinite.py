@@ -6,7 +6,8 @@ A flag is a 0-dim fp32 tensor: 0 if all values are finite, above 0 otherwise. Gr
 2. At the end of a backward, by `found_after_backward`, before the training loop can hide an infinity (`clip_grad_value_`, `nan_to_num_`).
    This check makes no collective call, because ranks may run different backward passes. Its flag for sharded gradients is shared with the
    other ranks before the step. A flag for unsharded gradients would stay on its rank. So if several ranks train, infinities in unsharded
-   gradients are turned into NaN instead: clamps keep NaN, and every reduction passes it to the other ranks.
+   gradients are turned into NaN instead: clamps keep NaN, and every reduction passes it to the other ranks. Their flag counts only if the
+   loop discards them without a step.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
     return found
 
 
-def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
-    """Return an overflow flag: above 0 if a gradient of `params` on this rank is not finite; None if there is no gradient to flag.
+def found_after_backward(params: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return two overflow flags, each above 0 if a gradient of `params` on this rank is not finite; None if there is no gradient to flag.
 
-    If several ranks train, unsharded gradients get no flag. Their infinities become NaN, in place, which reductions pass to other ranks.
+    The first flag is for the next step. If several ranks train, it leaves out unsharded gradients, for which the second flag is. Their
+    infinities become NaN, in place, which reductions pass to other ranks.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))
@@ -90,7 +92,7 @@ def found_after_backward(params: Sequence[Tensor]) -> Tensor | None:
     with torch.inference_mode(False), torch.no_grad():
         if dense:
             infinities_to_nan(dense)
-        return _flag_for(kept)
+        return _flag_for(kept), None if dense and recording(dense[0].device) else _flag_for(dense)
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:

@@ -306,6 +306,8 @@ class Noted:
         """A function that returns the optimizer of these gradients; None if no known optimizer owns them, or if it no longer exists."""
         self._flags: list[Tensor] = []
         """Overflow flags of backward passes that no optimizer step has read yet."""
+        self._apart: Tensor | None = None
+        """Overflow flag of unsharded gradients at the end of the latest backward, if several ranks train. A step finds NaN there itself."""
         self._heard: Tensor | None = None
         """Overflow flag of the latest step, if it may have been skipped and its gradients may still exist; otherwise None."""
         self._there: dict[int, StorageWeakRef] = {}
@@ -325,16 +327,16 @@ class Noted:
 
     def ended(self, params: Sequence[Tensor]) -> None:
         """Check the gradients of `params` for inf and NaN after a backward, and store the resulting overflow flag."""
-        flag = found_after_backward(params)
+        flag, self._apart = found_after_backward(params)
         self._ended = True
         told = None
         if self._heard is not None:
             gradients = [p.grad for p in params if p.grad is not None]
             told = self._heard if self._still_there(gradients) else None
             self._there = _memory(gradients)
+        self.waits |= flag is not None or self._apart is not None
         if flag is None:
             return
-        self.waits = True
         with torch.inference_mode(False), torch.no_grad():
             if recording(flag.device) and self._place is not None:
                 self._recorded = True
@@ -357,8 +359,8 @@ class Noted:
         gradients = [p.grad for p in params if p.grad is not None]
         dropped: list[Tensor] = []
         if not gradients:
-            dropped = self._unheard()
-            self._heard = None
+            dropped = self._unheard() if self._apart is None else [*self._unheard(), self._apart]
+            self._heard = self._apart = None
         elif self._heard is not None and (recording(self._heard.device) or not self._still_there(gradients)):
             self._heard = None
         flags = self._flags if gradients and stepped and not any(recording(flag.device) for flag in self._flags) else []
@@ -366,7 +368,7 @@ class Noted:
             nonzero = any_nonzero(gradients)
             self._heard = None if self._heard is None else self._heard * on_device(nonzero, self._heard.device)
             self._flags = [flag * on_device(nonzero, flag.device) for flag in flags] if flags else self._flags
-        self.waits = self._recorded or self._heard is not None or len(self._flags) > 0
+        self.waits = self._recorded or self._heard is not None or self._apart is not None or len(self._flags) > 0
         return any_of(dropped) if dropped and not self._recorded else None
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -388,7 +390,7 @@ class Noted:
 
         `flag`: a tensor above 0 if the step overflowed. `overflow`: True or False for the same; None if the host has not read `flag`.
         """
-        self.discards = 0
+        self.discards, self._apart = 0, None
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False

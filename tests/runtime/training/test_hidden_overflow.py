@@ -221,8 +221,9 @@ def test_what_zero_grad_threw_away_does_not_skip_a_later_step(to_none):
     assert amp.loss_scale.report().skipped == (0 if to_none else 1), "zeros cannot be told from clamped infinities"
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_loop_that_leaves_out_overflows_itself_shrinks_the_scale(parts):
+@pytest.mark.parametrize(("parts", "ranks"), [(1, 1), (2, 1), (1, 2)])
+def test_a_loop_that_leaves_out_overflows_itself_shrinks_the_scale(parts, ranks, monkeypatch):
+    monkeypatch.setattr("amprewrite.runtime.training.nonfinite.several_ranks", lambda: ranks > 1)
     ours = net()
     amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=amprewrite.DynamicLossScale(init=2.0**32))
     params = list(ours.parameters())
