@@ -374,7 +374,8 @@ def test_an_optimizer_that_holds_the_weights_is_told() -> None:
 @pytest.mark.parametrize("write", [
     lambda w: w.add_(1), lambda w: w.data.add_(1), lambda w: w.copy_(torch.zeros(16, 8)), lambda w: w.__setitem__(0, 1.0),
     lambda w: torch._foreach_add_([w], 1), lambda w: nn.init.zeros_(w), lambda w: torch.add(w, 1, out=w),
-], ids=["add_", "data", "copy_", "setitem", "foreach", "init", "out"])  # fmt: skip
+    lambda w: setattr(w, "data", torch.zeros(16, 8)),
+], ids=["add_", "data", "copy_", "setitem", "foreach", "init", "out", "new data"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:a frozen weight is read")
 def test_writes_are_refused(write: Callable[[Tensor], Any]) -> None:
     amp = frozen()

@@ -139,6 +139,14 @@ class FrozenWeight(Tensor):
             raise PolicyError(f"a frozen weight takes no gradients: it is stored in {dtype_name(self.stored.dtype)}; to train, {REMEDY}")
         return self
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise PolicyError(f"the data of a frozen weight, which is stored in {dtype_name(self.stored.dtype)}, cannot be replaced; {REMEDY}")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         beside = "" if self.high is None else ", fp32 beside"
         return f"FrozenWeight(stored in {dtype_name(self.stored.dtype)}{beside}: {self.low()!r})"
