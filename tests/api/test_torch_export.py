@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import amprewrite
 from amprewrite.api.export_program import capture, export_with_plan
 from amprewrite.runtime.compiler.capture_check import relative_error
-from amprewrite.tables.formats import BF16
+from amprewrite.tables.formats import BF16, FORMATS
 from amprewrite.tables.vocabulary import Colour
 
 AUTO = torch.export.Dim.AUTO
@@ -471,3 +471,13 @@ def test_arguments_that_are_gathered_may_have_dynamic_shapes(shapes):
     exported = amprewrite.rewrite(model, dtype="bf16").export_program(args, dynamic_shapes=shapes)
     others = torch.ones(7, 16), torch.ones(7, 16)
     assert relative_error([model(*others)], [exported.module()(*others)]) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_model_without_values_is_exported_low(dtype):
+    """The meta device has no autocast to switch on around the export."""
+    model, x = nn.Linear(16, 8, device="meta"), torch.empty(4, 16, device="meta")
+    exported = amprewrite.rewrite(model, dtype=dtype).export_program((x,))
+    with Dtypes() as ran:
+        assert exported.module()(x).device.type == "meta"
+    assert ran.seen == {FORMATS[dtype].dtype}

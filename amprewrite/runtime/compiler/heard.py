@@ -97,9 +97,10 @@ def exported_under_autocast(
     """Return `export()`, called under autocast with the dtype fp32, on the devices of the model `root` and its `inputs`.
 
     `export` is called without autocast if a parameter, buffer or input is fp16 or bf16. It is called again without autocast if
-    `computes_half(result)` is true, or if it raised a CaptureError. So autocast never changes the dtype of a value.
+    `computes_half(result)` is true, or if it raised a CaptureError. So autocast never changes the dtype of a value. Devices such as "meta"
+    have no autocast.
     """
-    devices, found = _devices(root, inputs), None
+    devices, found = set(filter(torch.amp.is_autocast_available, _devices(root, inputs))), None
     if devices:
         with contextlib.suppress(CaptureError), _autocast_for_fp32(devices):
             found = export()
