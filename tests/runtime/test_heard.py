@@ -82,6 +82,7 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], Any]] = {
     "on for CUDA, by default": (lambda: torch.is_autocast_enabled(), False),
     "on for a CPU, as it was spelled": (lambda: torch.is_autocast_cpu_enabled(), True),
     "the dtype": (lambda: torch.get_autocast_dtype("cpu"), torch.float32),
+    "the dtype for a CPU, as it was spelled": (lambda: torch.get_autocast_cpu_dtype(), torch.float32),
     "anywhere": (lambda: torch._C._is_any_autocast_enabled(), True),
 }
 

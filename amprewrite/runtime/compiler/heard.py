@@ -85,6 +85,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
         torch.is_autocast_cpu_enabled: answer(torch.is_autocast_cpu_enabled, True, "cpu"),
         torch.get_autocast_dtype: answer(torch.get_autocast_dtype, torch.float32, "cuda"),
         torch.get_autocast_gpu_dtype: answer(torch.get_autocast_gpu_dtype, torch.float32, "cuda"),
+        torch.get_autocast_cpu_dtype: answer(torch.get_autocast_cpu_dtype, torch.float32, "cpu"),
         is_any_autocast_enabled: answer(is_any_autocast_enabled, True, min(devices, default="")),
     }
     with handling(answers):
