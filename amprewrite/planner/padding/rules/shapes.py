@@ -1,7 +1,7 @@
 """Padding rules (`padding/rule.py`) of ops that return their operands' elements in another shape: views, pieces, and joined tensors.
 
-This file knows some ops by name: `t`, `permute` and `transpose` for their order of dims, `unbind`, which removes the dim that it cuts, and
-`constant_pad_nd`, whose value is its third argument.
+This file knows some ops by name: `t`, `permute` and `transpose` for their order of dims, `unbind`, which removes the dim that it cuts,
+`chunk`, which may give fewer pieces than asked for, and `constant_pad_nd`, whose value is its third argument.
 """
 
 from __future__ import annotations
