@@ -42,6 +42,9 @@ from amprewrite.runtime.weights.half_values import conversion_warning
 from amprewrite.tables.boundary.members import named_buffers_in, named_modules_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
+_COPYING = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+"""Names of the methods by which a class copies its objects in a way of its own."""
+
 
 class RewrittenBase(nn.Module):
     """Base of the classes of rewritten models. It drops low copies of weights when parameters change, and makes copies and pickles of a
@@ -84,17 +87,18 @@ class RewrittenBase(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         if not is_rewritten(self):
             return _plain_deepcopy(self, memo)
-        cls, face = original_class(self), face_of(self)
-        if hasattr(cls, "__deepcopy__"):
+        cls: Any = original_class(self)
+        if any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _COPYING):
             made = memo[id(self)] = copy.deepcopy(_twin_before(self), memo)
         else:  # copy the modules themselves: other objects that are copied along may hold the model or modules of it, too
-            state = {name: value for name, value in cls.__getstate__(self).items() if name not in (SESSION, BEFORE)}  # type: ignore
+            state = {name: value for name, value in cls.__getstate__(self).items() if name not in (SESSION, BEFORE)}
             made = memo[id(self)] = cls.__new__(cls)
-            made.__setstate__(copy.deepcopy(state, memo))  # type: ignore[operator]
+            made.__setstate__(copy.deepcopy(state, memo))
             for own in self.modules():
                 if id(own) in memo:
                     _give_own_forward(memo[id(own)], isinstance(own.__dict__.get("forward"), PartForward))
-        return _made_over(made, copy.deepcopy(_options_with_scale(self), memo), face, Session)
+        clone: nn.Module = _made_over(made, copy.deepcopy(_options_with_scale(self), memo), face_of(self), Session)
+        return clone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_rewritten(self):
@@ -285,7 +289,7 @@ def _unwrap(clone: nn.Module) -> None:
 
 
 def _give_own_forward(module: nn.Module, is_part: bool) -> None:
-    """Let calls of `module` run the forward from before the rewrite. `is_part`: its attribute `forward` is the one that the rewrite set."""
+    """Let calls of `module` run the forward from before the rewrite. `is_part`: the rewrite set its attribute `forward`."""
     if is_part:
         module.__dict__.pop("forward", None)
     own_forward = module.__dict__.pop(FORWARD, None)
