@@ -326,7 +326,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Force the ops `names`, and ops tied to them by memory, to fp32. The plan shows `reason` and `what`. Formats already forced stay."""
+    """Force the ops `names`, and ops tied to them by memory, to fp32. Forced formats stay. The plan shows `reason` and the text `what`."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]

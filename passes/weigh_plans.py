@@ -5,8 +5,8 @@
 3. Add a note to the plan if its prices include low copies of weights made in every call.
 4. If the plan was decided together with other graphs of the model, decide the graph alone, too. Add a note on what that would save.
 
-The plan is the cheapest of all plans that keep to our lists. A plan that our lists forbid may be cheaper, and is shown all the same. A
-given plan keeps the prices that were recorded when it was made.
+The plan is the cheapest of all plans that keep to our lists. A plan that our lists forbid may be cheaper, and is shown all the same. If
+the user gives a plan, it keeps the prices that were recorded when it was made.
 
 Op names hard-coded in this pass: `to`, which takes the format of its operand if the lists do not have it.
 """

@@ -232,10 +232,11 @@ def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
 
 
 def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
-    """Return the row whose rounding caused the error of `row`: upstream, the first whose own rounding is more than a tenth of its error.
+    """Return the row whose rounding caused the error of `row`.
 
-    From each row, the search continues at the operand with the largest absolute error. If it ends at a cast, return the row of the value
-    that was cast. If no row qualifies, return the last row reached, or `row` itself if the last row is a cast without an error of its own.
+    The search goes upstream from `row`, at each row to the operand with the largest absolute error. It ends at the first operand whose own
+    rounding error is more than a tenth of its total error. If this is a cast, return the row of the value that was cast. If there is no
+    such operand, return the last row reached, or `row` itself if the last row is a cast without an error of its own.
     """
     here, seen = row, {row.name}
     while True:
@@ -302,10 +303,10 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
 
 
 def _overrides(own: Sequence[Override], names: Sequence[str], kept: Sequence[str]) -> dict[str, str]:
-    """Return the overrides `own`, together with overrides to fp32 for the nodes `kept`.
+    """Return the overrides `own` of the model, with an override to fp32 added for each node of `kept`.
 
-    Two overrides must not contradict each other for a node. So an own override that matches a node of `kept` is replaced by overrides of
-    the other nodes that it matches, among `names`.
+    Two overrides must not contradict each other for a node. So an own override that matches a node of `kept` is replaced by one override
+    for each other node that it matches. `names` has the names of all nodes.
     """
     asked: dict[str, str] = {}
     for each in own:

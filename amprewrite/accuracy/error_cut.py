@@ -190,10 +190,11 @@ class Chain:
             before = price, kept
 
     def _prices(self, typical: int) -> list[float]:
-        """Return the prices of a unit of squared error to try, ascending; [] if all errors are 0 or `typical` is 0.
+        """Return the prices to try for a unit of squared error, ascending; [] if all errors are 0 or `typical` is 0.
 
-        A cut weighs errors against a modelled time or FLOPs; `typical` is a typical value of that cost. At the first price, the sum of all
-        errors costs about 1e-4 of `typical`. At the last price, a billionth of this sum costs about 10 times `typical`.
+        A cut minimises the cost of a plan (its modelled time or FLOPs) plus the price of its errors; `typical` is a typical cost. The first
+        price is so low that all errors together cost about 1e-4 of `typical`. The last price is so high that a billionth of their sum costs
+        about 10 times `typical`.
         """
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:
@@ -202,10 +203,10 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Append a plan to the chain. Its fp32 nodes are all fp32 nodes of the last plan, and all of `kept` that the planner would run low.
+        """Append a plan to the chain: it keeps the last plan's fp32 nodes in fp32, and also the nodes of `kept` that the planner runs low.
 
-        If no node is new, nothing is appended. If many nodes are new, plans with only some of them are appended first.
-        Each has several fp32 nodes more than the plan before, or with `heavies` (a cut of matmuls) at least one more.
+        If no node is new, append nothing. If many are new, first append plans with only some of them, so that the chain has small steps.
+        Each plan but the last adds at least LEAST_SLICE nodes, or at least one with `heavies` (a cut of matmuls, which cost more).
         """
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])

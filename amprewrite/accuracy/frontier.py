@@ -215,7 +215,7 @@ def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) 
 
 
 def _most(metric: Metric) -> float:
-    """Return the number below which `tolerance` must be: infinity if the metric is a user's function, otherwise 1."""
+    """Return the number below which `tolerance` must be: 1, or infinity for a user's function, whose errors may have any size."""
     return math.inf if isinstance(metric, Judged) else 1
 
 
@@ -322,8 +322,8 @@ def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
 class RoundedRunner:
     """Runs captured graphs in fp32, and rounds each value that the plan makes low. Each graph is planned at its first run.
 
-    `prepare(captured)` returns the graph to plan: for example `captured` itself, with the nodes to keep in fp32 set, or the same graph
-    read with the op lists of torch.autocast.
+    `prepare(captured)` returns the form of the graph for which the plan is made: for example `captured` itself, after it has set the nodes
+    to keep in fp32, or the same graph read with the op lists of torch.autocast.
     """
 
     def __init__(self, prepare: Callable[[Captured], Captured]) -> None:
@@ -347,7 +347,8 @@ def planned(captured: Captured) -> RegionPlan:
     """Return a plan of a captured graph. Ops whose kernels refuse low inputs stay fp32.
 
     To find these ops, the first call also edits a copy of the graph by the plan, and runs the copy on fake tensors. Later calls only plan,
-    because `captured` stores the ops found. A graph with body graphs (activation checkpoints, loops) is edited and run in every call.
+    because `captured` stores the ops found. A graph with body graphs (activation checkpoints, loops) is edited and run in every call,
+    because only this plans the bodies.
     """
     if captured.tried:
         return plan_region(captured.problem)
@@ -377,6 +378,6 @@ def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]
 def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], runner: GraphRunner, metric: Metric) -> float:
     """Run the model on all batches, with `runner` for its graphs, and return the error of the outputs against the fp32 outputs `exact`.
 
-    The error is inf if outputs overflow or change shape, unless the metric is a user's function.
+    The error is inf if outputs overflow or change shape. A user's metric function decides itself what error they have.
     """
     return metric.over([metric.error(wanted, trial.run(batch, runner)) for batch, wanted in zip(batches, exact, strict=True)])

@@ -117,7 +117,7 @@ def sensitivity(
 
 
 def _names(captured: Captured, name: str) -> Iterator[tuple[int, str]]:
-    """Yield (id, name in a plan) of a captured graph, which is called `name`, and of the bodies of its activation checkpoints."""
+    """Yield (`id(captured)`, name in a plan) for the graph `captured`, which is called `name`, and for the bodies of its checkpoints."""
     yield id(captured), name
     for part in captured.parts.values():
         yield from _names(part, f"{name}.{part.problem.name}")

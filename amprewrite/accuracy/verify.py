@@ -63,7 +63,7 @@ class Report:
         return (*self.overflows, *others)[:n]
 
     def table(self, n: int = 20, by: Measure = "accumulated") -> str:
-        """Return a text table of the `n` worst rows, 80 characters wide: own error, total error, largest value, overflow, underflow.
+        """Return a text table of the `n` worst rows, 80 characters wide: format, own and total error, largest value, over- and underflow.
 
         Rows with overflow are first; the other rows are in falling order of the field `by`. Low rows without an own error are left out,
         unless their total error is `LOST` (0.1) or more.

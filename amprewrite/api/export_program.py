@@ -82,8 +82,8 @@ def _export_with_plan(
 
 
 def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
-    """Keep the ops outside of `parts` in fp32, because the rewritten model does not capture them. `parts`: paths of the modules that it
-    captures one by one; if there are none, it captures the whole model, and nothing is done here."""
+    """Keep the ops outside of the modules `parts` in fp32. `parts` has the paths of the modules that the rewritten model captures one by
+    one: it runs all other code in fp32, too. If `parts` is empty, it captures the whole model, and nothing is done here."""
     for each in captured.with_parts() if parts else ():
         outside = {
             node.name for node in each.problem.graph if not any(node.module == part or node.module.startswith(f"{part}.") for part in parts)

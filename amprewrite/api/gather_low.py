@@ -249,7 +249,7 @@ class LowGather:
         """Gather `input_tensor` of all ranks into `output_tensor`. Both tensors are flat, in the dtype in which FSDP gathers.
 
         Returns None if weights were sent in the low format, otherwise the result of the inner all-gather. If `async_op` is True, all
-        weights are sent in fp32.
+        weights are sent in fp32, because low weights must be converted to fp32 when the gather has ended.
         """
         self.rounded = not async_op and self._for_graphs(input_tensor)
         if not self.rounded:
@@ -267,7 +267,7 @@ class LowGather:
         return None
 
     def _for_graphs(self, sent: Tensor) -> bool:
-        """True if FSDP gathers these fp32 weights for a forward or a backward, and frees them afterwards, so that only graphs read them."""
+        """True if FSDP gathers the fp32 weights `sent` for a forward or a backward and then frees them, so that only graphs read them."""
         group = self.sharded.group
         known = sent.dtype == FP32.dtype and sent.numel() == sum(self.sharded.numels)
         return known and group._training_state.name in _SENT_LOW and frees_after_forward(group)
@@ -288,9 +288,10 @@ def full_gather(group: Any) -> Any:
 
 
 def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of views to copy between: parts of the communication buffer `wire`, and the same weights in `flat`, in fp32.
+    """Return two lists of views to copy between: parts of the communication buffer `wire`, and the same weights in the fp32 tensor `flat`.
 
-    `spans` is from `_spans`. Weights in fp32 are sent as their bits: an element takes the space of `words` elements of the low format.
+    `spans` has the runs of weights that are sent in one format (see `LowGather._spans`). The buffer has the low dtype, so weights that are
+    sent in fp32 are copied as bytes: each element takes the space of `words` low elements.
     """
     on_wire, elements, at = [], [], 0
     for is_low, start, length in spans:

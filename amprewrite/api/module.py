@@ -26,15 +26,15 @@ class Rewritten(RewrittenBase):
 
     A submodule called by itself (`amp.encoder(x)`) also runs rewritten. Two cases cannot be detected and run the submodule's fp32 code:
     your own `torch.compile` around the submodule, and a direct call of its `forward`. Hooks on all modules of the process
-    (`register_module_forward_hook`) see one call of the model, and calls of submodules that run eagerly.
+    (`register_module_forward_hook`) see a call of the model. Inside it, they see only calls of submodules outside of captured graphs.
     """
 
     @property
     def plan(self) -> CastPlan:
         """The plan of all graphs that have run, in the order of their first calls. Before the first call, using the plan raises PlanError.
 
-        Graphs that differ only in sizes or mode are shown once, with a note on their number; `plans` has all of them. A method such
-        as `encode_image` counts as a call of each submodule that it calls.
+        Graphs that differ only in sizes or mode are shown once, with a note on their number; `plans` has all of them. After a call of
+        another method than `forward`, such as `encode_image`, the plan has the graphs of the submodules that this method calls.
         """
         session = session_of(self)
         computed_nothing = any(graphs.empty for graphs in session.graphs)

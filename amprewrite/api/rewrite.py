@@ -320,7 +320,10 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
 
 
 def _checked_device(device: Any, measure: bool) -> str:
-    """Return the name of the device to plan for; "" for the device at hand. Raises PolicyError for an unknown name, or with `measure`."""
+    """Return the name of the device to plan for; "" if none is given, for the device at hand.
+
+    Raises PolicyError for an unknown name, or for any name with `measure`, because only the device at hand can be timed.
+    """
     if device is None:
         return ""
     if measure:
@@ -330,14 +333,17 @@ def _checked_device(device: Any, measure: bool) -> str:
 
 
 def _checked_memory(memory: Any) -> float:
-    """Convert `memory` from seconds per gigabyte to seconds per byte. Raises PolicyError if it is no number, negative or infinite."""
+    """Convert the price `memory` from seconds per gigabyte to seconds per byte. Raises PolicyError if it is not finite, or negative."""
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
         raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9
 
 
 def _checked_parity(parity: Any) -> float | None:
-    """Return the option `parity` as the weight of a training step in prices, from 0 to 1; None if graphs need not share one plan."""
+    """Return the option `parity` as a number; None if graphs need not share one plan.
+
+    It is the weight, from 0 to 1, of a training step in the cost of the shared plan; the rest is the weight of a pass without gradients.
+    """
     words = {"train": 1.0, "eval": 0.0}
     if isinstance(parity, str) and parity in words:
         return words[parity]

@@ -20,7 +20,7 @@ FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Quiet(logging.Filter):
-    """Context manager that drops the log records of the thread that made it. It filters `loggers`, by default torch's of fake tensors."""
+    """Context manager that drops log records of the thread that made it, from `loggers`: by default, torch's logger for fake tensors."""
 
     def __init__(self, *loggers: logging.Logger) -> None:
         super().__init__()

@@ -59,18 +59,19 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if `value` is a mask, not data: ops such as `full` and `where` make all its operands, and no floating input enters them."""
+        """True if `value` is a mask, not data: only results of ops such as `full` and `where` enter it, and no floating input."""
         makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
         """True if a low copy of `value` may clamp numbers beyond the range to ±max, because they belong to a mask.
 
-        `op` is the op that makes the value, `kind` its kind. `far` is True if the op has a number beyond the range among its arguments,
-        `masks` if such a number only blocks positions, and `beside` if an operand of the op already holds numbers that may be clamped.
+        `op`, of the kind `kind`, makes the value. `far` is True if a number among its arguments is beyond the range, `masks` if such a
+        number only blocks positions, and `beside` if an operand already holds numbers that may be clamped.
 
-        Data added to a mask, for example scores with blocked positions, may be clamped if it is only moved or if a softmax reads it. Data
-        that enters other arithmetic may not: ±max would be a wrong number, and because it is finite, no overflow would show the error.
+        The value may be a mask added to data, for example scores with blocked positions. It may be clamped if a softmax reads it, or if
+        the op only moves it, as a view does. Other arithmetic would compute with the wrong number ±max, which is finite, so that no
+        overflow would show the error.
         """
         if kind not in (OpKind.CLEAR, OpKind.INFER) or not (masks or beside):
             return False

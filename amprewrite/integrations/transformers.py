@@ -176,7 +176,7 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` plus overrides that keep the modules of `fp32_modules` in fp32. If a plan is given, it decides: none are added."""
+    """Return `options` plus overrides that keep `fp32_modules` in fp32. If the options hold a plan, it decides alone: none are added."""
     if options.get("plan") is not None:
         return dict(options)
     low, device = options.get("dtype"), options.get("device")
@@ -188,9 +188,9 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 
 
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
-    """Yield the paths of the modules that the model's class lists to be kept in fp32, by their names or by those of their tensors.
+    """Yield the paths of the modules that must stay fp32, because the model's class lists their names or names of their tensors.
 
-    A listed tensor of a module with submodules is passed over, because an override of the module would also keep these.
+    A listed tensor counts only if its module has no submodules, because an override of the module would keep these in fp32, too.
     The list `_keep_in_fp32_modules_strict` always counts; the list `_keep_in_fp32_modules` counts only in a `narrow` format (fp16).
     """
     names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}

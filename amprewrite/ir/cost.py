@@ -74,7 +74,7 @@ class CostModel:
 
     @property
     def time(self) -> CostModel:
-        """Copy of this cost model without the price of memory: its prices are predicted run times, as reports show them."""
+        """Copy of this cost model in which memory has no price. Its prices are then predicted run times, for reports."""
         return replace(self, memory=0.0)
 
     @property
@@ -122,8 +122,8 @@ class CostModel:
     def gradient_cast(self, node: OpNode) -> int:
         """Return the price of one cast of the gradient of `node`; 0 without training, and for constants and buffers.
 
-        The cast is needed if a reader runs in another format than `node`, and `sends_gradients` is True for the reader. It is paid once,
-        however many such readers there are.
+        The cast is needed if a reader sends gradients (`sends_gradients`) and runs in another format than `node`. It is paid once, however
+        many such readers there are.
         """
         if not self.training or node.role in ("constant", "buffer"):
             return 0
@@ -135,7 +135,7 @@ class CostModel:
 
 
 def sends_gradients(reader: OpNode) -> bool:
-    """True if gradients flow back through `reader`, in the format in which it runs: its result is fp32 in the model, or it is an output."""
+    """True if `reader` sends gradients to its operands: it is an output of the graph, or its result is fp32 in the model, not int."""
     return reader.carries_fp32 or reader.role == "output"
 
 
@@ -158,8 +158,8 @@ def _is_view(op: str) -> bool:
 def elements_read(graph: OpGraph, node: OpNode) -> int:
     """Return the number of elements that the op `node` reads from its fp32 operands.
 
-    An op of kind CLEAR (harmless in any precision) that reads a parameter counts as a table lookup. A lookup reads at most as many elements
-    as it returns.
+    If an op of kind CLEAR, such as an embedding or a view, reads a parameter, it counts as a table lookup. A lookup reads at most as many
+    elements as it returns.
     """
     total = 0
     for operand in node.operands:
@@ -274,7 +274,7 @@ class ProductPrices:
     def waits_for_host(self, rows: int, inner: int, columns: int) -> bool:
         """True if the GEMM is bound by the host: launching its fp8 version takes longer than computing it in bf16 takes on the device.
 
-        False if a compiler runs the graph (`fused`).
+        False if a compiler runs the graph (`fused`), because the launch time, EAGER_HOST, was measured without one.
         """
         return not self.fused and self._gemm(rows, inner, columns, BASE.name, WIDE) < ticks(EAGER_HOST)
 
@@ -287,7 +287,8 @@ class ProductPrices:
         """Yield (name, price) of each kernel that runs to make one fp8 copy of a matrix with `numel` elements.
 
         `recipe` tells which elements share a scale. `role` is "x" or "w" for an operand of a product, "g" for the gradient of its result.
-        `way` is the layout of the copy: STRAIGHT (not transposed) or TURNED. Kernels of one name run once for all copies of a value.
+        `way` is the layout of the copy: STRAIGHT or TURNED (transposed). If two copies of a matrix need a kernel of the same name, such as
+        "amax", it runs only once for both.
         """
         by_rows, held = recipe.scaling(role, way) == ROWS, role == W
         if not (self.fused or self.kernel):

@@ -21,7 +21,7 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     """Return the region (the plan of one graph) of `plan` that has the same nodes as the graph of `problem`.
 
     Raises PlanError if the plan is for another low format, if no region fits, or if the region gives a node a colour that it cannot have.
-    If no region fits, the message names the first mismatch with the region of the most similar number of nodes.
+    If no region fits, the message names the first mismatch with the region whose number of nodes is closest to the graph's.
     """
     if plan.low != problem.policy.low.name:
         raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {problem.policy.low.name}; pass dtype={plan.low!r}")
@@ -103,7 +103,7 @@ def _mode(plan: RegionPlan) -> str:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """Return a key that is equal for plans with the same entry module, nodes, colours, edits and padding.
+    """Return a key that is equal for plans with the same entry module, nodes, colours, edits and padding; without nodes, a unique key.
 
     Nodes whose value is a size (SymInt) instead of a tensor do not count, because a graph captured with fixed sizes has no such nodes.
     """

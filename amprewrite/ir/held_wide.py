@@ -1,6 +1,7 @@
 """Predict which values torch.autocast would hold in fp32, and with what precision (`Held`).
 
-1. Inputs and weights are fp32, and so is the result of an op that reads no tensor. A cast of a low value is low.
+1. Inputs and weights are fp32, and so is the result of an op that reads no fp32 tensor. The exception is a cast that reads none:
+   it is low, unless the model's code casts to fp32 (rule 2).
 2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
    files torch.autocast has no lists; there the ops that amprewrite denies or does not list return fp32.
 3. A uniform draw counts as fp32, even if torch.autocast draws it in the low format, as `rand_like` does for a low tensor. In the low format
@@ -37,8 +38,8 @@ LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_w
 def is_product(node: OpNode) -> bool:
     """True if torch.autocast runs `node` in the low format, or may run ops of its subgraph in the low format.
 
-    False for products of whole numbers (`counted`), which amprewrite keeps in fp32. Also False for products with a vector, such as `mv`,
-    which gain nothing from a cast.
+    False for products of whole numbers such as positions (`counted`): amprewrite keeps them in fp32, because the low format would round
+    the numbers. Also False for products with a vector, such as `mv`, which gain nothing from a cast.
     """
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or inside)
@@ -141,11 +142,11 @@ class _Reading:
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
     def _is_bias(self, name: str) -> bool:
-        """True if the value `name` counts as a bias: rounding the sum of a product and a bias is like rounding the product.
+        """True if the value `name` counts as a bias: rounding its sum with a product has about the same error as rounding the product.
 
         Masks and learnt vectors count as biases. Other learnt values, such as tables of relative positions, and results of norms may be
-        larger than the product, so that rounding the sum adds a larger error. They count as biases only in ONNX files, in which each cast
-        is a kernel and no torch.autocast sets a precision to reach.
+        larger than the product, so that rounding the sum adds a larger error. They count as biases only in ONNX files: there each cast
+        costs a kernel, and no torch.autocast exists whose precision has to be reached.
         """
         seen = self.graph.seen(name)
         vector = sum(side != 1 for side in seen.shape) < 2

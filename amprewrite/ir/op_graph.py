@@ -133,7 +133,7 @@ class OpGraph:
     def seen(self, name: str) -> OpNode:
         """Return the node that made the elements of the value `name`: the first node upstream that is no view or similar op.
 
-        The search begins at the node `name` itself. It skips nodes of kind CLEAR (harmless in any precision) with one operand.
+        The search begins at the node `name` itself. It skips ops of kind CLEAR (harmless in any precision, such as views) with one operand.
         """
         node = self[name]
         while node.role == "op" and node.kind is OpKind.CLEAR and len(node.operands) == 1:
@@ -159,7 +159,7 @@ class OpGraph:
         return map(self.nodes.__getitem__, self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
-        """Return {name of a precision group: names of its nodes}. The nodes of a group share one colour (low or high)."""
+        """Return {name of a precision group: names of its nodes}. Nodes of a group share memory or a kernel, and so have one colour."""
         groups: dict[str, list[str]] = {}
         for node in self:
             if node.precision_group:

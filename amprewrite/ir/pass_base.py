@@ -37,7 +37,7 @@ Edited = TypeVar("Edited")
 
 
 class Pass(Generic[Read, Edited]):
-    """One step of a pipeline, which reads one object and edits another. A subclass defines `__call__`, and calls plain functions in it."""
+    """One step of a pipeline, which reads one object and edits another. A subclass does its work in `__call__`."""
 
     name: ClassVar[str]
     """Name of the pass in messages and in `amprewrite passes`: the name of its class in small letters, such as "repaint-by-cost"."""
@@ -227,7 +227,7 @@ class Decisions:
         self.paints[name] = Painted(colour, reason, because_of, detail)
 
     def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
-        """Give the op `name` the colour high (fp32), unless `OpNode.pinned` or an override has fixed its colour.
+        """Give the op `name` the colour high (fp32), unless an override or `OpNode.pinned` (as for an explicit dtype) has fixed its colour.
 
         Three kinds of ops do not change: ops that are high already, ops without an fp32 value, and ops whose subgraph decides their colour
         (`Reason.BODY`).
@@ -267,7 +267,7 @@ class Decisions:
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
-        """Add an edit of the kind `what` to the plan for each of `nodes` that runs low."""
+        """Add an edit of the kind `what`, such as fp32 statistics of a norm, to the plan for each of `nodes` that runs low."""
         for name in nodes:
             if self.paints[name].colour is Colour.LOW:
                 self.edit(problem, name, what)

@@ -72,7 +72,7 @@ class _Mixer:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Result of `cheapest`: which of the ops without a given colour run low."""
+    """Result of `cheapest`: which of the ops without a fixed colour run low."""
 
     low: frozenset[str]
     """Names of the open ops (ops whose format no rule has fixed) that run low. All other open ops run in fp32."""
@@ -96,7 +96,7 @@ def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode
 
 
 class ColourNetwork:
-    """A flow network with a vertex for each op whose colour is searched. The ops of a precision group share a vertex."""
+    """A flow network with a vertex for each op whose colour (low or high) is searched. Ops that must have one colour share a vertex."""
 
     def __init__(self, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode]) -> None:
         """Add the vertices for `open_nodes`. `colours` holds the fixed colours of all other nodes, by name."""
@@ -119,7 +119,8 @@ class ColourNetwork:
 class PricedNetwork(ColourNetwork):
     """A flow network in which the cost of a cut is the price of running the ops on the source's side low and all other ops in fp32.
 
-    The cost may be too small: it leaves out the casts that ops with mixed dtypes need if all their operands are low (rule 3 of this file).
+    The cost may be too small: if an op that promotes mixed dtypes runs in fp32, and all its operands are low, one operand must be cast. The
+    network leaves out this cast (rule 3 of this file).
     """
 
     def __init__(self, graph: OpGraph, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode], model: CostModel) -> None:

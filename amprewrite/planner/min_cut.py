@@ -72,9 +72,9 @@ class Network:
         `maker` is the vertex of the op that makes the value. With `outwards`, readers on the source's side need the copy if the maker is
         on the sink's side. Without `outwards`, readers on the sink's side need the copy if the maker is on the source's side.
 
-        Return a vertex that is on the same side as the readers that need the copy. It is the source (with `outwards`) or the sink if this
-        is one of the readers, or if there is nothing to pay. If there is only one reader, it is the reader, otherwise a new vertex. With
-        `named` it is a new vertex in all cases except one: the source (with `outwards`) or the sink is a reader.
+        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. It is a new vertex, with three
+        exceptions: the source (with `outwards`) or the sink, if this is one of the readers; the reader, if there is only one; and again the
+        source or the sink, if there is nothing to pay. With `named` only the first exception holds.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):
@@ -129,7 +129,7 @@ def _reached(residual: csr_array) -> npt.NDArray[np.bool_]:
 
 
 def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
-    """Return the sum of the residual capacities of all arcs out of the vertices in `side`, a mask. At most this much flow is missing."""
+    """Return the sum of the residual capacities of all arcs out of `side`, a mask of vertices. The flow can grow by at most this sum."""
     arcs = residual.tocoo()
     return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
 

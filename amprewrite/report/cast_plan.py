@@ -1,6 +1,6 @@
 """`CastPlan`, the plan class for users. Its methods print, count, explain and draw the plan.
 
-Each method imports its view on first use, so that importing the class stays cheap.
+Each method imports the module that it needs when it is called, so that importing the class stays cheap.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class CastPlan(ModelPlan):
         """Explain a node ("linear_3"), a module ("encoder.layer.0") or, without a name, the whole plan.
 
         The sentences give a node's format, the rule that decided it, the node that caused it, a change that would alter it, and the
-        price of that change in casts. Changes are tried on the op graph. A plan read from JSON has no op graph, so its sentences give
-        the recorded reasons only. Heavy ops (matmuls and convolutions) that stay fp32 come first.
+        price of that change in casts. To find the change, the op graph is planned anew. A plan read from JSON has no op graph, so its
+        sentences give the recorded reasons only. Heavy ops (matmuls and convolutions) that stay fp32 come first.
 
         Raises PlanError for an unknown name; the message lists similar names.
         """
@@ -164,7 +164,8 @@ class CastPlan(ModelPlan):
     def schema() -> dict[str, dict[str, str]]:
         """Return {kind of object: {key: meaning}} for the JSON form of a plan. Kinds are plan, region, node, cast, skipped and so on.
 
-        The key `version` of a plan is a number that rises when older files need a migration to be read. New keys have defaults.
+        The key `version` of a plan is a number that rises when older files need a migration to be read. A new key alone does not raise it,
+        because a file without the key gets the key's default.
         """
         return {kind: _meanings(cls) for kind, cls in KINDS.items()}
 

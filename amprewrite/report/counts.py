@@ -23,7 +23,7 @@ BYTES = {row.name: row.bytes for row in FORMATS.values()} | _OTHERS
 
 
 def node_bytes(node: NodePlan) -> int:
-    """Return the bytes of a node's result in its planned dtype; 0 if the shape is unknown or (). A symbolic dim counts as size 1."""
+    """Return the bytes of a node's result in its planned dtype; 0 for a 0-dim tensor or unknown shape. A symbolic dim counts as size 1."""
     return math.prod(size for size in node.shape if isinstance(size, int)) * BYTES.get(node.dtype, 0) if node.shape else 0
 
 
@@ -137,7 +137,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
 
 
 def _joined(row: ModuleRow) -> ModuleRow:
-    """Return `row` and the rows below it, in which a module and its only submodule are one row if they have the same ops."""
+    """Return `row`, with rows joined: a module and its only submodule become one row if all ops of the module are in the submodule."""
     row.parts = {name: _joined(part) for name, part in row.parts.items()}
     if len(row.parts) == 1 and row.name:
         (part,) = row.parts.values()
@@ -193,7 +193,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 
 
 def amount(number: float, unit: str = "") -> str:
-    """Format a number with three digits, a metric prefix from 1000 on, and `unit`: "0.5", "1.2 G", or "34 kB" with the unit "B"."""
+    """Format a number with at most three digits, a metric prefix from 1000 on, and `unit`: "0.5", "1.2 G", or "34 kB" with the unit "B"."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * size:  # 999.7 has the next prefix, since three digits show it as 1000
             return f"{number / size:.3g} {prefix}{unit}"
@@ -272,7 +272,7 @@ def _cast_line(cast: Cast, module: str, prefix: str) -> Line:
 
 
 def _short(value: str, module: str, prefix: str, to: str = "") -> str:
-    """Return the short form of the name `value` for a listing of the code of `module`.
+    """Return the name `value` as a listing of the plan shows it among the ops of `module`.
 
     A parameter of this module becomes "self.weight". `prefix`, the name of the graph in a plan of several graphs, is removed. If `to` is
     the format of a cast copy, such as "bf16", ":bf16" is added.
@@ -288,7 +288,7 @@ def _tally(nodes: list[NodePlan]) -> str:
 
 
 def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
-    """Align the columns of `lines`. Return each line as (kind, text)."""
+    """Align the columns of `lines`. Return each line as (kind, text). The kind is graph, module, cast, note, or the colour of an op."""
     code = min(max((len(line.code) for line in lines if line.kind not in ("graph", "module", "note")), default=0), 72)
     shape = max((len(line.shape) for line in lines), default=0)
     source = max((len(line.source) for line in lines), default=0)

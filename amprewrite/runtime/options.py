@@ -180,8 +180,8 @@ def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: 
     """Return the policy, the planner's rules, for `options` on the device `row`. Call `note` with each restriction, for example that the
     device gains nothing from a low format.
 
-    `kept`: True inside a `with` block that keeps low copies of weights, such as `frozen_weights()`. `products`: the part of
-    `options.products` that the kernels on the device can run (see `fp8_units.runnable`).
+    `kept`: True inside a `with` block that keeps low copies of weights, such as `frozen_weights()`: casts of weights then have no
+    price. `products`: the part of `options.products` that the kernels on the device can run (see `fp8_units.runnable`).
     """
     low = options.low
     if low is None:

@@ -155,7 +155,7 @@ class Session(GraphRewriter):
             check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Prepare an outermost call of the model: rewrite new submodules, count the forward, and drop outdated overflow flags.
+        """Prepare an outermost call of the model: take in new submodules, count the forward, drop overflow flags of discarded gradients.
 
         `recomputes`: a backward makes the call to repeat a forward (activation checkpointing). `given_up`: number of frames that Dynamo
         failed to capture before this call.
@@ -293,9 +293,10 @@ class Session(GraphRewriter):
         self._check_wide()
 
     def _check_products(self) -> None:
-        """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8 though the device can multiply fp8.
+        """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8.
 
-        A preset that asks for fp8 at any price raises on other devices, too. If the user asked for an accuracy, the second case is a note.
+        A device that cannot multiply fp8 needs no matmul in fp8, unless the preset asks for fp8 at any price. If the user asked for an
+        accuracy, which may keep all matmuls from fp8, their absence is only noted in the plan.
         """
         asked = self.options.products
         if asked is None or self.policy.products is None:
@@ -359,8 +360,9 @@ class Session(GraphRewriter):
             self._left_out(entry, message, failure.place, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
-        """Warn that Dynamo ran original code in a call, and make the next call capture anew if that may help.
+        """Warn that Dynamo ran original code in a call, unless this is expected, as for an entry without tensor ops.
 
+        If no graph of the entry's own ran, make the next call capture anew, at most FRESH_STARTS times.
         `ran`: the rewritten graphs that ran in the call. `said`: Dynamo's reasons, or "".
         """
         switched_off = dynamo.why_switched_off()
@@ -423,7 +425,8 @@ class Session(GraphRewriter):
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """The code that ran in fp32, outside of rewritten graphs, since the graphs of its module were last dropped, with the reasons."""
+        """Code that ran in fp32 outside of rewritten graphs, with reasons: modules that Dynamo can never capture, and code left out of the
+        present graphs of each entry."""
         return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:

@@ -97,7 +97,7 @@ class _GraphOfMany:
 def sessions_of(module: nn.Module) -> list[CompiledSession]:
     """Return the sessions of the graphs that torch.compile captured from this module, the oldest first.
 
-    Each combination of options has a session of its own.
+    A session holds the graphs and the loss scale of modules that share parameters. Graphs with other options have another session.
     """
     own = {id(p) for p in parameters_in(module)}
     found = [each for each in _SESSIONS if any(id(p) in own for p in parameters_in(each.root))]
@@ -162,8 +162,9 @@ class CompiledSession(Session):
     def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
         """Rewrite another captured graph for this session, and return the rewritten graph as a `Region`.
 
-        If Dynamo would put a hook on an input after the graph has written to it, warns and raises SkipFrame, so that the frame runs as
-        written. Raises CaptureError instead if Dynamo may not break the graph (`fullgraph=True`).
+        If the code sets a hook on an input that the graph overwrites, Dynamo would set the hook on the new value. To prevent this, the
+        method warns and raises SkipFrame, and the frame runs as written. If Dynamo may not break the graph (`fullgraph=True`), it raises
+        CaptureError instead.
         """
         graphs = self.entries[""].graphs
         try:
@@ -191,11 +192,11 @@ class CompiledSession(Session):
         return results
 
     def look_at_weights(self) -> bool:
-        """Return False without a check. A changed weight cannot cause a new capture here, because Dynamo captures only if guards fail."""
+        """Return False: no graph needs a new capture. Weights are not checked, because Dynamo captures anew only if its guards fail."""
         return False
 
     def _check_overrides(self) -> None:
-        """Warn, not raise, if an override names a node that no graph has so far: a later graph may have it. Modules are not checked."""
+        """Warn if the user's `overrides` name a node that no graph has so far. This is no error, because a later graph may have it."""
         try:
             self._check_node_overrides()
         except PolicyError as error:
@@ -208,7 +209,7 @@ _SESSIONS: weakref.WeakSet[CompiledSession] = weakref.WeakSet()
 def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: Options) -> CompiledSession:
     """Return the session with equal options that shares parameters with `modules` or `read`; a new session if there is none.
 
-    `modules` and `read` are added to the root of the session.
+    `modules`: the modules whose code was captured. `read`: the parameters that the graph reads. The session's root gets both.
     """
     own = {id(p) for p in (*read, *(p for module in modules for p in parameters_in(module)))}
     for session in sorted(_SESSIONS, key=lambda each: each.number):

@@ -4,7 +4,7 @@ Rates and bandwidths of NVIDIA's rows are from the data sheets (dense, no sparsi
 (2019), A100 80 GB (2021), L4 (2023), H100 (2023), H200 (2024) and HGX B200 (2024, an eighth of the board). Formats that the matrix units
 lack run on the fp32 units. "fp8" is the rate of products that read e4m3 or e5m2 and return bf16; devices without fp8 have no such entry. A
 launch is the cost of an op in eager PyTorch, 4 to 5 µs. The CPU rows are round figures for eight server cores on two channels of memory.
-With the option `measure=True` prices come from measurements instead.
+With the option `measure=True`, ops are timed on the device at hand instead.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def saturate(value: torch.Tensor, limit: float) -> torch.Tensor:
 def parse_format(dtype: str | torch.dtype | Format) -> Format:
     """Return the format that `dtype` names: "bf16", "fp16", "fp32", a longer spelling such as "torch.float16", or a torch dtype.
 
-    Raises PolicyError for anything else. fp8 is refused as well, because no op runs in it.
+    Raises PolicyError for anything else, fp8 included: only operands of products can be cast to it (the option `products=`).
     """
     if isinstance(dtype, Format):
         return dtype
@@ -182,7 +182,10 @@ class Recipe:
         return self.gradient if role == G else E4M3
 
     def scaling(self, role: str, way: str) -> str:
-        """Return which elements of a matrix in the layout `way` share a scale: "tensor" if all do, "rows" if the elements of a row do."""
+        """Return which elements of a matrix share a scale: "tensor" if all do, "rows" if the elements of a row do.
+
+        `role` is "x", "w" or "g". `way` is the layout in which the GEMM reads the matrix: "straight" or "turned" (transposed).
+        """
         return ROWS if (role, way) in self.rows else TENSOR
 
     def pair(self, gemm: str) -> str:

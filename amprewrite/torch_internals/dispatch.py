@@ -84,7 +84,10 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 @contextlib.contextmanager
 def outside_capture() -> Iterator[None]:
-    """Context manager in which a compiler takes a graph with real inputs: their sizes are constants, and numbers read from them are not."""
+    """Context manager for calling a compiler on real inputs, outside a capture.
+
+    The compiler takes the sizes of the inputs for constants, but not a number that the graph reads from a tensor, as by `x.item()`.
+    """
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     with tracing(TracingContext(FakeTensorMode(shape_env=shapes, static_shapes=True))):
         yield

@@ -117,8 +117,8 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
     """Insert nodes that call `question(*about, query, key)` in each forward, and pass their results to the attention `calls`.
 
-    `question`, for example `look_at_mask`, returns (`attn_mask`, `is_causal`): (None, ...) if the mask can be dropped. Attention calls with
-    the same numbers of queries and keys share one node.
+    `question`, for example `look_at_mask` with the mask as `about`, returns the arguments (`attn_mask`, `is_causal`): (None, ...) if the
+    mask can be dropped. Attention calls with the same numbers of queries and keys share one node.
     """
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:

@@ -114,7 +114,7 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the inputs of the clamp that precedes a cast `node` of a plan's `Cast` with `saturate`; [] if `node` reads no node."""
+    """Return the inputs of the clamp before `node`, the second node of a saturating cast (clamp, then cast); [] if no node is before it."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 

@@ -96,8 +96,8 @@ class _ProductInsertion:
     def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
         """Return the fp8 copy that products read in place of `operand`: `copy`, or a node with its data that sends gradients to `operand`.
 
-        The second case is for an `operand` made by `linked_copy`, which collects the gradients of one group of readers. `copy` would send
-        their gradients to the low copy of the first group instead. So a node `relinked(copy, operand)` is inserted.
+        The second case is for an `operand` made by `linked_copy`: it has the memory of a low copy, and an autograd node that adds up the
+        gradients of one group of readers. `copy` would send them to the first group's node. So `relinked(copy, operand)` is inserted.
         """
         if operand.target is not linked_copy:
             return copy
@@ -118,5 +118,5 @@ class _ProductInsertion:
 
 
 def _unlinked(operand: torch.fx.Node) -> torch.fx.Node:
-    """Return the node whose memory `operand` shares, if `operand` is the result of `linked_copy`; otherwise `operand` itself."""
+    """Return the low copy of which `operand` is a `linked_copy` (same memory, separate autograd node); `operand` itself if it is none."""
     return operand.args[3] if operand.target is linked_copy else operand  # type: ignore[return-value]

@@ -37,7 +37,7 @@ class KeepViews(Pass[RegionPlan, EditedGraph]):
 
 
 def _is_copy(node: torch.fx.Node) -> bool:
-    """True if the rewrite made the node: a cast, a change of size, or the node that scales a gradient."""
+    """True if the rewrite inserted the node: a cast, a pad, a slice, or a node that scales a gradient."""
     return CAST in node.meta or node.target in (resize, scale_gradient)
 
 

@@ -99,7 +99,10 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> No
 
 # -- nodes with unscaled gradients ---------------------------------------------------------------
 def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
-    """Return the nodes whose gradients are not scaled (rule 2 of this file). `high` are the nodes not in the low format."""
+    """Return the nodes whose gradients are not scaled, such as inputs and returned values (rule 2 of this file).
+
+    `high` are the nodes not in the low format.
+    """
     found: set[Node] = set()
     returned = set(next(node for node in graph.nodes if node.op == "output").all_input_nodes)
     given_back = _given_back_with_hooks(graph)

@@ -40,7 +40,7 @@ class SuitKernels(Pass[RegionPlan, EditedGraph]):
 
 
 def _give_ones(node: torch.fx.Node) -> None:
-    """Let a norm without weights multiply by fp32 ones, one for each channel."""
+    """Give a norm without weights fp32 ones, one for each channel, so that a CPU kernel computes its statistics in fp32."""
     graph = node.graph
     values = node.args[0] if node.args else node.kwargs["input"]
     with graph.inserting_before(node):
@@ -50,7 +50,7 @@ def _give_ones(node: torch.fx.Node) -> None:
 
 
 def _pad_apart(node: torch.fx.Node) -> None:
-    """Move the padding of one convolution into an op before it."""
+    """Move the padding of a convolution into a `pad` op before it, since its own backward would leave gradients uninitialised."""
     given = named_arguments(node)
     padding = padding_of(given, example_value(given["weight"]))
     with node.graph.inserting_before(node):

@@ -1,4 +1,4 @@
-"""Without a compiler, cast small weights and unscale their gradients in groups, to save launches and Python code.
+"""Without a compiler, cast small weights and unscale their gradients in groups, to save kernel launches and Python overhead.
 
 1. `cross_together` makes the low copies of a group of weights in one launch, and their fp32 gradients in another. With a loss scale it also
    unscales these gradients. Another such node unscales the gradients of weights that the graph reads in fp32. On a CPU, where a cast is no
@@ -88,19 +88,19 @@ def group_weights(module: torch.fx.GraphModule) -> None:
 
 
 def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
-    """Return the first node that will read one weight from the new node of its group.
+    """Return the first node that will read one weight from the `cross_together` node of its group.
 
-    `nodes` cast the weight or unscale its gradient. Such a node reads the new node if it stays, as casts do if the group of format `dtype`
-    makes no copies. Otherwise the new node replaces it, and its users read the new node.
+    `nodes` cast the weight or unscale its gradient. If the group makes no low copies (`dtype` is None or fp32), a cast stays and reads the
+    weight from there. Any other of these nodes is replaced, so that its users read the weight from there.
     """
     return min(each for node in nodes for each in ([node] if node.target is cast_in and dtype in SHARES else node.users))
 
 
 def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
-    """Yield (format, group) for each group of small fp32 weights. A group lists, by weight, the casts and the nodes that unscale.
+    """Yield (format, group) for each group of small fp32 weights. A group lists, for each weight, the nodes that cast or unscale it.
 
-    The format is the dtype of the low-precision copies that the group makes. For a group that makes no copies, the format is fp32 if only
-    casts read its weights, and None if other ops read them in fp32.
+    The format is the dtype of the low-precision copies that the group makes. A group that makes no copies only unscales gradients: its
+    format is fp32 if only casts read its weights, and None if other ops read them in fp32.
     """
     every = list(module.graph.nodes)
     stretch = dict(zip(every, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in every), strict=True))

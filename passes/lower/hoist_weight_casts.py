@@ -176,7 +176,7 @@ def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
 
 
 def _reads_low(source: torch.fx.Node, low: torch.dtype) -> bool:
-    """True if all readers of `source` are casts to `low`."""
+    """True if all readers of `source`, in the graph and in checkpoint bodies, are casts to `low`."""
     return all(_casts(user, source, low) or _casts_in_body(user, source, low) for user in source.users)
 
 

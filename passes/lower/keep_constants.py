@@ -71,7 +71,7 @@ def keep_constants(module: torch.fx.GraphModule, results: list[torch.fx.Node]) -
 
 
 def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Return the constants that other nodes read and can be kept, in order; [] if the graph writes integers in place (perhaps these)."""
+    """Return the constants that can be kept and that other nodes read; [] if the graph writes integers in place, as they may be these."""
     constant = _constants(module.graph)
     found = [node for node in constant if any(user not in constant for user in node.users) and _can_be_kept(node)]
     if found and any(_is_whole(target) for node in module.graph.nodes for target in written(node)):
@@ -115,7 +115,7 @@ def _can_be_kept(node: torch.fx.Node) -> bool:
 def _stays_inside(node: torch.fx.Node) -> bool:
     """True if only ops of this graph read a value and its views.
 
-    False if the graph returns the value, if a function of the user or a subgraph takes it, or if an op reads its bits as another dtype.
+    False if the graph returns the value, if a function of the user or a subgraph takes it, or if an op reads its bits as floats.
     The views were found at capture. They are still right after the rewrite, because no pass changes the dtype of an integer.
     """
     memory = memory_of(node)

@@ -98,9 +98,9 @@ def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, co
 
 
 def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: bool) -> Tensor:
-    """Return a frozen weight in `dtype`, padded to `layout`: the tensor that is stored if it matches both, otherwise a new copy.
+    """Return a frozen weight in `dtype`, padded to `layout`: the stored tensor if it matches both, otherwise a new copy.
 
-    `grad` is True if the call records gradients. The stored tensor is then returned without its requires_grad flag.
+    `grad` is True if the call records gradients. A stored tensor is then returned detached, since a frozen weight gets no gradient.
     """
     if not weight.holds(dtype, layout):
         return pad_cast(weight.low().float() if weight.high is None else weight.high, dtype, layout)
@@ -112,7 +112,7 @@ def with_frozen_weights(
 ) -> CompiledFn:
     """Return a callable that calls `run` with the stored copies of the frozen weights among its inputs.
 
-    `frozen` maps places of inputs to their weights. `compiled` says that a compiler made `run`. `quiet` says that nothing in the graph
+    `frozen` maps positions of inputs to weights. `compiled` says that a compiler made `run`. `quiet` says that nothing in the graph
     needs gradients. Then none are recorded. The copies still have the requires_grad flags of their weights, because PyTorch chooses kernels
     by this flag (see WeightCache).
     """

@@ -6,7 +6,8 @@
    take four bytes an element instead of eight.
 3. A cast to fp32 is marked for recomputation, so that AOTAutograd may save the low value for backward instead of the copy, which is twice
    as large.
-4. In training with a loss scale, a value that is returned beside a view of it is copied (`part_views`).
+4. In training with a loss scale, a value that is returned beside a view of it is copied. Otherwise AOTAutograd would lose the gradients
+   of these results (`part_views`).
 
     before   return loss, to(logits, float32)          after   return loss, logits
 """
@@ -63,9 +64,10 @@ def give_sources(graph: torch.fx.Graph) -> None:
 def return_low(graph: torch.fx.Graph) -> list[Widened]:
     """Let the graph return low-precision values in place of their casts to fp32.
 
-    Results stay in a graph that writes to them, or that turns gradients on or off, and if they share memory with another result.
+    A result stays fp32 if the graph writes to the memory of the cast or its operand, if it turns gradients on or off, or if another result
+    shares the memory. A cast after the graph would then give other values or gradients.
 
-    Returns, for each such result: its position, its fp32 dtype, and the position of the input that scales its gradient (None if none does).
+    Returns, for each low result: its position, its fp32 dtype, and the position of the input that scales its gradient (None if none does).
     """
     (output,) = graph.find_nodes(op="output")
     inputs = graph.find_nodes(op="placeholder")
@@ -97,8 +99,8 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
 def part_views(graph: torch.fx.Graph) -> None:
     """Copy, in place, each value that `scale_gradient` returns if several results of the graph share its memory.
 
-    AOTAutograd makes such results anew: it repeats all views since their memory was made on the value that the graph returns. The first is
-    the `detach` inside `scale_gradient`, so without a copy, which makes new memory, the results would lose their gradients.
+    AOTAutograd makes such results anew: it starts at the value that made their memory, and repeats all views. Without a copy, one of these
+    views is the `detach` inside `scale_gradient`, so the results lose their gradients. With a copy, the views start at the copy.
     """
     (output,) = graph.find_nodes(op="output")
     results = [memory_of(each) for each in output.args[0] if isinstance(each, torch.fx.Node)]

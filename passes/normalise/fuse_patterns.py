@@ -225,7 +225,7 @@ def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
 
 
 def _mean_over_last(node: Any, inside: set[Node]) -> Any:
-    """Return the operand of a mean over the last dim (keepdim=True), and add the mean to `inside`, the nodes to replace; otherwise None."""
+    """If `node` is a mean over the last dim (keepdim=True), add it to `inside`, the nodes to replace. Return its operand, or None."""
     node = _bare(node, inside)
     if _op(node) != "mean" or node.kwargs.get("dtype") is not None or _argument(node, 2, "keepdim") is not True:
         return None
@@ -238,7 +238,7 @@ def _mean_over_last(node: Any, inside: set[Node]) -> Any:
 
 
 def _same(a: Any, b: Any, inside: set[Node]) -> bool:
-    """True if `a` and `b` are the same node behind fp32-to-fp32 conversions, which are added to `inside`, the nodes to replace."""
+    """True if `a` and `b` are one node once fp32-to-fp32 conversions are skipped. `inside`, the nodes to replace, gets the conversions."""
     return isinstance(a, Node) and _bare(a, inside) is _bare(b, inside)
 
 
@@ -404,7 +404,7 @@ def _is_row(node: Any, width: int) -> bool:
 
 
 def _as_wide(x: Any, end: Node) -> bool:
-    """True if `x`, the operand of a norm, is fp32 and its last dim has the size of that of the result, so that no weight broadcasts it."""
+    """True if `x`, the operand of a norm, is fp32, and its last dim is as large as that of the result `end`: no weight broadcasts x."""
     return _is_fp32(x) and comparable(_width(x)) == comparable(_width(end))
 
 

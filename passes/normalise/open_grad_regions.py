@@ -97,7 +97,7 @@ def _memory(pairs: list[tuple[Any, Any]]) -> dict[int, set[int]]:
 
 
 def _moved_attribute(module: torch.fx.GraphModule, body: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node:
-    """Insert a node into the outer graph that reads the attribute `node` of `body`, a subgraph or a constant, and return the new node."""
+    """Give the outer `module` the attribute that `node` reads in `body`, a subgraph or a constant. Return a new node that reads it."""
     held: Any = body
     for part in str(node.target).split("."):
         held = getattr(held, part)

@@ -26,7 +26,7 @@ class StripChecks(Pass[Reading, EditedGraph]):
 
 
 def strip_checks(module: torch.fx.GraphModule) -> None:
-    """Remove dtype checks and guards, in subgraphs too, and repair `node.users`."""
+    """Remove dtype checks and guards, in subgraphs too, and add the readers that torch.export left out of `node.users`."""
     for graph_module in module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
             continue

@@ -22,7 +22,7 @@ SPREADS_DENY = (OpKind.INFER, OpKind.INTERNAL)
 
 class PaintAfterDeny(Pass[Problem, Decisions]):
     def __init__(self, past_bounded: bool = False) -> None:
-        """With `past_bounded`, fp32 spreads also from denied ops whose results always fit the low format, as in TensorFlow."""
+        """With `past_bounded`, as in TensorFlow, also start at denied ops whose results always fit the low format (step 1 of this file)."""
         self.past_bounded = past_bounded
 
     def __call__(self, problem: Problem, decisions: Decisions) -> None:

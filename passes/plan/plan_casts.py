@@ -3,12 +3,13 @@
 1. For each operand, in canonical order, find the format in which its reader takes it.
 2. If the value has another format, the reader takes a copy. Readers with the same (value, format, write version) share one copy, so that no
    copy is shared across an in-place write.
-3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But it reads the fp32 copy of the operand if other readers have
-   one: in training, so that autograd casts the gradient of the operand only once, and in all graphs that share prices (`Policy.parity`).
+3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But in training it reads the fp32 copy of the operand if other
+   readers have one, so that autograd casts the gradient only once. If all graphs share one plan (`Policy.parity`), they all do so.
 4. In training, the readers of a low copy that many ops read (`Problem.read_by_many`) form groups. Autograd adds the gradients of the groups
    in fp32.
-5. A constant of an ONNX file follows the op that reads it. One low copy, stored in the file, serves all ops that read the constant low.
-   Finite values beyond the low format's range become ±max. A graph that PyTorch captured has no such constants: its weights are inputs.
+5. A constant of an ONNX file takes the format of the op that reads it. One low copy, stored in the file, serves all low
+   readers. Finite values beyond the low format's range become ±max. A graph that PyTorch captured has no such constants: its weights are
+   inputs.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _stored_low(problem: Problem, decisions: Decisions) -> Iterator[Cast]:
 def _is_spread(problem: Problem, cast: Cast) -> bool:
     """True if the readers of the low copy that `cast` makes must be divided into groups: in training, if the value has many readers.
 
-    Readers of copies that clamp numbers beyond the range (saturating casts) are never divided.
+    Readers of a saturating cast, which clamps numbers beyond the range, are never divided, because `linked_copy` cannot clamp.
     """
     return problem.training and cast.to == problem.policy.low.name and cast.value in problem.read_by_many and not cast.saturate
 
@@ -78,7 +79,8 @@ def _is_spread(problem: Problem, cast: Cast) -> bool:
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
     """Let fp32 ops that could promote a low-precision operand themselves read an fp32 copy of it, if other readers have such a copy.
 
-    `users` maps (value, format, write version) to the names of the readers of this copy. The ops are added to it, in place.
+    Autograd then casts the gradient of the operand only once. `users` maps (value, format, write version) to the names of the readers of
+    this copy. The ops are added to it, in place.
     """
     for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():

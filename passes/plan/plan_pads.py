@@ -81,7 +81,7 @@ def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Col
 
 # -- 1. ops and planned casts as calls -------------------------------------------------------
 def cast_name(cast: Cast) -> str:
-    """Return the name of a cast's result in the pad plan, such as "linear -> bf16", or "add -> bf16 (1)" for write version 1."""
+    """Return the name of a cast's result in the pad plan, such as "linear -> bf16"; "add -> bf16 (1)" after one in-place write."""
     return f"{cast.value} -> {cast.to}" + (f" ({cast.write_version})" if cast.write_version else "")
 
 
@@ -261,7 +261,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return a PadRegion for each padded axis, then one for the dims in `wants` that stay unpadded, for each size and reason."""
+    """Return one record for each padded axis, then one for each (size, reason) of the dims in `wants` that stay unpadded."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

@@ -7,7 +7,7 @@
 3. Each remaining GEMM in fp8 saves time, but needs kernels that make its copies. All readers of a value share the copies of the value. The
    best choice, found exactly, is a maximum-weight closure (`planner/min_cut.py`). A GEMM that a rule asks for is taken
    even if that saves no time.
-4. If the graphs of a model share prices (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
+4. If the graphs of a model share one plan (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
 
 A given plan names the GEMMs that run in fp8. Their copies follow from them.
 
@@ -97,7 +97,7 @@ def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, flo
 
 
 def gemms_of(product: MatrixProduct, training: bool) -> tuple[str, ...]:
-    """Return which of "out", "grad_in" and "grad_weight" a product runs: the last two if `training` and the operand needs a gradient."""
+    """Return the GEMMs of a product: "out", and if `training`, "grad_in" or "grad_weight" for each operand that needs a gradient."""
     learns = {OUT: True, GRAD_IN: training and product.x_learns, GRAD_WEIGHT: training and product.w_learns}
     return tuple(gemm for gemm in GEMMS if learns[gemm])
 
@@ -200,7 +200,10 @@ class _Choice:
 
 
 def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, int]:
-    """Return (name, write version, elements) of the operand `role` of the product `name`: "x", "w", or "g", the gradient of its result."""
+    """Return (name, write version, number of elements) of an operand of the product `name`.
+
+    `role` is "x", "w", or "g", the gradient of the result. The write version counts the in-place writes before the product reads it.
+    """
     m, k, n = product.rows, product.inner, product.columns
     return {X: (product.x, product.x_version, m * k), W: (product.w, product.w_version, k * n), G: (name, 0, m * n)}[role]
 
@@ -208,9 +211,9 @@ def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, in
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
     """Return (name of an op such as `topk` that ranks the result of `product`, or ""; True if the result serves only as scores).
 
-    The result serves as scores, such as logits, if its readers are ranking ops, outputs, denied ops and softmaxes. If a reader is a view or
-    another op of kind CLEAR (harmless in any precision), and reads nothing else but weights, the readers of its own result count instead.
-    A softmax may have readers of any kind.
+    The result serves as scores, such as logits, if it has no other readers than ranking ops, outputs, denied ops and softmaxes. In place of
+    a view, or another op of kind CLEAR (harmless in any precision) that otherwise reads only weights, the readers of its result count. A
+    softmax may have readers of any kind.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}

@@ -12,7 +12,7 @@ no harm either if five conditions hold:
    products have not yet rounded the value as far as the low format does, other readers magnify it as well: logarithms, softmax, ops whose
    result jumps (`floor`) or selects positions (`topk`), in training ops whose slope jumps (`relu`) or fades (`tanh`), denied and unlisted
    ops, and results of the graph. Other norms, averages, products and casts to a low format do not magnify it.
-3. It is not arithmetic of several weights, as of a spectral norm: each step of it would round whole weights once more.
+3. It is not computed from several weights, as in a spectral norm: each step would round whole weights once more.
 4. At most eight readers send gradients back (`Problem.read_by_many`). Autograd adds these gradients one by one in the format of the value:
    a sum of fifty in bf16 loses a tenth. Under torch.autocast an fp32 value has a copy for every reader, and the gradients add up in fp32.
    If the value stays fp32, `plan-casts` lets fp32 add up the gradients of its readers, two by two.
@@ -97,9 +97,10 @@ class Roundings:
                 moved_on.add(node.name)
 
     def _sums(self) -> dict[str, str]:
-        """Return {op that broadcasts a weight: the weight} for weights that several ops broadcast, directly or after other ops on weights.
+        """Return {op that broadcasts a weight: the weight} for weights that several ops broadcast (condition 5 of this file).
 
-        Norms, which take their weights as side arguments, and products are left out: their kernels add up gradients.
+        An op may also broadcast a view of the weight, or a value that is computed from weights alone. Products are left out, and so are
+        norms, for which weights are side arguments: their own kernels add up the gradients.
         """
         behind: dict[str, set[str]] = {}
         readers: dict[str, set[str]] = defaultdict(set)
@@ -159,7 +160,7 @@ class Roundings:
         """True if an op subtracts from a value its mean over the dims of each sample, as layer, group and instance norms do.
 
         A mean over the batch does not count, because samples may have a common part that dwarfs their differences. A mean over dims other
-        than the last does not count either if the value is an average itself.
+        than the last does not count either if the value is an average itself, since the elements of an average may differ by little.
         """
         given = [operand.value for operand in node.operands]
         for mean in (self.graph[each] for each in given if node.op in AWAY and self.graph[each].op in AVERAGES):
@@ -171,8 +172,8 @@ class Roundings:
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
         """True if `node` passes the rounding error of `value` on, and the error does harm later.
 
-        The error does harm if a later op magnifies it. It also does harm if `node` adds an offset of unknown size to `value`: the result
-        is then `Held.EXACT`, but `value` is not. In this second case averages do not count.
+        The error does harm if a later op magnifies it. It also does harm if the result of `node` may have an offset of unknown size
+        (`Held.EXACT`) and `value` has none, unless `node` is an average.
         """
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False

@@ -1,7 +1,7 @@
 """Keep in fp32 the nodes that the accuracy search (`tolerance=`) found too inexact in the low format.
 
 1. The search (`rewrite(model, tolerance=...)`, `accuracy="autocast"`) gives the nodes to keep in fp32, for each graph, with reasons.
-2. Each of these nodes is painted high, unless an override asks for low or the node hands on what the body of a checkpoint returns low.
+2. Each of these nodes is painted high, unless an override asks for low, or the node is a result that the body of a checkpoint returns low.
    Tied nodes (with shared memory or a shared kernel) get one colour.
 3. A graph that the search never ran, for example a graph for training, is planned without the search, and its plan has a note.
 """

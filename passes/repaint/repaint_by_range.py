@@ -118,7 +118,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
     """Yield the ops that would read a low-precision copy of the value of `node` if they ran in the low format.
 
-    `drowns` gives the ranges of results by op. With it, an op that adds the value as a bias is left out if the op's result is so large
+    `drowns` maps ops to the ranges of their results. With it, an op that adds the value as a bias is left out if its result is so large
     that rounding it loses the bias anyway.
     """
     for reader in problem.graph.readers(node.name):
@@ -165,7 +165,8 @@ def _fit(problem: Problem, weight: OpNode) -> Fit:
 def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
     """Yield the operands of `node` for which the op has a pole at zero, such as a divisor.
 
-    `found` has the ops whose result is out of range. If such an op divides a tensor and a number, the tensor counts as the divisor.
+    `found` has the ops whose result the low format cannot hold. If such an op divides a tensor and a number, the tensor counts as the
+    divisor: numbers are no operands of a node, so `1 / x` and `x / 2` look alike.
     """
     if node.op in POLES:
         yield from (operand.value for operand in node.operands)
@@ -176,7 +177,10 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
 
 
 def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format) -> str:
-    """Return the reason why the op `pole`, which has a pole at zero, must not read a value in the low format `low`; "" if it may."""
+    """Return the reason why the op `pole` must not read the value `name` in the format `low`; "" if it may.
+
+    `pole` has a pole at zero, as a logarithm has. It must not read a value of which `low` would flush elements to zero.
+    """
     seen = values.get(name)
     if seen is None or not seen.nonzero:
         return ""

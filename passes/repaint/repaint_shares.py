@@ -67,7 +67,7 @@ def _leading(
 
 
 def _kind(node: OpNode) -> OpKind | None:
-    """Return an op's kind: ALLOW if it has FLOPs, otherwise its kind in the op table; None if the table does not have it.
+    """Return the kind of an op: ALLOW if it has FLOPs, otherwise its kind in the op table; None if `node` is no op of the table.
 
     The op's kind in the op lists (`node.kind`) is not used, because some lists give all ops one kind.
     """

@@ -5,17 +5,18 @@ torch.autocast keeps them. Small steps occur in solvers of differential equation
 (Inception-ResNet v2, EDSR, LayerScale). Examples are Euler's `x + (s[i + 1] - s[i]) * f(x)`, and DDIM, which also scales x up and down.
 Running sums occur in recurrences.
 
-1. A sum *continues* an earlier sum if only elementwise ops, moves and choices lead from the earlier sum to it.
-2. The values that are added on the way are *branches* of the earlier sum if a product computes them from it. Each has a factor, relative to
-   the factor of the earlier sum (`ir/evidence/summands.py`). A chain of at least `MANY` sums with small branches stays fp32. The first one
-   may continue a value that is no sum. A sum that a loop repeats counts as a whole chain. In a file, so does a state that each iteration
-   adds to or scales, such as a time `t = t + dt`.
+1. A sum *continues* an earlier sum if only elementwise ops, and ops that move or choose elements, lead from the earlier sum to it.
+2. A value that is added on the way is a *branch* of the earlier sum if a product computes it from this sum, as f does in `x + 0.1 * f(x)`.
+   It is small if its factor, here 0.1, is at most a quarter of that of the earlier sum, or is a step size that is known only in a call
+   (`ir/evidence/summands.py`). A chain of at least `MANY` sums with small branches stays fp32. The first one may continue a value that is
+   no sum. A sum that a loop repeats counts as a whole chain. In an ONNX file, so does a state that each iteration adds to or scales, such
+   as a time `t = t + dt`.
 3. A chain of at least `STREAM` sums of any kind stays fp32 if torch.autocast holds them in fp32, because their first value is a looked-up
-   row, a learnt state, zeros or an input. Examples are running sums and residual streams. The values that are added on the way come from
-   products. If a computed factor, such as a gate, scales the earlier sum on all paths to the later sum, other values count as well. A norm
-   on the way changes nothing: `x = norm(x + f(x))` carries the roundings of x on, too. An ONNX file has no torch.autocast to be as exact
-   as, and each of its casts is a kernel. So in a file a norm ends a chain, running sums stay fp32 from `MANY` sums on, and chains that
-   continue through branches, such as residual streams, from `DEEP` on.
+   row, a learnt state, zeros or an input. Examples are running sums and residual streams. Each sum must add a value that comes from a
+   product, unless a computed factor, such as a gate, scales the earlier sum on all paths to the later sum. A norm does not end a
+   chain, because `x = norm(x + f(x))` carries the roundings of x on. In an ONNX file fewer such chains stay fp32, because each cast is a
+   kernel, and there is no torch.autocast to be as exact as: a norm ends a chain, running sums need `MANY` sums, and chains that continue
+   through branches, such as residual streams, need `DEEP`.
 4. The ops that pass the value from one sum of a chain to the next stay fp32, too. The ops of f, and the scaling of its result, are left to
    later passes, because torch.autocast rounds there, too.
 5. Forced colours and overrides stay. Tied nodes (with shared memory or a shared kernel) get one colour.
@@ -155,9 +156,9 @@ class _Sums:
         return frozenset([*kept, *(each for name in kept for way in ways[name].values() for each in way.passed)])
 
     def _updated(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
-        """Yield (name, path) for each earlier value that the sum `node` updates. `path` leads from the sum back to the value.
+        """Yield (name, path) for each earlier value that the sum `node` updates, as `x + 0.1 * f(x)` updates x.
 
-        Rules 2 and 3 at the top of this file say which values count.
+        `path` leads from the sum back to the value. Rules 2 and 3 at the top of this file say which values count.
         """
         plain, scaled = dict[str, _Way](), dict[str, _Way]()
         waiting = deque([(node, _Way())])
@@ -200,7 +201,7 @@ class _Sums:
             yield self.graph[operand.value], _Way((*way.passed, node.name), factor, tuple(added), scaled)
 
     def _is_updated(self, state: OpNode, before: str, way: _Way) -> bool:
-        """True if `before` is the loop state `state` as it enters the body, and the body adds to it, or scales it, on the path `way`."""
+        """True if a loop body makes the new state `state` from the old state `before`, and adds to it or scales it on the path `way`."""
         same = self.graph[before].precision_group == state.precision_group != ""
         return same and any(self.graph[each].op in SUMS | FACTORS for each in way.passed)
 
@@ -209,7 +210,10 @@ class _Sums:
         return bool(self.by_products[value] & self.bit[of])
 
     def _is_small(self, way: _Way, before: str) -> bool:
-        """True if the path `way` adds only small branches of `before` (rule 2 of this file). Large branches are split into summands."""
+        """True if the path `way` adds only small branches of `before` (rule 2 of this file).
+
+        If a branch is too large, but linear in other values, as `0.1 * y` is in y, these values are judged instead.
+        """
         terms = joined(way.added)
         for _ in range(FEW):
             large = [each for each, times in terms.items() if self._is_branch(each, before) and not times.is_small(way.factor)]

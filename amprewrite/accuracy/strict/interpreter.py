@@ -91,8 +91,8 @@ def measure(
 ) -> Row:
     """Return the `Row` of a result: compare its tensors after rounding (`got`) with those `before` rounding and in the fp32 run (`exact`).
 
-    `limit` clamps `before` and `exact`; pass it if the plan clamps the value to the format's range. The accumulated and inherited errors
-    are NaN if `exact` is None or has other shapes.
+    `colour` is the op's format: low, or high (fp32). `limit` clamps `before` and `exact`; pass it if the plan clamps the value to
+    the format's range. The errors against the fp32 run are NaN if `exact` is None or has other shapes.
     """
     if math.isfinite(limit):
         before = [saturate(t, limit) for t in before]
@@ -240,7 +240,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return result
 
     def _product(self, n: torch.fx.Node, planned: NodePlan, plan: ProductPlan) -> Any:
-        """Run a matrix product. The GEMMs of forward and backward that `plan` chooses read fp8 copies. Record a row for each copy."""
+        """Run a matrix product on fp8 copies in the GEMMs, of forward and backward, that `plan` chooses. Record a row for each copy."""
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]

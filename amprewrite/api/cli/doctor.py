@@ -65,7 +65,7 @@ class Check:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the report. Return status 1 if a self-check failed, otherwise 0."""
+    """Print the report on versions, speeds, kernels and self-checks. Return status 1 if a self-check failed, otherwise 0."""
     began = time.perf_counter()
     devices = [_at_hand(options.run_on)] if options.run_on else _devices()
     versions, kernels = dict(_versions()), dict(_kernels(devices))
@@ -103,7 +103,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _at_hand(device: str) -> str:
-    """Return `device` if it is "cuda" or one of this machine's devices. Raises UsageError otherwise."""
+    """Return `device` if this machine has it, such as "cpu", "cuda" or "cuda:1". Raises UsageError otherwise."""
     if device not in ("cuda" if torch.cuda.is_available() else "", *_devices()):
         raise UsageError(f"--run-on {device}: doctor checks {', '.join(_devices())} here")
     return device

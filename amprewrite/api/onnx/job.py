@@ -196,7 +196,7 @@ class Job:
         """Names of the results whose shape rounding changed on the samples; "" if there are none."""
 
     def prepare(self) -> None:
-        """Change the model as passes need it, such as its opset. Raises PolicyError if a module or node pattern matches nothing."""
+        """Prepare the model for passes (for example, raise its opset). Raises PolicyError if a module or node pattern matches nothing."""
         least = 0 if self.exported or not may_quantise(self.policy, self.given) else OPSET
         self.model, notes, self.before_raising = make_ready(self.model, self.low, self.lists, least)
         self.notes += notes
@@ -443,8 +443,8 @@ class Job:
 def fp8_products(products: Any, policy: Policy, calibrated: bool) -> ProductPolicy | None:
     """Return the parsed option `products` of a file in the low format of `policy`; None if it is not given.
 
-    `calibrated` is True if the caller gave samples. Raises PolicyError without samples, and for a preset that decides by prices if
-    `policy.device` is no device with fp8 units.
+    `calibrated` is True if the caller gave samples, which give the scales. Raises PolicyError without samples, if the low format is fp32,
+    and for a preset that chooses products by cost if `policy.device` has no fp8 units.
     """
     # fused=True, because the runtime of a file fuses casts, as a compiler of a graph does
     checked = parse_products(products, fused=True, low=policy.low)
@@ -482,7 +482,7 @@ def decide_region(
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """Return the constants that a low-precision copy would damage. `Loss.kept` is True if an op that reads the constant stays fp32."""
+    """Return the errors of constants that the low format would damage. `Loss.kept`: whether an op that reads the constant stays fp32."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH

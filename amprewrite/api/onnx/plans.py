@@ -4,8 +4,8 @@
 2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op. The
    n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers differ,
    the colour is carried over only if all nodes of that op and module in the plan have the same colour.
-3. The colour high (fp32) is always carried over. The colour low is carried over unless the op is forced to fp32, on no list, or denied and
-   not made low by the user.
+3. The colour high (fp32) is always carried over. The colour low is not carried over to an op that is forced to fp32, that no op list has,
+   or that is on the denylist. But if the user chose low for the node, neither the denylist nor a constant that does not fit prevents it.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Keep in fp32 the ops that may be in code where the model disables torch.autocast. Return a list with a note on their number, or [].
 
-    `ops` names the ops that the model runs, or may run, in such code (`kept_out` in export.py); if empty, nothing is done. In a file,
-    code under disabled autocast, torch.autocast or torch.no_grad looks alike. So every op under any of them is kept in fp32, except
-    an op on the allowlist whose name is not in `ops`. Ops whose format is fixed already do not change.
+    `ops` has the ATen names of the ops that the model runs, or may run, in such code; if it is empty, nothing is done. A file does not show
+    whether an op ran under disabled autocast, enabled autocast or torch.no_grad. So every op under any of them is kept in fp32, except an
+    op on the allowlist (such as a matmul) whose name is not in `ops`. Ops whose format is fixed already do not change.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():

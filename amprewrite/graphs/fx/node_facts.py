@@ -125,7 +125,7 @@ def storages(value: Any) -> set[int]:
 
 
 def memory_of(node: torch.fx.Node) -> set[int]:
-    """Return the ids of the storages that hold the result of `node` in eager PyTorch. Capture may record different ones (`MEMORY`)."""
+    """Return the ids of the storages that hold the result of `node` in eager PyTorch: from `MEMORY` in its meta if capture differs."""
     known: set[int] | None = node.meta.get(MEMORY)
     return storages(example_value(node)) if known is None else known
 
@@ -568,7 +568,7 @@ Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`: `user` itself, or the op that opens a transform around `user`.
 
-    A copy inside a torch.func transform that is not around `value` would belong to its level. So the op opens the outermost of these.
+    A copy inside a torch.func transform would get its level. So the copy goes before the outermost transform that is around `user` alone.
     """
     around = openings.get(value, ())
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)

@@ -3,7 +3,7 @@
 1. Dynamo (`uncaptured`). A model that computes gradients itself runs a backward while Dynamo still captures. Without `uncaptured`, Dynamo
    would capture the functions and hooks of this package that the backward calls, and they would be rewritten like code of the model.
 2. Hooks on saved tensors (`unhooked`). An activation checkpoint counts the tensors that are saved for backward while it runs. Tensors saved
-   by a trial run must not be counted.
+   while this package runs a model or an op on trial must not be counted.
 3. Selective checkpoints (`unselected`). Such a checkpoint keeps the results of ops in order, and takes them in this order when it
    recomputes. Copies of weights must not be among these results, because the recomputation makes no copy that exists already.
 4. Errors (`closed_if_raised`). If a graph raises an error inside a region such as `torch.no_grad()`, the region stays open, unlike in eager
@@ -94,7 +94,7 @@ def unhooked() -> contextlib.AbstractContextManager[Any]:
 def enters_regions(graph: torch.fx.Graph) -> bool:
     """True if `graph`, or a body graph in it, may change a mode of the thread, such as grad mode.
 
-    A call that does so has no tensor operand and returns None.
+    Every call without tensor operands that returns None counts, because calls that change a mode have this form.
     """
     calls = (node for node in graph.nodes if node.op == "call_function" and not node.all_input_nodes)
     inside = (body.graph for node in graph.nodes for body in bodies(node))

@@ -1,7 +1,7 @@
 """Check an ONNX model before any of it is run: it must be whole, valid and of bounded size, and read only its own files.
 
 1. External data lies in the model's folder: its path is relative, has no "..", and no link on it leads out of the folder. The file has
-   no second hard link.
+   no second hard link, which could make it a file from another folder.
 2. Every constant holds as many bytes as its shape says.
 3. Functions do not call each other in a circle, and inlining them does not give more nodes than can be processed.
 4. No node leaves out an operand of a variadic list. onnx.checker does not test that, and ONNX Runtime crashes on it.
@@ -95,7 +95,7 @@ def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProto
 
 
 def _check_external(tensor: ir.ExternalTensor, where: str) -> None:
-    """Raise CaptureError if the file of an external tensor is missing, too short, outside of its folder, or has a second hard link."""
+    """Raise CaptureError if the file of an external tensor is missing, too short, outside of its folder, or hard-linked elsewhere."""
     base = Path(tensor.base_dir).resolve()
     location = os.fspath(tensor.location)
     path = Path(tensor.path)

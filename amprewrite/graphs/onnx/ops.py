@@ -223,14 +223,14 @@ class Signature:
         return any(name == variable and _TYPE_STRINGS[fmt.name] in types for name, types in self.takes)
 
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if operand `index` gets the format `fmt` when the type variable `group` (such as "T") stands for `fmt`.
+        """True if operand `index` of an op has the type `fmt` once the type variable `group` (such as "T") of the op stands for `fmt`.
 
         This holds if the operand's type is `group`. In an op of SIDE_FOLLOWS, such as Pow, it holds for every operand that allows `fmt`.
         """
         return self._goes_along(self.input(index), op_type, group, fmt)
 
     def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if result `index` gets the format `fmt` when the type variable `group` stands for `fmt`, by the rule of `follows`."""
+        """Same as `follows` for a result: True if result `index` has the type `fmt` once the type variable `group` stands for `fmt`."""
         return self._goes_along(self.output(index), op_type, group, fmt)
 
     def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:

@@ -79,8 +79,8 @@ class Agreed:
     def joined(self, plan: Iterable[NodePlan]) -> Agreed:
         """Return a copy that also holds the colours of one planned graph; `self` if nothing changes.
 
-        If an op is low in one graph and high in another, it becomes high. Ops that are never cast (plain) are left out, and so are ops
-        whose reason is in APART, such as ops that hold a subgraph.
+        If an op is low in one graph and high in another, it becomes high. Two sorts of ops are left out, because their colours do not bind
+        other graphs: ops that are never cast (plain), and ops whose reason is in APART, such as ops that hold a subgraph.
         """
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
@@ -110,7 +110,7 @@ class Agreed:
     def contradicts(self, plan: Iterable[NodePlan]) -> bool:
         """True if an op of a planned graph has a colour that differs from the agreed colour.
 
-        Ops whose reason is in FREE are ignored, such as ops that hold a subgraph: their colours may differ between graphs.
+        Ops whose reason is in FREE are ignored, because their colours may differ between graphs. For example, they hold a subgraph.
         """
         plan = tuple(plan)
         agreed = self.of(plan)
@@ -132,9 +132,10 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
 
 
 def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
-    """Return {call in `calls`: the same call in `known`, by line of code, otherwise by order}. Calls without a match are left out.
+    """Return {call in `calls`: call in `known` whose colour it takes over}. Calls without a match are left out.
 
-    `calls` are the calls of one op by one module. `known` holds the calls of this op in earlier graphs, with their colours.
+    `calls` are the calls of one op by one module. `known` holds the calls of this op in earlier graphs, with their colours. Calls match by
+    line of code. If no line is known, they match in order, or, if the numbers of calls differ, by a colour common to all of `known`.
     """
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):

@@ -53,7 +53,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantRead:
-    """One read of a constant of an ONNX file, by an op that needs the constant in the op's own format."""
+    """One read of a constant of an ONNX file by an op that may read a low copy of the constant instead."""
 
     constant: str
     reader: str
@@ -125,10 +125,10 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """Return the reason why `node` must run in fp32 because it reads a value in `small`; "" if it may run low.
+    """Return a text that says why `node` must run in fp32 to keep an operand in `small` exact; "" if it may run low.
 
     `small` names results that depend on constants which the low format would flush to zero. An op that magnifies such a value (as a
-    division does) or passes it on (as a view does) must run in fp32. `given` names the operands of `node`.
+    division does), or passes it on to later ops (as a view does), must run in fp32. `given` names the operands of `node`.
     """
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):

@@ -4,15 +4,16 @@ Positions, distances, lengths, indices and time steps are whole numbers. fp32 ho
 2048. torch.autocast rounds them at the first product. Two positions then become equal, and angles made of them are wrong by whole turns.
 
 1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and rows
-   looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter. Indices, sizes, and tensors
-   of which an op takes the shape or dtype do not count as operands.
+   looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter. Some operands are ignored:
+   indices, sizes, and tensors of which an op takes only the shape or dtype.
 2. A counted value is LARGE if it may exceed 256: positions, sums over many elements, integers of more than 8 bits, and copies, sums and
    multiples of such values. fp16 holds numbers up to 2048, but not the sums of their products, so the bound is the same. A value is SMALL
    if it cannot exceed 256 but may have fractions: sines, shares, frequencies. It is WHOLE if it cannot exceed 256 and has no fractions:
    booleans, bytes, remainders, one-hot rows, masks.
-3. A product runs in fp32 if one of its factors is LARGE, or its summand, unless `passes/normalise/part_summands.py` has written the
-   two apart. A product that sums over at most `FEW` elements also runs in fp32 if all of its factors are counted: its result needs exact
-   operands, and costs few FLOPs. For example, angles are positions times frequencies.
+3. A product runs in fp32 if one of its factors is LARGE. The same holds for a LARGE summand, as in `addmm`, unless
+   `passes/normalise/part_summands.py` has made the sum a separate op. A product that sums over at most `FEW` elements also runs in fp32 if
+   all of its factors are counted: its result needs exact operands, and costs few FLOPs. For example, angles are positions times
+   frequencies.
 4. A product also runs in fp32 if all of its factors are WHOLE: a triangle of ones times a mask gives positions, a mask times itself gives
    lengths. The low format holds the factors exactly, but not the result.
 
@@ -92,7 +93,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
 
 
 def written_over(held: Count, written: Count) -> Count:
-    """Return the `Count` of memory that holds numbers of the `Count` `held`, after an op has written numbers of the `Count` `written`."""
+    """Return the `Count` of a tensor after an in-place write. `held` is its `Count` before, `written` that of the written numbers."""
     least = min(held, written)
     return max(held, written) if least is not Count.NOT and Count.LARGE in (held, written) else least
 
@@ -110,7 +111,7 @@ def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[O
 def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
     """Return the name of the operand that forces the matrix product `node` into fp32; "" if `node` may run low, or is no product.
 
-    The operand holds whole numbers, such as positions, that the product would round if it ran low (rules 3 and 4 of this file).
+    For example, the operand holds positions, which the low format would round (rules 3 and 4 of this file).
     """
     if node.kind is not OpKind.ALLOW or not node.flops or node.op in NO_FACTORS:
         return ""

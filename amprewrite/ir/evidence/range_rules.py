@@ -77,7 +77,8 @@ def means_mask(constant: float) -> bool:
 def bound_fits(bound: float, lower: bool, low: Format) -> bool:
     """True if a bound, such as an argument of clamp, may be clamped to the range of `low` without a change of the result.
 
-    A lower bound (`lower`) may be clamped unless it is above the range, an upper bound unless below: no low value is outside the range.
+    A lower bound (`lower` is True) may be clamped unless it is above the range. Below the range it changes no low value, clamped or not.
+    The reverse holds for an upper bound.
     """
     return bound <= low.max if lower else bound >= -low.max
 
@@ -87,7 +88,7 @@ Node = TypeVar("Node")
 
 @dataclass(frozen=True)
 class Read(Generic[Node]):
-    """One op that reads a value: the facts from which `handed_on` decides how it treats numbers far beyond the low format's range."""
+    """One op that reads a value. These facts tell `handed_on` how the op treats numbers of the value far beyond the low format's range."""
 
     op: str
     kind: OpKind | None
@@ -115,10 +116,10 @@ class Read(Generic[Node]):
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Return on which sides of zero (BELOW, ABOVE) the result of an op may be far beyond the range of `low`, if its operand is on `side`.
+    """Return the sides of zero (BELOW, ABOVE) on which an op's result may be far beyond the range of `low`.
 
-    `read` describes the op. The set is empty if clamping the operand to the range does not change the result: for example, the op reads
-    only the sign. Return None if clamping would change the result in a way that matters.
+    `read` describes the op, whose operand is far beyond the range on `side`. The set is empty if clamping the operand to the range does not
+    change the result: for example, the op reads only the sign. Return None if clamping would change the result in a way that matters.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):
@@ -142,8 +143,8 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Apply the rules of `handed_on` to an op that bounds its result, such as clamp. Its operand is far beyond the range on `side` of zero.
 
     Return the empty set if a bound on `side` is near zero (at most low.max / SHRINKS): the result is then this bound, whether the operand
-    is clamped or not. Return {side} if all bounds on `side` are beyond the range, so that the operand passes. Return None in other cases,
-    for example if an opposite bound forces all results far to `side`, as max=-5e4 does for BELOW in fp16.
+    is clamped or not. Return {side} if no bound holds the operand back: all bounds on `side` are beyond the range, or there are none.
+    Return None in other cases, for example if the opposite bound is far to `side`, too: max=-5e4 makes all results -5e4 or less.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -156,9 +157,9 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Apply the rules of `handed_on` to an op that computes attention scores: a sum, a product or a division.
 
-    A sum keeps its operand's side of zero. A negative factor changes the side. A factor that is no number has an unknown sign, so that the
-    result may be on both sides. Return None if the result may no longer block a position: a large number of the opposite sign is added, the
-    operand is a divisor, or a factor is smaller than 1 / SHRINKS.
+    A sum keeps its operand's side of zero, and a negative factor changes it. If a factor is a tensor, its sign is unknown, and the result
+    may be on both sides. Return None if the result may no longer block a position in a softmax: the op adds a large number of the opposite
+    sign, divides by the operand, or multiplies it by less than 1 / SHRINKS.
     """
     if read.op in ADDS_UP:
         side = -side if read.op == "sub" and read.place else side
@@ -202,9 +203,9 @@ def near_the_end(largest: float, low: Format) -> bool:
 
 
 def added_values(graph: OpGraph) -> dict[str, bool]:
-    """Return {name: flag} for the values that ops of `graph` add or subtract. A view of a value counts as the value.
+    """Return {name: True if the sums reach only softmaxes} for the values that ops of `graph` add or subtract.
 
-    The flag is True if the sums of which the value is a part reach only softmaxes, as sums with a bias of attention scores do.
+    For example, the sums of attention scores and a bias reach only a softmax. A view of a value counts as the value.
     """
     scores: set[str] = set()
     for node in reversed(list(graph)):  # readers before makers, so that one pass suffices
@@ -221,7 +222,8 @@ def added_values(graph: OpGraph) -> dict[str, bool]:
 def rows_have_offset(table: Any) -> Any:
     """True if the rows or the columns of a table have an offset: a mean that is larger than their spread (`has_offset`).
 
-    Columns have an offset if all rows have a large part in common. They are tested only in tables of at least `ROWS` rows.
+    Columns have an offset if all rows have a large part in common. They are tested only in tables of at least `ROWS` rows, because few
+    rows may have one by chance.
     """
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common
@@ -245,8 +247,8 @@ def has_offset(values: Any, scores: bool = False) -> Any:
     """True if the rows of a weight (a tensor or array with dims) have an offset: a mean that is larger than their spread.
 
     Mean and spread are compared as root mean squares. With an offset, a norm subtracts most of the value, so that rounding errors grow.
-    Pass `scores` if softmaxes read the rows. Values far below the largest of their row are then left out: the softmax makes them zero, as
-    those of masks, which an exporter may have added to a bias.
+    Pass `scores` if softmaxes read the rows. Numbers far below the largest of their row are then left out, because the softmax makes them
+    zero: for example, the -1e9 of a mask that an exporter has added to a bias.
     """
     if not scores:
         return 2 * (values.mean(-1) ** 2).mean() > (values**2).mean()
@@ -265,7 +267,7 @@ def drowns_in(largest_sum: float, low: Format) -> bool:
 def bias_drowns(result: ValueRange | None, low: Format) -> bool:
     """True if `low` may flush a small bias to zero without harm: rounding the sum of product and bias causes a larger error.
 
-    `result` is the range of this sum. If the range is unknown (None), the sum is taken to be large, and the answer is True.
+    `result` is the range of this sum. If it is unknown (None), the answer is True, because almost every sum is large enough.
     """
     return result is None or drowns_in(result.amax, low)
 

@@ -92,7 +92,7 @@ class ValueRange:
 
     @classmethod
     def limits(cls, tensor: torch.Tensor, smallest: bool) -> ValueRange:
-        """Return the range of one fp32 tensor without histogram and counts of special values, which is much cheaper than `of`.
+        """Return the range of one fp32 tensor without histogram and without counts of zeros, NaNs and infinities. It is cheaper than `of`.
 
         `least` and `greatest` are computed, and the smallest magnitude if `smallest` is True. Elements that are not finite count as 0.
         """

@@ -40,7 +40,8 @@ class Factor:
     def is_small(self, beside: Factor) -> bool:
         """True if a summand with this factor is small next to a value with the factor `beside`: at most SMALL times as large.
 
-        A schedule (a value known only in a call, such as a step size) counts as small: also True if `beside` lacks one of this factor.
+        A schedule (a value known only in a call, such as a step size) counts as a small number. So the result is also True if this factor
+        has a schedule that `beside` lacks.
         """
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
 

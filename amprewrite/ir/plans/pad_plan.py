@@ -17,12 +17,12 @@ KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
 
 
 def extents(factors: Factors) -> tuple[int, int]:
-    """Return (extent without padding, extent with padding) of the dim that consists of the axes `factors`."""
+    """Return (extent without padding, extent with padding) of a dim: the products of these extents over its axes, `factors`."""
     return math.prod(n for n, _ in factors), math.prod(m for _, m in factors)
 
 
 def physical(shape: tuple[Any, ...], layout: Layout) -> tuple[Any, ...]:
-    """Return the shape, padding included, of a tensor whose shape without padding is `shape`."""
+    """Return the padded shape of a tensor whose shape without padding is `shape`. `layout` has the sizes of its padded dims."""
     sizes = list(shape)
     for dim, factors in layout:
         sizes[dim] = extents(factors)[1]
@@ -135,7 +135,7 @@ class PadPlan:
         return bool(self.values or self.copies)
 
     def lines(self) -> list[str]:
-        """Return one line for each result that is padded, and for each copy."""
+        """Return one line for each result that an op returns padded, and one for each pad or slice of a value between ops."""
         return [f"result {each.value}: {_shown(each.layout)}" for each in self.values] + [
             f"{each.kind} {each.value}: {_shown(each.layout) or _shown(each.have, back=True)}{' with new zeros' * each.refresh} for "
             f"{', '.join(each.users)}"

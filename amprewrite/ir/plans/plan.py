@@ -1,4 +1,4 @@
-"""A plan is frozen data: by node name, the precision (colour) of each node of a model with a reason, casts, pads, and other op changes."""
+"""A plan is frozen data about a model: the precision (colour) of each node with a reason, the casts, the pads, and other changes of ops."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class RegionPlan:
     """Products that read fp8 copies of their operands. It is not written to JSON if there are none."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
-        """Return {name of the op: its edit} for the edits of the kinds `what`. Edits that are switched off are left out."""
+        """Return {name of the op: its edit} for the edits of the kinds `what`, such as `Edit.WIDE_PRODUCT`, without switched-off edits."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
@@ -347,7 +347,7 @@ class ModelPlan:
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
     def _edit_products(self, formats: dict[str, str]) -> Self:
-        """Return a copy in which the products and GEMMs named in `formats` read operands in the given format: "fp8" or the low format."""
+        """Return a copy in which products, GEMMs ("linear_3.grad_in") or modules run in the formats in `formats`: "fp8" or the low one."""
         regions = {region.name: region for region in self.regions}
         for name, word in formats.items():
             stem, _, last = name.rpartition(".")
@@ -382,7 +382,7 @@ class ModelPlan:
         return replace(self, regions=tuple(regions.values()))
 
     def _nodes_of(self, region: RegionPlan, name: str) -> set[str]:
-        """Return the names of the nodes of `region` that `name`, a node or module, selects; an empty set if it is a kind of edit."""
+        """Return the names of the nodes of `region` called `name` or inside the module `name`; none if `name` is a kind of edit."""
         if any(name == edit.value for edit in Edit):
             return set()
         prefix = f"{region.name}/" if len(self.regions) > 1 else ""
@@ -435,7 +435,7 @@ class ModelPlan:
 
 
 def shape_of(node: NodePlan) -> str:
-    """Return the shape of the node's result as text, such as "4x32x128"; "-" without a tensor or for a 0-dim tensor."""
+    """Return the shape of the node's result as text, such as "4x32x128"; "-" for a 0-dim tensor, and if the result is no tensor."""
     return "x".join(map(str, node.shape)) or "-"
 
 

@@ -27,7 +27,7 @@ def _epochs_are_write_versions(region: dict[str, Any]) -> None:
 
 
 def _are_magnified(region: dict[str, Any], reasons: tuple[str, ...]) -> None:
-    """Replace each of `reasons`, the names of reasons that the next version lacks, by "MAGNIFIED" in all nodes of a region."""
+    """In all nodes of a region, replace each of `reasons` by "MAGNIFIED", the reason that stands for them in the next version."""
     for node in _objects(region, "nodes"):
         if node.get("reason") in reasons:
             node["reason"] = "MAGNIFIED"
@@ -43,7 +43,7 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {
 
 
 def migrate(data: dict[str, Any]) -> None:
-    """Migrate a parsed plan of an older version to the latest version, in place. Other data do not change."""
+    """Migrate a parsed plan of an older version to the latest version, in place. Other data, such as newer plans, do not change."""
     while type(data.get("version")) is int and data["version"] in MIGRATIONS:
         for region in _objects(data, "regions"):
             MIGRATIONS[data["version"]](region)

@@ -21,7 +21,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One entry of `overrides=`. It moves an op to another op list, or makes modules or nodes run low, high (fp32) or wide."""
+    """One entry of `overrides=`. It moves an op to another op list, or sets modules or nodes to low, high (fp32) or wide (see `word`)."""
 
     key: str
     """The key as the user wrote it."""
@@ -156,8 +156,9 @@ EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_wei
 class ProductRule:
     """One entry of `products=`: a pattern that selects GEMMs, and whether they run in fp8 or in the low format.
 
-    A rule for fp8 applies even if fp8 saves no time, and even if the product returns logits or chooses something, such as an expert. It has
-    no effect on products that stay fp32, sizes that fp8 kernels do not take, and GEMMs that the recipe leaves in the low format.
+    A rule for fp8 overrules two checks: that fp8 saves time, and that the product returns no logits and no scores that choose something,
+    such as an expert. The rule has no effect on products that stay fp32, on sizes that fp8 kernels do not take, and on GEMMs that the
+    preset's recipe never runs in fp8.
     """
 
     key: str
@@ -210,8 +211,8 @@ class ProductPolicy:
 def parse_products(products: Any, fused: bool = False, low: Format = BASE) -> ProductPolicy | None:
     """Parse the option `products=`: the name of a preset, or a mapping of rules whose key "preset" names the preset ("fp8" by default).
 
-    `fused` is True if a compiler runs the graphs. The value of a rule is "fp8" or the name of `low`, the format of all other products.
-    Returns None if `products` is None: then no product runs in fp8. Raises PolicyError for anything else.
+    The value of a rule is "fp8" or the name of `low`, the format of all other products. `fused` is True if a compiler runs the graphs and
+    fuses casts to fp8. Returns None if `products` is None: then no product runs in fp8. Raises PolicyError for anything else.
     """
     if products is None or isinstance(products, ProductPolicy):
         return products
@@ -241,7 +242,7 @@ MOST = 4096
 
 @dataclass(frozen=True)
 class PadRule:
-    """The padding rule for modules that match a pattern, or for all modules."""
+    """One entry of `pad=`: when to pad sizes in modules that match a pattern, or in all modules, and to which multiple."""
 
     mode: str
     """One of `MODES`."""
@@ -278,7 +279,7 @@ class PadPolicy:
 
 
 def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:
-    """Parse the option `pad=`: "auto", "always", "never" (also False or None), "measure", a multiple, or `{"module:PATTERN": ...}`.
+    """Parse the option `pad=`: "auto", "always", "never" (also False or None), "measure", a multiple (8), or `{"module:PATTERN": ...}`.
 
     Each value of the mapping has one of the other forms. `can_measure` is True if there is a GPU on which to measure. Raises PolicyError
     for anything else, and for "measure" without such a GPU.

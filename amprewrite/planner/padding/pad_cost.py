@@ -56,7 +56,7 @@ class PadCost:
         return self.device.type != "cpu" and self.low.name in self.device.low_formats
 
     def pad(self, numel: int) -> float:
-        """Return the seconds of one pad of an activation of `numel` elements: the pad itself, and the cost of its gradient."""
+        """Return the seconds of one pad of an activation of `numel` elements: two launches, a read and a write. The gradient is a view."""
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:

@@ -4,7 +4,7 @@
    of the ops join axes, and views split them.
 2. Wants: if an axis gives a low matrix product an unaligned size, a padded extent is computed for the axis.
 3. Cut: a minimum s–t cut chooses which ops to pad along which axes. Padded ops are on the source's side. A product that stays unaligned
-   costs time. So does a pad or slice between an op and its readers, if not all are padded; several readers share one.
+   costs time. So does a pad or slice between an op and its readers, if only some of them are padded. Several readers share a pad or slice.
 4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off before that op and start again.
 """
 
@@ -48,7 +48,7 @@ class Want:
     """The reason why the dim cannot be padded; "" if it can."""
 
     def padded(self, regions: Regions) -> int:
-        """Return the size of this dim after padding. If a view merged several axes into it, the axes in `leaves` are padded separately."""
+        """Return the size of this dim after padding. A view may have merged several axes into it; each axis in `leaves` is padded."""
         grown = self.size
         for leaf in self.leaves:
             grown = grown // regions.size_of(leaf) * regions.extent[leaf]
@@ -188,9 +188,10 @@ class Regions:
         return True
 
     def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
-        """Return the dims of matrix products that are not multiples of `multiple_of(name of the product)`. Also set `extent` for each axis.
+        """Return the dims of matrix products whose size is not a multiple of `multiple_of(name of the product)`.
 
         Products for which this multiple is None are left out, and so are dims of size 1. If a dim cannot be padded, its `why_not` says why.
+        Also set `extent`, the padded size of each axis that has to grow.
         """
         found: list[Want] = []
         for call in self.calls.values():
@@ -314,10 +315,10 @@ class Regions:
         return bool(needs) and all(variable in self.padded for variable in needs)
 
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
-        """Return the choices of the cut by place: {(dim, value, axis): (choice for the op that makes the value, [(reader, its choice)])}.
+        """Return {(dim, value, axis): (variable of the op that makes the value, [(reader, its variable)])} for all dims that may be padded.
 
-        A choice is a yes-or-no variable: whether an op is padded in this dim along the axis. It is None if the op must not be padded there,
-        and for a reader before which padding is cut off (`barriers`). Only axes that some matrix product wants padded are included.
+        The variable is the cut's yes-or-no choice whether to pad the op in this dim along the axis. It is None if the op must not be padded
+        there, and for a reader before which padding is cut off (`barriers`). Only axes that some matrix product wants padded are included.
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
@@ -339,9 +340,10 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Return (value, variable of its reader) for each dim in which a reader may be padded although padding is cut off before it.
+        """Return (value, variable of its reader) for each dim of a value whose padding is cut off before the reader (`barriers`).
 
-        The variable is the cut's yes-or-no choice whether to pad the reader in this dim. If so, the value is padded anew, with zeros.
+        The variable is the cut's yes-or-no choice whether to pad the reader in this dim. If it is yes, the value gets new padding of zeros,
+        and the pad has a price.
         """
         return [
             (value, variable)
@@ -383,11 +385,11 @@ class Regions:
 
     # -- layouts ---------------------------------------------------------------------------
     def value_layout(self, call: Call, i: int) -> Layout:
-        """Return the padded layout of result `i` of a call; () if the result is not padded."""
+        """Return the padded layout of result `i` of a call: each padded dim with its sizes; () if the result is not padded."""
         return self._layout(call.name, i, self.of_value[value_name(call, i)])
 
     def use_layout(self, value: str, reader: str) -> Layout:
-        """Return the padded layout in which `reader` takes `value`; () if it takes the value without padding."""
+        """Return the padded layout in which `reader` takes `value`: each padded dim with its sizes; () if no dim is padded."""
         return self._layout(reader, value, self.of_use[value, reader])
 
     def _layout(self, call: str, slot: Slot, axes: Sequence[int]) -> Layout:
@@ -407,7 +409,8 @@ class Regions:
     def check(self) -> bool:
         """Compute the numbers in the padding of all values. Return False if an op cannot take the numbers in the padding of its operands.
 
-        An example is a zero that it would divide by. Such padding is then recorded in `barriers` or `refused`, and `cut` must choose again.
+        An example is a zero that it would divide by. The operand is then recorded in `barriers` (its padding is cut off before the op), or
+        the op in `refused` (it is never padded), and `cut` must choose again.
         """
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}

@@ -84,7 +84,7 @@ class Rule:
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
     def tie(self, *legs: Leg) -> None:
-        """Declare that dims of operands and results are the same dim, with the same size and padding. Each leg describes one of them."""
+        """Declare that dims of operands and results are the same dim, with the same size and padding. `legs` has a description of each."""
         self.ties.append(legs)
 
 
@@ -121,7 +121,7 @@ def moved(contents: Contents) -> Content:
 
 
 def zero_keeping(contents: Contents) -> Content:
-    """Return the number in the padding of the result of an op that maps zero to zero: 0.0 if all operands have 0 there, otherwise MIXED."""
+    """Return the number in the result's padding for an op that maps zero to zero: 0.0 if all operands have 0 there, otherwise MIXED."""
     found = [c for c in contents.values() if c != BROADCAST]
     return 0.0 if all(c == 0 for c in found) else MIXED
 
@@ -146,8 +146,8 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
     """Declare in `rule` which dims of an element-wise op, with operands `refs` and result shape `out`, are padded together.
 
     Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim gets no
-    tie, and so no padding, in two cases: a floating operand has a size there that is neither 1 nor the result's size, or a non-floating
-    operand, such as a boolean mask, is not broadcast along it, because such operands cannot be padded.
+    tie, and so no padding, in two cases. A floating operand has a size there that is neither 1 nor the result's size. Or a non-floating
+    operand, such as a boolean mask, is not broadcast along the dim: such an operand cannot be padded.
     """
     rule.pointwise = True
     for back in range(1, len(out) + 1):

@@ -39,7 +39,7 @@ def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None) -> 
 def html(plan: ModelPlan, title: str = "", report: Any = None, seconds: float = SECONDS) -> str:
     """Return the report as HTML text.
 
-    `title` is the heading; "" for "Cast plan". `report`, a Report of `verify` or a DebugReport of the same model, adds errors. `seconds`
+    `title` is the heading; "" for "Cast plan". `report`, a result of `verify` or `debug` for the same model, adds errors. `seconds`
     limits the time for trial plans, which show the changes that would give a node its other colour (low or high).
     """
     data = json.dumps(payload(plan, title, report, seconds), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -170,7 +170,8 @@ def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
 def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
     """Reserve space for the edges between parts of `box`: an edge gets a place (an id below 0) in each layer that it passes.
 
-    `layer` has the layer of each part. Edges that pass more than LONGEST_ROUTE layers get no places; the rest are recorded in `box.chains`.
+    `layer` has the layer of each part. An edge that passes more than LONGEST_ROUTE layers gets no places. All other edges are recorded in
+    `box.chains`, with their places.
     """
     passing = 0
     for a, b in edges:
@@ -271,8 +272,9 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
     """Lay out the inside of an open box. Return {id of a part or of space for an edge: (x, y, gutter)}, and (width, height) of the box.
 
-    (x, y) is the upper left corner of a part, or the middle of the space for a passing edge. Layers of a tall box are divided into columns;
-    the gutter is the x of the gap on the left of the column. `extent` has (width, height) of each part, by id.
+    (x, y) is the upper left corner of a part, or the middle of the space for a passing edge. Layers of a tall box are divided into columns.
+    The gutter is the x of the gap on the left of the column, in which edges from the previous column run up. `extent` has (width, height)
+    of each part, by id.
     """
     if not box.parts:
         return {}, (8 * PAD, HEAD + 2 * PAD)

@@ -27,8 +27,8 @@ MARGIN = 12.0
 def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
     """Return the graph as SVG text, and write it to `path` if given.
 
-    Modules down to level `depth` are drawn open, deeper modules as one closed box. With None, modules are opened level by level as long as
-    at most `MOST_OPEN` parts are visible. Raises EmitError if `path` cannot be written.
+    Modules down to level `depth` are drawn open, deeper modules as one closed box. If `depth` is None, modules are opened level by level,
+    as long as at most `MOST_OPEN` parts are visible. Raises EmitError if `path` cannot be written.
     """
     drawing = draw(plan)
     placed = place(drawing.nest, _sizes(drawing), _opened(drawing, depth))
@@ -148,7 +148,7 @@ def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
 
 
 def _bundles(drawing: Drawing, placed: Placed) -> dict[tuple[int, int], list[int]]:
-    """Group edges by the visible ops or boxes at their ends: {(source id, target id): indices of the edges}, without edges inside a box."""
+    """Group edges by the visible op or box at each end: {(source id, target id): edge indices}. Edges inside a closed box are left out."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, edge in enumerate(drawing.edges):
         ends = _seen(drawing, placed, edge.source), _seen(drawing, placed, edge.target)
@@ -180,7 +180,8 @@ def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float
     """Return the points (x, y, gutter) of an edge from the visible op or box `a` to `b`, both given by id.
 
     The edge runs out of the boxes around `a`, through the space kept for it in the layers in between, and into the boxes around `b`. The
-    gutter is the x of the gap on the left of the point's column, in which an edge from the previous column is drawn upwards.
+    layers of a tall box are drawn in several columns. The gutter is the x of the gap on the left of the point's column, in which an edge
+    from the previous column runs up.
     """
     nest = drawing.nest
     way, other = _outwards(drawing, a), _outwards(drawing, b)
@@ -208,7 +209,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """Return an SVG mark with the formats of the casts for each pair of visible ends whose edges have a cast."""
+    """Return the SVG of all cast marks. Each pair of visible ops or boxes with casts between them has one mark, with the formats."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}

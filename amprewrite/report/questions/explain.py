@@ -180,7 +180,7 @@ def conditions(node: NodePlan, low: str) -> str:
     """Return the condition under which `node` would have its other colour (low or high), as its recorded reason implies.
 
     The text completes the sentence "it would run low …" or "it would run high …" (in fp32). It is "" if the reason implies no condition,
-    as when the colours of neighbours decide.
+    as when the colours of neighbours decide. `low` names the low format.
     """
     text = _CONDITIONS.get(node.reason, "")
     return text.format(op=node.op, name=node.name, detail=node.detail, low=low, source=node.source or "its line")
@@ -241,7 +241,7 @@ OPEN = "open"
 
 @dataclass(frozen=True)
 class Decided:
-    """The colour (low, high or plain) of one op after some pass of the pipeline, and the last pass that changed it."""
+    """The colour of one op after some pass (low, high, plain: never cast, or open: not decided yet), and the last pass that changed it."""
 
     node: str
     op: str
@@ -379,7 +379,8 @@ def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None)
     """Return sentences on changes that would give the node its other colour (low or high); [] if it is no op, or has no fp32 values.
 
     The first sentence states the condition that the node's recorded reason implies, if any (such as "it would run low in bf16"). With
-    `asked`, trial plans also find overrides that would change the colour, and their price. `bare` is the node's name without "graph/".
+    `asked`, trial plans also find overrides that would change the colour, and their price. `bare` is the node's name without "graph/",
+    and `low` the name of the low format.
     """
     if node.colour is Colour.PLAIN or node.role != "op":
         return []

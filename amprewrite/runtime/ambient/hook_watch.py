@@ -82,7 +82,7 @@ def _places(root: nn.Module) -> list[dict[int, Any]]:
 
 
 def may_differ(root: nn.Module) -> bool:
-    """True if modules of one class may have different hooks: a module below `root` has hooks, or an attribute holds an unregistered one."""
+    """True if modules of one class may differ in hooks: a module below `root` has hooks, or an attribute holds an unregistered module."""
     return any(_places(root)) or _holds_unlisted(root)
 
 
@@ -136,8 +136,8 @@ def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
     Dynamo captures this function instead of `__call__` for each submodule in a captured graph, so that global hooks do not become part of
-    the graph. If the process has no global hooks, PyTorch's own code runs the call. It also does, and runs the global hooks, if the module
-    has hooks that run even after an exception in its forward (`always_call`).
+    the graph. If the process has no global hooks, PyTorch's own code runs the call. If the module has hooks that run even after an
+    exception in its forward (`always_call`), PyTorch's own code runs the call, too, with the global hooks.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

@@ -116,7 +116,7 @@ def layers_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(layer: Any) -> tuple[Any, Any]:
-    """Return the stored keys and values of a layer; None for each that is missing. Attributes named `layers` may hold any objects."""
+    """Return the stored keys and values of `layer`; None for each that is missing, because `layer` may be any object."""
     inner = getattr(layer, "__dict__", {}).get(_INNER, layer)
     return getattr(inner, "keys", None), getattr(inner, "values", None)
 
@@ -184,7 +184,8 @@ class LowCaches:
 class CachesOfModel:
     """Decides whether a rewritten model stores the KV caches of its `generate()` in the low format.
 
-    If the user gave a plan (`given`), the plan decides: caches are low if one of its nodes casts keys or values to or from a low cache.
+    If the user gave a plan (`given`), caches are low if a node of this plan casts keys or values to or from a low cache. Otherwise they
+    are low until a graph reads keys or values in fp32 (`check`). `of_call` names further conditions.
     """
 
     def __init__(self, root: nn.Module, given: ModelPlan | None, note: Callable[[str], None]) -> None:
@@ -209,10 +210,10 @@ class CachesOfModel:
         return bool(hooks) or any(each.get("return_dict_in_generate") for each in asked)
 
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
-        """Keep the caches of later calls in fp32 if a newly planned graph reads keys or values of `caches`, which are stored low, in fp32.
+        """If a newly planned graph reads the low `caches` of the running call in fp32, keep the caches of later calls in fp32.
 
-        A graph without planned ops counts as reading in fp32. Raises CacheReadHigh if `anew` is True: no code of the running call has run
-        yet, so it can begin again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
+        A graph without planned ops counts as reading in fp32. In both cases raises CacheReadHigh if `anew` is True: no code of the running
+        call has run yet, so the call can begin again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
@@ -244,7 +245,7 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of `tensor` whose sizes share a Dynamo symbol with equal sizes in other such dims; () if `mark_growing` set none."""
+    """Return the dims of `tensor` in which Dynamo uses one symbol for equal sizes of all KV caches; () if `mark_growing` stored none."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 
@@ -252,7 +253,8 @@ def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
 def _mark_shared(value: Any) -> None:
     """If `value` is a KV cache, store on its keys and values the dims in which Dynamo uses one symbol for equal sizes (`shared_sizes`).
 
-    These are the batch and length dims. A size with two meanings, such as a batch of five and five keys, is left out: later the two differ.
+    These are the batch and length dims. A size with two meanings, such as a batch of five and five keys, is left out: the two differ
+    after the next step.
     """
     batch, length = _IN_CACHE
     held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}

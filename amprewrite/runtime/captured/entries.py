@@ -147,7 +147,7 @@ class Graphs:
 
     @property
     def outdated(self) -> bool:
-        """True if the plans of these graphs no longer hold, because a weight or another graph's plan changed. The code still holds."""
+        """True if the graphs must be planned anew because a weight or another graph's plan changed. The model's code has not changed."""
         return self.anew in (Anew.WEIGHTS, Anew.AGREED)
 
     def failed(self, failure: Failure) -> None:
@@ -155,7 +155,7 @@ class Graphs:
         self.entry.session.state.failures.append(failure)
 
     def starts_again(self, inputs: Any) -> bool:
-        """True if an fp32 model gets half-precision `inputs` and can restart with fp32 inputs, because none of its code has run."""
+        """True if an fp32 model gets half-precision `inputs`, and the call can restart with fp32 inputs because it has run no code yet."""
         entry, session = self.entry, self.entry.session
         return not entry.widens and half_beside_fp32(session.root, inputs) and not session.state.ran and not under_way(entry.function)
 
@@ -234,7 +234,7 @@ class Graphs:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `method`, but holds only a weak reference to the object that the method is bound to."""
+    """Return a function that calls `method`. Dynamo keeps this function, so it refers only weakly to the object of the bound method."""
     found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:
@@ -286,7 +286,8 @@ class Entry:
     def why_anew(self, recomputes: bool) -> Anew | None:
         """Return the reason why this call must capture its graphs anew; None if it may run the present graphs.
 
-        `recomputes`: whether a backward makes the call, to repeat a forward. Then only changed hooks or a changed forward are reasons.
+        `recomputes`: whether a backward makes the call, to repeat a forward. Then only changed hooks or a changed forward are reasons:
+        otherwise the call runs the graphs of that forward, even if they are outdated.
         """
         if self.hooks.changed():
             return Anew.HOOKS

@@ -84,7 +84,7 @@ class GraphRewriter(CallRecord):
 
     @functools.cached_property
     def training(self) -> Training:
-        """The object that scales the model's losses. `__post_init__` makes it if there is a loss scale, otherwise the first read does."""
+        """The object that scales the model's losses. It is made in `__post_init__` if there is a loss scale, otherwise when first read."""
         with self.lock:  # so that first calls in two threads get the same object
             if "training" not in self.__dict__:
                 self.__dict__["training"] = Training(
@@ -98,7 +98,7 @@ class GraphRewriter(CallRecord):
     ) -> None:
         """Register the module at `path` as an entry: a module that is called from outside of graphs, and so has captured graphs of its own.
 
-        `function` is the code that a call of the module runs: the forward of the class `home`, or other code if that is None. With
+        `function` is the code that a call of the module runs: the forward of the class `home`, or other code if `home` is None. With
         `captured=False` this code runs as written. `key` is the key in `entries`, by default `path`.
         """
         key = path if key is None else key
@@ -120,7 +120,8 @@ class GraphRewriter(CallRecord):
         return self.policy_for(self._device())
 
     def agree(self, plan: RegionPlan) -> None:
-        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Mark graphs that contradict them."""
+        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Graphs that differ are marked for
+        a new capture."""
         self.agreement.join(plan, self.graphs, self.note)
 
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
@@ -159,11 +160,11 @@ class GraphRewriter(CallRecord):
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Captured:  # fmt: skip
-        """Read a captured graph into a `Captured`: the graph with its `Problem` (the planner's input), set up by this model's options.
+        """Return a captured graph as a `Captured`, which holds the graph and its `Problem`: the planner's input, with this model's options.
 
         `training`: whether the graph records gradients. With None, it does if grad mode is on or the graph turns it on. `may_decline`:
-        whether the graph may stay fp32 if a low format gains nothing; the policy must allow this, too. The other arguments are as for
-        `read_problem`.
+        whether the graph may stay fp32 if a low format gains nothing; True has an effect only if the policy allows this, too. The other
+        arguments are as for `read_problem`.
         """
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
@@ -239,7 +240,10 @@ class GraphRewriter(CallRecord):
         return reads
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
-        """Add value ranges that LookAhead observed, one record for each graph, to the model's calibration. Return it. Set `overflowed`."""
+        """Add `regions`, the value ranges that LookAhead observed in graphs, to the model's calibration, and return the calibration.
+
+        Also set `overflowed`, so that later exports of the model are planned with observed ranges.
+        """
         with self.lock:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
@@ -279,7 +283,7 @@ class GraphRewriter(CallRecord):
         return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 
     def _in_parts(self) -> bool:
-        """True if code of the model may run between the graphs of the running forward, or if no forward runs."""
+        """True if code of the model may run between the graphs of the running forward. If no forward runs, this is unknown: return True."""
         state = self.state
         if state.entry is None:
             return True
@@ -325,7 +329,7 @@ class Agreement:
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
         """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Mark graphs that contradict these.
 
-        `every` holds all graphs. The next call captures a marked graph anew. `note` is called with the reason.
+        `every` holds all graphs. The next call captures a marked graph anew. `note` is called with the reason for the mark.
         """
         before = self.colours
         for part in plan.flat("") if self.on else ():
@@ -364,6 +368,9 @@ class Agreement:
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:
-    """Return copies of the nodes that the planner considered for fp8. Nodes whose forward GEMM runs in fp8 are low, all others high."""
+    """Return copies of the nodes that the planner considered for fp8, coloured low if their forward GEMM runs in fp8, otherwise high.
+
+    These colours stand for the decisions on fp8, so that all graphs can share them as they share the real colours.
+    """
     fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
     return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]

@@ -236,7 +236,7 @@ class LookAhead:
         return self.captured.problem.policy.low.name
 
     def _decide_anew(self, seen: Mapping[str, RegionRanges], inputs: tuple[Any, ...], hidden: str) -> None:
-        """Plan and emit the graph anew with the ranges `seen`. Body graphs whose values were not observed are left in fp32.
+        """Plan and emit the graph anew with the ranges `seen`. Bodies of loops and conditions, which are not observed, stay fp32.
 
         `hidden` is the reason why no run shows whether these bodies overflow; "" if it is known that the graph overflows.
         """
@@ -307,7 +307,7 @@ def rewrite_for(
 
 
 def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Rewrite `captured`, and return the edited graph and its plan. Its code is generated now, because torch.export reads its signature."""
+    """Rewrite `captured`, and return (edited graph, its plan). Generate the graph's code now: torch.export reads its signature."""
     edited, plan = rewrite_graph(captured)
     force_recompile(edited)
     return edited, plan

@@ -50,7 +50,7 @@ def scale_device(graph: torch.fx.Graph) -> torch.device:
 class Region:
     """One rewritten graph, which Dynamo calls in place of the code that it captured.
 
-    `module` is the edited graph. It is kept only if the graph scales gradients; otherwise `module` is None. `place` names the module whose
+    `module` is the edited graph, in which overflows are searched; None if the graph scales no gradients. `place` names the module whose
     code the graph is from. All graphs of the model share `training` (its loss scaling) and `checks` (functions that check weight reads).
     """
 
@@ -75,7 +75,7 @@ class Region:
         self._weighed: tuple[RegionPlan | None, RegionPlan] = None, plan
 
     def weighed(self) -> RegionPlan:
-        """Return the plan with the prices (estimated costs) of the alternative plans. The first call computes the prices."""
+        """Return the plan with prices (estimated costs) of alternative plans, such as all fp32. The first call computes the prices."""
         if (plan := self.plan) is not self._weighed[0]:
             self._weighed = plan, weighed(plan)
         return self._weighed[1]
@@ -103,7 +103,8 @@ class Region:
     def call_steady(self, inputs: tuple[Any, ...]) -> Any:
         """Run the graph under the user's dispatch modes, and return its results. If it scales gradients, pass it the loss scale, too.
 
-        This is all that `call` does if `look_ahead` is None and `enters_regions` is False. Callers may then use it directly.
+        If values are not observed (`look_ahead` is None) and the graph enters no context such as `torch.no_grad()` (`enters_regions` is
+        False), `call` does no more than this, so that callers may use this method directly.
         """
         run, reads, scaled, given = self.run, self.reads, self.latest, inputs
         if self._past.before:
@@ -134,7 +135,8 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """After the first call: if ops raised errors on low operands, plan anew with these ops in fp32; otherwise stop running op by op."""
+        """After the first call, which ran op by op: if ops raised errors on low operands, plan anew with these in fp32. Otherwise run later
+        calls as emitted."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)
@@ -142,7 +144,7 @@ class Region:
             self.run = self.run.later
 
     def _watched(self, *inputs: Any) -> Any:
-        """Run the graph op by op, so that the overflow probe finds the first result or gradient that is not finite."""
+        """Run the graph op by op to find its first non-finite result or gradient. Used after an overflow, until a step has none."""
         assert self.module is not None
         return self.training.probe.run(self.plan, self.module, inputs)
 
@@ -188,11 +190,11 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager for a call by a backward inside a running forward, as when the forward takes gradients through a checkpoint.
+        """Context manager that records a recomputation inside a running forward, as when the forward takes gradients through a checkpoint.
 
         `asked`: id of the recomputation (`asking_number()`); None if no non-reentrant checkpoint makes the call. `around`: number of
-        torch.autocast regions around the call. If `asked` is given, they count as regions of the model's caller, not of its code, because
-        the checkpoint enters regions to restore the autocast state of its forward.
+        torch.autocast regions around the call. If `asked` is not None, they count as regions of the model's caller, not of its code,
+        because the checkpoint enters regions to restore the autocast state of its forward.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around
@@ -240,7 +242,8 @@ class CallRecord:
     def runs_recurrent_eagerly(self) -> bool:
         """True if each LSTM, GRU and RNN module gets a separate graph that is not compiled: a compiler would unroll its time steps.
 
-        False if the backend is "eager", if `strict` is set, or if the user gave a plan that has no separate graph for such a module.
+        False if the backend is "eager", which unrolls nothing, or if `strict` allows only one graph. Also False if the user gave a plan
+        that has no separate graph for such a module.
         """
         if self.options.backend == "eager" or self.options.strict:
             return False
@@ -273,6 +276,6 @@ class CallRecord:
             warnings.warn(message, AmpRewriteWarning, stacklevel=2)
 
     def forget_calls(self) -> None:
-        """Clear `calls`, which lists the graphs that earlier calls ran, because some of these graphs are replaced."""
+        """Clear `calls`, the graphs that earlier calls ran. Used if graphs are replaced, so that the plan does not list replaced graphs."""
         with self.lock:
             self.calls.clear()

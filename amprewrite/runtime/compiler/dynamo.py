@@ -193,7 +193,7 @@ def _is_of_python(file: str) -> bool:
 
 
 def _breaks_at_disabled() -> int:
-    """Return how many graphs Dynamo has ended so far at functions that other code disabled for it. No part of these functions is read."""
+    """Return how many graphs Dynamo has ended so far at a call of a function that code outside of this package disabled for Dynamo."""
     return sum(count for why, count in counters["graph_break"].items() if "disable()" in why and DISABLE_REASON not in why)
 
 
@@ -246,11 +246,11 @@ _ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DIC
 
 
 def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of `function` with a new code object, because Dynamo stores graphs, and marks to skip code, by code object.
+    """Return a copy of `function` with a new code object. Dynamo stores graphs, and marks to skip code, by code object: the copy has none.
 
     Dynamo skips the files of PyTorch's own modules. A forward from such a file is wrapped in a function of ours, which Dynamo captures.
-    An object that is no Python function, such as a `functools.partial`, is wrapped, too. Dynamo's own wrapper has one code object for all
-    such objects of the process, of which Dynamo captures at most 256 graphs.
+    An object that is no Python function, such as a `functools.partial`, is wrapped, too. Otherwise Dynamo would wrap it: with one code
+    object for all such objects of the process, and Dynamo captures at most 256 graphs of one code object.
     """
     inner = function.__func__ if isinstance(function, types.MethodType) else function
     if not isinstance(inner, types.FunctionType):
@@ -351,7 +351,7 @@ def changes_objects() -> bool:
 
 # -- modes and captures around a call ----------------------------------------------------
 def refuse_ambient_autocast() -> None:
-    """Raise CaptureError inside a torch.autocast region."""
+    """Raise CaptureError inside a torch.autocast region, which would add casts that are not in the plan."""
     if is_any_autocast_enabled():
         raise CaptureError(ambient_autocast())
 

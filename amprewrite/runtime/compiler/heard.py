@@ -62,7 +62,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
     PyTorch's own code gets the true answer, as does all code that runs in an autocast region of the model, or asks about a device that the
     model is not on. All code gets it if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
     `around`: number of autocast regions around the call of the model. If `again`, the call can restart with fp32 in place of half inputs:
-    a question then raises Unseen(TwoDtypes()).
+    then code that asks whether autocast is on raises Unseen(TwoDtypes()).
     """
     devices = _devices(root, inputs)
 
@@ -123,9 +123,9 @@ def _autocast_for_fp32(devices: set[str]) -> Iterator[None]:
 
 
 def _devices(root: nn.Module, inputs: Any) -> set[str]:
-    """Return the device types of the tensors of a model and its inputs; {"cpu"} without tensors.
+    """Return the device types of the tensors of a model and its inputs; {"cpu"} without tensors. On these devices autocast appears on.
 
-    The result is an empty set if a tensor is in half precision.
+    The result is an empty set if a tensor is in half precision: such a model gets true answers, and is exported without autocast.
     """
     tensors = [*chain(parameters_in(root), buffers_in(root)), *_tensors(inputs)]
     return set() if any(map(is_half, tensors)) else {each.device.type for each in tensors} or {"cpu"}
@@ -168,7 +168,7 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
-    """Context manager in which Dynamo uses one symbol for equal dynamic sizes, in the dims of each tensor that `shared(tensor)` returns.
+    """Context manager in which Dynamo uses one symbol for equal dynamic sizes, of all dims that `shared(tensor)` returns for any tensor.
 
     Dynamo guards that these sizes stay equal, and captures again if they differ. It has no public setting for this.
     """

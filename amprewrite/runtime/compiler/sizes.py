@@ -26,7 +26,8 @@ from amprewrite.torch_internals.dispatch import outside_capture, tracing_context
 def for_each_size(backend: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `backend`: outside a capture, each combination of sizes gets its own static compilation; inside, one compilation serves all.
 
-    Outside a capture, a number that the graph reads from a tensor, as it does from a float argument that changes, is any number.
+    Outside a capture, the code takes the sizes of inputs as constants, but not numbers that the graph reads from tensors. Such a number
+    is, for example, a float argument that changes: Dynamo passes it as a tensor.
     """
 
     def alone(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -74,7 +75,7 @@ class _CodeOfSizes:
 
 
 def _variant(value: Any) -> Hashable:
-    """Return what code is compiled for: a number itself; of a tensor its sizes, strides and whether it requires gradients."""
+    """Return the part of an input for which code is compiled: of a tensor its sizes, strides and `requires_grad`, otherwise the value."""
     if not isinstance(value, Tensor):
         return value  # type: ignore[no-any-return]
     return value.shape, value.requires_grad, value.stride() if value.layout is torch.strided else None

@@ -161,7 +161,7 @@ class _CallsOriginal(type):
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """Return the metaclass of a rewritten class: as Python demands, a subclass of the original metaclass `meta`. Register its pickling."""
+    """Return the metaclass of a rewritten class: a subclass of the original metaclass `meta`. It pickles its classes by `_reduce_class`."""
     if issubclass(meta, _CallsOriginal):
         return meta
     made = _CallsOriginal if meta is type else type(meta.__name__, (_CallsOriginal, meta), {})
@@ -269,7 +269,7 @@ class _Cloning:
         return value
 
     def _copied(self, value: Any) -> Any:
-        """Return a copy of a container. A mutable copy enters `made` before its items are copied: an item may refer to the container."""
+        """Return a copy of a container. Put a mutable copy into `made` before its items are copied: they may refer to the container."""
         if isinstance(value, tuple | frozenset):
             return self._rebuilt(value)
         kind: Any = type(value)
@@ -329,7 +329,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """Return the members of a dataclass or namespace by name. Its own `__getattribute__` is not called: it may raise for some members."""
+    """Return {name: member} of a dataclass or namespace. Do not call its own `__getattribute__`, which may raise for some members."""
     if isinstance(value, types.SimpleNamespace):
         return vars(value)
     fields = {field.name for field in dataclasses.fields(value)}

@@ -89,8 +89,9 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
        If Dynamo runs the code of the caller as written, it captures the function's own frame instead.
     2. In a direct call the module runs graphs of its own, as a separate entry. The same holds in a call of the model if Dynamo does not
        capture the calling code, for instance in a checkpoint around code that cannot be captured.
-    3. A class with a `__deepcopy__` may copy all attributes of its modules, as that of a parametrized module does. There the function is a
-       method of the module: its copy is a method of the copy, and runs the code of the copy. Other classes do not copy the function.
+    3. A class with its own `__deepcopy__`, such as the class of a parametrized module, may copy this function with the other attributes.
+       For such a class the function is a bound method of the module. A copy of it is bound to the copied module, and runs the code of
+       that module. Other classes do not copy the function.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]

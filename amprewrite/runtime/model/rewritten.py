@@ -236,7 +236,7 @@ def face_of(model: nn.Module) -> type[RewrittenBase]:
 
 
 def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a model that is not rewritten: by its class's `__deepcopy__`, or by its state if the class has none."""
+    """Return a deep copy of `model`, which is not rewritten. Call the `__deepcopy__` of its class; without one, copy its state."""
     own = getattr(super(RewrittenBase, model), "__deepcopy__", None)
     if own is not None:
         found: nn.Module = own(memo)
@@ -317,7 +317,7 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = RewrittenBase, kind: type[Session] = Session) -> Any:
     """Return a rewritten clone of a plain model, with the public methods of the class `face`. Nothing is captured yet.
 
-    `kind` is the class of its session, which runs its calls, also those of submodules that were rewritten before. Raises
+    `kind` is the class of its session. This one session runs all its calls, even of submodules that were rewritten before. Raises
     PolicyError if the model's class derives from the class of a rewritten module, CaptureError for a TorchScript module.
     """
     _refuse_class(model)
@@ -325,7 +325,7 @@ def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = Rewritt
 
 
 def _made_over(model: nn.Module, options: Options, face: type[RewrittenBase], kind: type[Session]) -> Any:
-    """Rewrite `model` itself, a clone or a copy that nobody has yet, and return it. The arguments are those of `wrap`."""
+    """Rewrite `model` itself, and return it. It is a new clone or copy that no user has got yet. The other arguments are as for `wrap`."""
     cls = type(model)
     model.__class__ = subclass_of(face, cls)
     _take_over(model, cls, kind(options, model))
@@ -400,7 +400,7 @@ def _make_plain(model: nn.Module) -> None:
 
 
 def _refuse_class(model: nn.Module) -> None:
-    """Raise PolicyError if a user derived the class of `model` from a rewritten class; CaptureError for a TorchScript module."""
+    """Raise PolicyError if a user derived the class of `model` from a rewritten class, CaptureError for a TorchScript module."""
     cls = type(model)
     if issubclass(cls, RewrittenBase):
         raise PolicyError(

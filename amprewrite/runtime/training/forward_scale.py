@@ -16,13 +16,13 @@ meta-learning) would overflow fp16 if they were scaled, and the loss would be Na
 3. `torch.autograd.grad` uses the scale if at least two of three conditions hold: the scale is static (the user asked for it); a weight
    gets a gradient; `create_graph` is off (no loss is computed from the gradients). Under a dynamic scale, a gradient penalty therefore
    uses 1, and its loss is finite. If the backward of that loss overflows, the dynamic scale shrinks. A static scale never shrinks. Under
-   it a penalty on gradients of weights is scaled, as in a loop that scales the inner loss by hand, and the backward of its loss meets
-   scaled gradients inside the model.
+   it, a penalty reads scaled gradients of weights, as in a loop that scales the inner loss by hand, and the backward of its loss runs
+   through scaled gradients inside the model.
 4. A backward inside another backward through the same forward, for instance in a hook, uses the factor of the outer backward.
 
-Graphs read the scale and its inverse from two tensors during a backward. The backward writes them when it reaches the forward. A forward
-has its own copies of both if one of its backward passes may use 1: if code of the model runs between graphs, an input requires
-gradients, or a weight is computed from other tensors.
+In a backward, graphs read the scale and its inverse from two tensors. If one of its backward passes may use 1, a forward has its own
+copies of both, and each backward sets them to the scale or to 1 when it first reaches a graph of the forward. This is so if code of the
+model runs between graphs, an input requires gradients, or a weight is computed from other tensors.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ForwardScale:
     def __init__(self, pair: Pair, copied: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
         """`pair`: the scale and its inverse. `copied`: copy both, so that a backward can set them to 1. `static`: the loss scale is static.
 
-        `heard`: the caller needs each call of `entered`, even if the scale is 1 or all backward passes use the same scale.
+        `entered`: called when a backward reaches this forward (see the class). `heard`: it is needed even if all passes use the same scale.
         """
         self.static, self.entered, self.heard = static, entered, heard
         self.copied = False
@@ -150,7 +150,7 @@ class ForwardScale:
     def copy_scale(self) -> None:
         """Copy the scale and its inverse, so that a backward can set the copies to 1. Call it before a graph of this forward runs.
 
-        Does nothing if both are copied already, or if the scale is 1 and the caller needs no calls of `entered` (`heard` is False).
+        Does nothing if both are copied already. If the scale is 1, copies are made only to learn of backward passes (`heard` is True).
         """
         scale, inverse = self._first
         if not self.copied and (self.heard or scale is not inverse):  # scale and inverse are one tensor if both are 1
@@ -173,10 +173,10 @@ class ForwardScale:
         return pair
 
     def watch(self, results: Iterable[Any], weights: Sequence[Tensor], fed: Sequence[Tensor]) -> None:
-        """Put hooks on `results` of a graph: when a backward pass reaches one of them, `enter` decides if the pass uses the scale or 1.
+        """Put hooks on the `results` of a graph, so that `enter` is called when a backward pass reaches one of them.
 
         `weights` and `fed` are the weights and the other inputs of the graph that require gradients. Does nothing if all backward passes
-        use the same scale and the caller needs no calls of `entered` (`heard` is False).
+        use the same scale and the caller need not learn of them (`heard` is False).
         """
         if self.copied or self.heard:
             if any(is_held(number) for pair in self._pairs.values() for number in pair):
@@ -197,7 +197,7 @@ class ForwardScale:
 
     @uncaptured
     def enter(self) -> None:
-        """Decide whether the running backward uses the scale or 1, and call `entered`. Further calls in the same backward do nothing."""
+        """When a backward first reaches this forward, decide if it uses the scale or 1, and call `entered`. Later calls do nothing."""
         number = current_backward()
         if number < 0 or self.in_backward():
             return
@@ -228,11 +228,10 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return (kept, taken): whether the running backward stores gradients of `tensors` in `.grad`, and whether torch.autograd.grad returns
-    them.
+    """Return two bools: whether the running backward stores gradients of `tensors` in `.grad`, and whether autograd.grad returns them.
 
-    An autograd node in `tensors` stands for the tensor that it computed. Computed tensors count by the leaves from which they were
-    computed, or as returned if the backward ends at them. The search ends at the first leaf that stores a gradient.
+    An autograd node in `tensors` stands for the tensor that it computed. If the backward passes a computed tensor, the leaves behind it
+    decide. If it ends there, the tensor's gradient is returned. The search stops at the first leaf that stores its gradient.
     """
     taken = False
     nodes = [get_gradient_edge(each).node if isinstance(each, Tensor) else each for each in reversed(tensors)]
@@ -250,8 +249,8 @@ def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
 
 
 def _runs(node: Any) -> bool | None:
-    """True if the running backward executes the autograd node, False if not. None if the node belongs to a leaf whose gradient
-    torch.autograd.grad returns."""
+    """Return whether the running backward executes the autograd node. None if torch gives no answer: the node belongs to a leaf whose
+    gradient torch.autograd.grad returns."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
     except RuntimeError:  # during a backward, torch raises this only for a leaf whose gradient torch.autograd.grad returns

@@ -89,7 +89,7 @@ class LossScale:
         """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates do not change.
 
         First updates the scale by the optimizer steps since the last forward. Raises LossScaleError if a CUDA graph is being recorded
-        before the model has trained on `device`.
+        before the model has trained on `device`, because the state of the scale is not there yet.
         """
         device = torch.device(device)
         if self._recorded is None and recording(device):
@@ -290,10 +290,10 @@ class NoLossScale(LossScale):
         super().__init__(1.0)
 
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
-        """Do nothing: there is no scale to move."""
+        """Do nothing: there is no scale to update."""
 
     def update(self, found_inf: Tensor) -> None:
-        """Do nothing: there is no scale to move."""
+        """Do nothing: there is no scale to update."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return {}, as a disabled GradScaler does."""
@@ -426,7 +426,7 @@ class DynamicLossScale(LossScale):
         self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
 
     def _only_counts(self, found_inf: Tensor) -> int:
-        """Return the number that `update(found_inf)` adds to the growth tracker if it changes counters alone; 0 if it changes more.
+        """Return the number that `update(found_inf)` adds to the growth tracker, if it changes only counters, not the scale; otherwise 0.
 
         The growth tracker counts clean steps since the last change of the scale. Also returns 0 if finding out would need a host sync.
         """

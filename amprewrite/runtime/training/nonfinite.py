@@ -6,8 +6,8 @@ A flag is a 0-dim fp32 tensor: 0 if all values are finite, above 0 otherwise. Gr
 2. At the end of a backward, by `found_after_backward`, before the training loop can hide an infinity (`clip_grad_value_`, `nan_to_num_`).
    This check makes no collective call, because ranks may run different backward passes. Its flag for sharded gradients is shared with the
    other ranks before the step. A flag for unsharded gradients would stay on its rank. So if several ranks train, infinities in unsharded
-   gradients are turned into NaN instead: clamps keep NaN, and every reduction passes it to the other ranks. Their flag counts only if the
-   loop discards them without a step.
+   gradients are turned into NaN instead: clamps keep NaN, and every reduction passes it to the other ranks. The flag of unsharded
+   gradients then counts only if the loop discards these gradients without a step.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
     """Return the overflow flag of an optimizer step: above 0 if a gradient of `params` holds inf or NaN, or a flag in `noted` is above 0.
 
-    Returns None if there is nothing to check: no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient.
+    Returns None if there are no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient: weights must be fp32.
 
     Each rank checks its own shards. Then an all-reduce takes the maximum of the flags over all ranks that share `params`, and over the
-    process groups `beside`, whose ranks step other parameters at the same time. Every rank makes the same collective calls, because they do
-    not depend on which gradients exist. Unsharded gradients need none: DDP averages them, so an infinity of one rank is on all ranks.
+    process groups `beside`, whose ranks step other parameters at the same time. Every rank makes these calls, even if it has no gradients.
+    Unsharded gradients need no all-reduce: DDP averages them, so an infinity of one rank is on all ranks.
     """
     groups = dict[int, Group]()
     for group in beside:
@@ -78,10 +78,10 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 
 
 def found_after_backward(params: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return two overflow flags, each above 0 if a gradient of `params` on this rank is not finite; None if there is no gradient to flag.
+    """Return two overflow flags, each above 0 if a gradient of `params` on this rank is not finite; None if it covers no gradient.
 
-    The first flag is for the next step. If several ranks train, it leaves out unsharded gradients, for which the second flag is. Their
-    infinities become NaN, in place, which reductions pass to other ranks.
+    On a single rank the first flag covers all gradients. If several ranks train, it covers sharded gradients, and the second flag covers
+    all others, except while a CUDA graph is recorded. In all others infinities become NaN, in place: reductions pass NaN to other ranks.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))
@@ -96,7 +96,7 @@ def found_after_backward(params: Sequence[Tensor]) -> tuple[Tensor | None, Tenso
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
-    """Turn infinities into NaN, in place. Finite values stay the same, and so do gradients that require gradients."""
+    """Turn infinities into NaN, in place. Skip gradients that require gradients: a graph of `create_graph=True` may have saved them."""
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if not gradient.requires_grad and gradient.numel():

@@ -7,8 +7,8 @@ An overflow counts at every optimizer step until the training loop discards the 
 makes another optimizer. When a forward or a backward of the model begins, the gradients count as discarded
 
 1. if all of them are None;
-2. if all of them are zero, or no gradient is in the same memory as at the latest step. This applies only if that step has read the flag of
-   the overflow: before, the loop may have replaced infinities by zeros. For zeros, the step of another optimizer of the model is enough.
+2. if all of them are zero, or if none is in the memory of a gradient of the latest step. This applies only to overflows that a step has
+   read: earlier, the loop itself may have replaced infinities by zeros. For zeros, a step of another optimizer of the model is enough.
 
 The begin and the end of a backward are noticed as follows:
 
@@ -187,10 +187,10 @@ class StepRecord:
             raise self._stuck(optimizer, skips)
 
     def _learn(self, number: int, overflow: bool) -> None:
-        """Record whether the latest step overflowed (`overflow`), once the host knows. `number`: the id of its optimizer.
+        """Record whether the latest step overflowed (`overflow`), once the host knows. `number`: the id of the optimizer that stepped.
 
-        Calls `on_overflow` if the step overflowed, and `on_clean` if it ends the first set of clean steps after an overflow. The loss scale
-        calls this while it makes a report.
+        Calls `on_overflow` if the step overflowed. Calls `on_clean` if it completes the first set of steps without overflow after one with
+        overflow. A report of the loss scale may call this, too (`LossScale.ask`).
         """
         self.loss_scale.ask = None
         if overflow:
@@ -352,7 +352,7 @@ class Noted:
     def began(self, params: Iterable[Tensor], stepped: bool = False) -> Tensor | None:
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a forward or a backward begins.
 
-        Returns the flag of gradients that are None now and that no step has read; None if there is no such flag.
+        If all gradients are None now, returns the overflow flag that no step has read; None if there is no such flag.
 
         `params` are the parameters to which the gradients belong. `stepped`: an optimizer of the model has stepped since the last backward.
         """
@@ -430,7 +430,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """True if one of `gradients` is in memory that held a gradient at the latest step (or a later backward) and was not freed since."""
+        """True if gradients of the latest step or a later backward may still exist: one of `gradients` is in their memory, still in use."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 

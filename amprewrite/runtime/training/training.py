@@ -127,7 +127,7 @@ class StepGate(StepRecord):
 
     @property
     def listens(self) -> bool:
-        """True if backward passes are counted: the scale is dynamic, no optimizer is known, and the user was not warned of this yet."""
+        """True if backward passes are counted, to warn the user: the scale is dynamic, no optimizer is known, and no warning was given."""
         return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.warned
 
     def heard(self, number: int, weights: Sequence[Tensor]) -> None:
@@ -213,7 +213,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters whose gradients `note` checks: those of its optimizer, or all of the model if `note` has no optimizer."""
+        """Return the parameters of the optimizer of `note`. If it has none, return all of the model, and copies that optimizers step."""
         optimizer = note.owner()
         return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 

@@ -104,7 +104,10 @@ def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
 
 
 def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[int, Copy]:
-    """Return `copies` (id of a weight → low copy) without weights that share memory: dropping their fp32 values would free nothing."""
+    """Return `copies` (id of a weight → low copy) without weights that share memory with other weights.
+
+    Dropping the fp32 values of such a weight would free nothing, because the other weight keeps the memory.
+    """
     by_storage: dict[int, list[Tensor]] = {}
     for weight in {id(each): each for each in weights}.values():
         by_storage.setdefault(weight.untyped_storage()._cdata, []).append(weight)
@@ -153,8 +156,8 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
     """Make the parameters of a frozen model fp32 again, in place, and return the names of the weights whose values stay rounded.
 
     `values`: a state dict with the fp32 values. If it is None, a weight gets the fp32 values that it kept, or its low values cast to fp32.
-    Other parameters, and buffers, also get their values in it, if it has them. `took`: names of fp32 parameters that require gradients
-    again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
+    Parameters that stayed fp32, and buffers, are also set to their values in it, if any. `took`: names of parameters that stayed fp32 and
+    shall require gradients again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
     """
     frozen = frozen_in(model)
     names: dict[int, list[str]] = {}
@@ -205,7 +208,10 @@ def _source(names: list[str], weight: Tensor, values: Mapping[str, Any] | None) 
 
 # -- calls ----------------------------------------------------------------------------------
 def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise PolicyError if a frozen model is called in training mode with grad mode on, and no parameter or argument takes a gradient."""
+    """Raise PolicyError if a frozen model is called as in training: in training mode, with grad mode on.
+
+    If a parameter or an argument requires gradients, the call is allowed, because its backward has gradients to compute.
+    """
     if not (model.training and torch.is_grad_enabled()):
         return
     given = (*parameters_in(model), *tree_leaves((args, dict(kwargs))))
@@ -217,9 +223,9 @@ def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
-    """Return the warning that a graph reads fp32 values that freezing has dropped; "" if it reads none.
+    """Return the warning that a graph reads weights in fp32 whose fp32 values freezing has dropped; "" if it reads none.
 
-    `reads`: how the graph reads the weights. `place`: the name of the graph's code for the message.
+    `reads`: how the graph reads the weights. `place`: the name of the captured code, for the message.
     """
     frozen = {name for name, each in frozen_in(model).items() if not each.exact}
     lost = [name for name, copies in reads.items() if name in frozen and None in copies]
@@ -315,7 +321,7 @@ def give_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
 
 
 def hook_states(model: nn.Module, frozen: bool) -> None:
-    """Register `give_stored` on each module with frozen weights if `frozen`; otherwise remove it from all modules of `model`."""
+    """If `frozen`, let the hook `give_stored` put plain tensors for frozen weights into state dicts of `model`. Otherwise remove it."""
     for module in model.modules():
         held = any(isinstance(each, FrozenWeight) for each in module._parameters.values())
         known = [key for key, hook in module._state_dict_hooks.items() if hook is give_stored]

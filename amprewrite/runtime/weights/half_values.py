@@ -76,7 +76,7 @@ def upcast(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def half_put_back(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Context manager around `upcast(model)`: on an exception, or if `always`, parameters and buffers become half again."""
+    """Context manager for a block that calls `upcast(model)`. If the block raises, or if `always`, it makes the tensors half again."""
     held = itertools.chain(parameters_in(model), buffers_in(model))
     before = [(each, each.data, each.grad) for each in held if each.dtype in LOW_DTYPES]
     done = False
@@ -102,7 +102,10 @@ def frozen_note(model: nn.Module) -> str:
 
 
 def conversion_warning(model: nn.Module) -> str:
-    """Return the warning for a rewritten model with trainable half parameters, or with fp64 parameters alone; "" for other models."""
+    """Return the warning that a conversion, such as `.half()` or `.double()`, left a rewritten model nothing to rewrite; "" if none did.
+
+    This is the case if a trainable parameter is in half precision, or if all parameters are fp64.
+    """
     found = _trainable(named_parameters_in(model))
     if not found:
         wide = {each.dtype for each in parameters_in(model)} == {torch.float64}
@@ -117,7 +120,10 @@ def conversion_warning(model: nn.Module) -> str:
 
 
 class TwoDtypes(Exception):
-    """Raised at capture, to retry the call with fp32 inputs: an op reads half and fp32 operands, or code asks whether autocast is on."""
+    """Raised at capture, to restart the call with fp32 copies of its half inputs.
+
+    Either an op reads half and fp32 operands, or code asks whether autocast is on, which is answered with True only for fp32 inputs.
+    """
 
 
 def is_half(value: Any) -> bool:
@@ -132,7 +138,7 @@ def _has_fields(value: Any) -> bool:
 
 
 def _leaves(inputs: Any) -> Iterator[Any]:
-    """Yield the leaves of the nested value `inputs`, and those of the members of objects among them (`_has_fields`)."""
+    """Yield the leaves of the nested value `inputs`. If a leaf has fields, as a dataclass does, also yield the leaves in its fields."""
     left, seen = [inputs], set[int]()
     while left:
         for each in tree_leaves(left.pop()):
@@ -168,11 +174,11 @@ def _of_two_dtypes(node: torch.fx.Node) -> bool:
 
 
 class Widened:
-    """Context manager around a call of a model with half inputs: `args` and `kwargs` are its arguments with fp32 in place of half tensors.
+    """Context manager around a call of a model with half inputs. `args` and `kwargs` are its arguments, with fp32 copies of half tensors.
 
-    Tensors in lists, tuples, dicts and dataclasses are replaced, too. All but tuples are not copied, because the model may add to them:
-    they hold the fp32 tensors inside the `with` block, and the half tensors again afterwards. If the model writes to an fp32 tensor, its
-    values are copied into the half tensor at the end.
+    Half tensors in lists, tuples, dicts and dataclasses are replaced, too. A tuple is copied. Any other container is changed in place,
+    because the model may add to it: it holds the fp32 copies inside the `with` block, and the half tensors again afterwards. If the model
+    writes to an fp32 copy, the values are copied into the half tensor at the end.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -203,9 +209,9 @@ class Widened:
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
-        """Return `value` with its half tensors in fp32: a new tensor or tuple, or `value` itself if it has none or holds them in place.
+        """Return the fp32 copy of a half tensor, a new tuple for a tuple that holds half tensors, and anything else itself.
 
-        The items of lists, dicts and dataclasses that must change inside the `with` block are recorded in `_items`.
+        If a list, dict or dataclass holds half tensors, `_items` records which of its items the `with` block must replace.
         """
         kind = type(value)
         if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_make")):  # `_make`: a namedtuple
@@ -236,7 +242,7 @@ def _counted(half: Tensor) -> Tensor:
 
 
 def note_half_inputs(error: Exception, model: nn.Module, inputs: Any) -> None:
-    """If an fp32 model got half `inputs`, add a note to `error` that says so. The error comes from a call whose code was not captured."""
+    """Add a note to `error` if an fp32 model got half `inputs`. The error was raised by a call that Dynamo failed to capture."""
     if half_beside_fp32(model, inputs) and not hasattr(error, "__notes__"):
         half = {each.dtype for each in filter(is_half, _leaves(inputs))}
         formats = " and ".join(sorted(map(dtype_name, half)))

@@ -61,9 +61,9 @@ class RoundedRead(CaptureError):
 
 @dataclass
 class ReadChecks:
-    """Functions that check how the graphs and calls of one model read weights.
+    """Functions that raise RoundedRead if a graph or a call of one model reads rounded weights in fp32.
 
-    `gather_low` adds them: it makes FSDP2 gather weights in the low format, so no code may read these weights in fp32.
+    The function `gather_low` adds them, because it makes FSDP2 gather weights in the low format: the gathered weights are rounded.
     """
 
     graphs: tuple[Callable[[WeightReads, str], None], ...] = ()
@@ -99,7 +99,7 @@ FIRST_LOOK, LAST_DOUBLING = 16, 1024
 
 @dataclass(frozen=True)
 class Known:
-    """A weight that a graph reads, and whether it fitted the low format at capture."""
+    """A weight that a graph reads, and whether its values fitted the low format at capture. `moved` compares its present values."""
 
     name: str
     """The path of the weight in the model, by which its present value is found."""
@@ -121,8 +121,7 @@ class Known:
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
     """Return the weights among the `inputs` of a captured graph whose fit to the low format must be checked again later (by `moved`).
 
-    A weight is left out if all ops that read it may run low even if the weight does not fit the low format. The largest magnitudes of the
-    weights are in `captured.problem.magnitudes`.
+    A weight is left out if its fit keeps no op in fp32. The largest magnitudes of the weights are in `captured.problem.magnitudes`.
     """
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = weights_by_path(root)
@@ -165,7 +164,8 @@ def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) ->
     """Find the weights in `known` whose fit to the low format (fits, too large, or flushed to zero) has changed since capture.
 
     Returns (note for the plan, present `Fit`) for each. `weights`: the present weights by path. For a weight that is sharded over ranks,
-    only one change counts: the local shard now has numbers beyond the range. Returns [] while a CUDA graph is being recorded.
+    only the local shard is read. So the only change that counts is that it now has numbers beyond the range. Returns [] while a CUDA
+    graph is being recorded, because the check needs a host sync.
     """
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]

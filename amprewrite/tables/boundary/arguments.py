@@ -54,9 +54,10 @@ def names_module(pattern: str, path: str) -> bool:
 
 
 def refuse_unmatched(option: str, scope: str, patterns: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise PolicyError, with similar names, if a pattern of `option` matches none of `names`.
+    """Raise PolicyError, with similar names, if a pattern in the option `option` matches none of `names`.
 
-    `scope` says what `names` are: "module" paths, or names of "node"s. `patterns` maps each key that the user wrote to its pattern.
+    `scope`: "module" if `names` are paths of modules, "node" if they are names of nodes. `patterns` maps each key that the user wrote to
+    its pattern, for example {"module:head": "head"}.
     """
     known, nodes = sorted({name for name in names if name}), scope == "node"
     what = "matches no node of the captured graphs" if nodes else "matches no module of the model"

@@ -266,7 +266,7 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _place() -> str:
-    """Return a short hash of host name, boot id and process-id namespace. A process id is unique among processes with the same hash."""
+    """Return a short hash of host name, boot id and process-id namespace. Process ids can be compared only if this hash is the same."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]

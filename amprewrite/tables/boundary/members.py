@@ -72,7 +72,10 @@ def buffers_in(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _members(model: nn.Module, table: str, method: str, remove_duplicate: bool) -> list[tuple[str, Any]]:
-    """Return (name, member) for the `table` of each module, such as "_parameters", then for further members of an overridden `method`."""
+    """Return (name, member) for all registered parameters or buffers, then for further members that an overridden method returns.
+
+    `table` and `method` are "_parameters" and "named_parameters", or "_buffers" and "named_buffers".
+    """
     if type(model).named_modules is not nn.Module.named_modules:  # PyTorch's methods call the override and list the members of its modules
         found = list(getattr(nn.Module, method)(model, remove_duplicate=remove_duplicate))
         known = {id(member) for _, member in found}

@@ -118,7 +118,7 @@ _PREFIXES = {
 
 
 def _operator_name(bare: str) -> str:
-    """Return the vocabulary name of a Python operator. `bare` is its name in `operator`, or its special method, without underscores."""
+    """Return amprewrite's name of a Python operator. `bare` is its name in `operator`, or its special method, without underscores."""
     if bare == "rsub":
         return "rsub"
     if (bare[:1] == "r" and bare[1:] in _REFLECTED) or (bare[:1] == "i" and bare[1:] in _INPLACE):
@@ -128,7 +128,7 @@ def _operator_name(bare: str) -> str:
 
 @cache
 def _method_name(name: str) -> str:
-    """Return the vocabulary name of the Tensor method or function `name`; if there is none, `name` without an in-place underscore."""
+    """Return amprewrite's name of the Tensor method or function `name`; if it has none, `name` without an in-place underscore."""
     if name.startswith("__") and name.endswith("__"):
         if name in _BY_WORD:
             return _BY_WORD[name].name
@@ -140,10 +140,10 @@ def _method_name(name: str) -> str:
 
 
 def op_name(target: Any) -> str:
-    """Return the vocabulary name of the target of an fx node: a torch function, Tensor method, method name, operator or ATen overload.
+    """Return amprewrite's name of the target of an fx node: a torch function, Tensor method, method name, operator or ATen overload.
 
-    All spellings of an op give the name of its row, and the underscore of in-place ops is dropped. A function from outside torch keeps its
-    name, or becomes "module.name" if an op has the same name.
+    All spellings of an op give one name: `torch.add`, `x.add_` and `operator.add` give "add". A function from outside torch keeps its name,
+    or becomes "module.name" if an op has the same name.
     """
     if isinstance(target, str):
         return _method_name(target)
@@ -172,7 +172,7 @@ def _target_name(target: Any, name: str) -> str:
 
 
 def _schema_name(qualified: str) -> str:
-    """Return the vocabulary name of an operator such as "aten::add_". Operators of libraries other than aten and prims keep their name."""
+    """Return amprewrite's name of an operator such as "aten::add_". Operators of libraries other than aten and prims keep their name."""
     library, _, name = qualified.partition("::")
     return _method_name(name) if library in ("aten", "prims") else qualified
 
@@ -209,7 +209,7 @@ def is_inplace(target: Any) -> bool:
 
 
 def _known(op: str) -> str:
-    """Return the vocabulary name of `op`, a name or spelling. Raises OpListError, with similar names, if there is no such op."""
+    """Return amprewrite's name of `op`, a name or spelling. Raises OpListError, with similar names, if there is no such op."""
     row = _BY_WORD.get(op)
     if row is not None:
         return row.name

@@ -58,17 +58,20 @@ class Way:
 
     @property
     def heads(self) -> torch.fx.Node:
-        """The original heads, before they are repeated."""
+        """The node that computes the original heads, which these ops repeat."""
         return self.lined.all_input_nodes[0]
 
     @property
     def ops(self) -> tuple[torch.fx.Node, ...]:
-        """The ops that repeat the heads, last one first: `whole`, `spread`, the ops of `between`, `lined`."""
+        """All ops that repeat the heads, from the last one (`whole`) back to the first (`lined`)."""
         return self.whole, self.spread, *self.between, self.lined
 
 
 def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way, Way]]:
-    """Return {attention call: (ops that repeat its keys, ops that repeat its values)} for calls that can read the original heads."""
+    """Return {attention call: (ops that repeat its key heads, ops that repeat its value heads)}.
+
+    The calls are all that could read the heads before their repetition, with `enable_gqa=True`.
+    """
     apart = transformed_nodes(graph)
     changing = written_memory(graph)
     found: dict[torch.fx.Node, tuple[Way, Way]] = {}
@@ -87,7 +90,10 @@ def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way,
 
 
 def _way_to(whole: object) -> Way | None:
-    """Return the ops that make the keys or values `whole` by repeating heads; None if other ops do, or if a result has two readers."""
+    """Return the ops that compute `whole`, the keys or values of an attention call, by repeating heads.
+
+    None if `whole` is computed in another way, or if another op reads one of their results, so that they must run in any case.
+    """
     if not isinstance(whole, torch.fx.Node) or op_name(whole.target) not in ("reshape", "flatten"):
         return None
     spread, between = whole.all_input_nodes[0], list[torch.fx.Node]()
@@ -125,10 +131,10 @@ _HANDS_LAYOUT_ON = ops_with(Trait.HANDS_LAYOUT_ON)
 
 
 def read_strided_masks(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """Return {value: attention calls that can use a fused kernel if all readers of the value in the graph read a contiguous copy of it}.
+    """Return {value: attention calls that could use a fused kernel if the graph read a contiguous copy of the value instead of the value}.
 
-    The value is the mask, or the value from which the mask got its strides. Fused kernels take only queries of four dims, and only masks
-    that are boolean or of the queries' dtype. Masks that the graph writes are left out.
+    The value is the mask of these calls, or an earlier value from which the mask has its strides. Fused kernels take only queries of four
+    dims, and only masks that are boolean or of the queries' dtype. Masks to which the graph writes are left out.
     """
     found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     strided = {mask: calls for mask, calls in mask_readers(graph).items() if _step(mask) not in (None, 1)}
@@ -141,7 +147,7 @@ def read_strided_masks(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.
 
 
 def returned_memory(graph: torch.fx.Graph) -> set[int]:
-    """Return the ids of the storages of the results of a graph."""
+    """Return the ids of the storages that hold the results of a graph."""
     (output,) = graph.find_nodes(op="output")
     return {storage for node in output.all_input_nodes for storage in memory_of(node)}
 
@@ -161,7 +167,8 @@ def _step(node: torch.fx.Node) -> Any:
 def _first(mask: torch.fx.Node, written: set[int], returned: set[int]) -> torch.fx.Node:
     """Return the earliest value from which `mask` has its strides: ops such as `add` give their result the strides of their operand.
 
-    The search back from `mask` stops before a value that the graph writes to, and at a value that the graph returns.
+    The search goes back from `mask`. It stops before a value to which the graph writes, because a copy would miss the write, and at a value
+    that the graph returns, because a result must keep its strides.
     """
     node = mask
     while op_name(node.target) in _HANDS_LAYOUT_ON and returned.isdisjoint(memory_of(node)):

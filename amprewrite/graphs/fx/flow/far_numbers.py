@@ -47,10 +47,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """Yield a `Read`, which says how an op treats numbers beyond the range, for each op that reads `value` and each result of the op.
+        """Yield a `Read` for each op that reads `value`. It says how the op treats numbers beyond the low format's range.
 
-        An in-place op has two results: the value that it returns, and the tensor to which it writes. For an op outside the op table, the
-        `Read` has only defaults. A checkpoint gives no `Read`.
+        An in-place op gives two, one for each of its results: the value that it returns, and the tensor to which it writes. For an op that
+        the op table lacks, the `Read` has only defaults, to which no rule applies. The call of an activation checkpoint gives none.
         """
         for user in value.users:
             row = _row(user)
@@ -120,8 +120,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
         A constant argument does not fit if it would become zero in an op for which zero matters, such as `div`, or if it exceeds the range
-        and may not be clamped to ±max. A factor does not fit if it takes a value of `_ORDINARY` beyond the range, or a value of 1 below the
-        smallest normal number, where bits are lost. An operand does not fit if an op computes with such constants in it.
+        and may not be clamped to ±max. A factor does not fit if it scales an ordinary activation (`_ORDINARY`, 64) beyond the range, or a
+        value of 1 below the smallest normal number, where bits are lost. An operand does not fit if it holds constants beyond the range and
+        an op may compute with them, instead of using them as a mask.
         """
         low = self.low
         for constant in _constants(fact.node):
@@ -140,7 +141,11 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return None
 
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
-        """True if the op may run low with `constant`, one of its arguments, clamped to ±max. False for integers, which no pass edits."""
+        """True if the op may run low with its argument `constant` clamped to ±max.
+
+        The argument must be a bound, as of `clamp`, or a number that blocks positions, as in a mask. It must be no integer, because no pass
+        edits integers.
+        """
         if type(constant) is int:
             return False
         if fact.op in FILLS:
@@ -161,7 +166,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return self.holds_mask(fact.node, fact.op, fact.row.kind, bool(far), masks, beside)
 
     def _blocks(self, node: torch.fx.Node, constant: float) -> bool:
-        """True if `constant`, which `node` fills in, blocks positions: it is as large as masks are, or negative and a softmax reads it."""
+        """True if `constant`, with which `node` fills a tensor, blocks positions of attention, as a mask does.
+
+        It must be so large that it can only be a mask (`means_mask`), or be negative and reach a softmax.
+        """
         return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
 
     def _may_be_mask(self, node: torch.fx.Node) -> bool:
@@ -184,7 +192,7 @@ def _constants(node: torch.fx.Node) -> list[float]:
 
 
 def _shrinks(fact: Fact, constant: float) -> float:
-    """Return the magnitude of the op's result for an operand of 1 if the op multiplies or divides by `constant`; otherwise 1."""
+    """Return the magnitude to which the op scales an operand of 1, if it multiplies or divides by `constant`; 1 for any other op."""
     if fact.op == "div" and constant in (*fact.node.args[1:2], fact.node.kwargs.get("other")):
         return 1 / abs(constant)
     return abs(constant) if fact.op == "mul" else 1.0
@@ -202,11 +210,11 @@ def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
 
 
 def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node, place: int) -> Read[torch.fx.Node]:
-    """Return a `Read`: the facts that show how the op `user` treats constants beyond the low format's range in its operand `node`.
+    """Return a `Read`, which says how the op `user` treats constants beyond the low format's range in its operand `node`.
 
-    `place` is the position of the operand, and `row` the row of the op in the op tables. `made` is a result of the op: `user` itself, or a
-    tensor to which the op writes. The rules for single ops do not hold if the op multiplies an operand by `alpha`, as in
-    `add(x, y, alpha=2)`. So the `Read` then has the op name "", to which no such rule applies.
+    `place` is the position of the operand, and `row` the op's row in the op tables. `made` is the result meant: `user` itself, or a tensor
+    to which the op writes. An op with an `alpha` other than 1, as in `add(x, y, alpha=2)`, gets the op name "", because the rules for
+    single ops assume that no operand is scaled.
     """
     op = "" if user.kwargs.get("alpha", 1) != 1 else row.name
     bounds = list(_bounds(row.name, user)) if row.name in _BOUNDS else []

@@ -59,10 +59,10 @@ def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str
 
 
 def read_run_by_steps(nodes: Mapping[str, torch.fx.Node], low: Format, trained: Set[str]) -> tuple[str, ...]:
-    """Return the names of trained recurrent layers with more than STEPS time steps, if their device runs separate ops for each step.
+    """Return the names of the trained recurrent layers that their device runs by separate ops for each of more than STEPS time steps.
 
-    A layer is trained if one of its weights is in `trained`, the names of all values that get gradients. Layers on packed sequences are
-    included whatever their number of steps.
+    A layer is trained if one of its weights is in `trained`, the names of all values that get gradients. A layer on packed sequences is
+    included even if it has fewer steps, or if the device has one kernel for all steps.
     """
     learning = {nodes[name] for name in trained}
     return tuple(name for name, node in nodes.items() if node.target in LAYERS and _runs_by_steps(node, low, learning))
@@ -143,11 +143,12 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 
 
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
-    """Return a pin to fp32 for an op that would add up a gradient in the low format where torch.autocast uses fp32; otherwise None.
+    """Return a pin that forces an op to fp32 if it would add up a gradient in the low format that torch.autocast adds up in fp32.
 
-    Either the op's kernel adds the gradient up, or autograd does, because the op reads a value more than MOST_READERS times. `learning` are
-    all values that get gradients. torch.autocast holds some of them in fp32 (`trained`), and adds up their gradients in fp32. If the op is
-    on its fp32 list, the same holds for all of `learning`. The pin applies under all op lists, unless the user has an override for the op.
+    Return None for any other op, and for an op with a user's override. Either the op's backward kernel adds up, as for `embedding`, or
+    autograd does, because the op reads one value more than MOST_READERS times. `learning` are all values that get gradients. `trained`
+    are the ones in fp32 under torch.autocast, which adds up only their gradients in fp32. If torch.autocast's fp32 list has an op whose
+    kernel adds up, all of `learning` count as such. The pin applies under all op lists.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -181,8 +182,8 @@ def _takes_places(node: torch.fx.Node) -> bool:
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
     """Return a pin that forces an op to fp32 if its low kernel rounds some elements twice and all others once; otherwise None.
 
-    With such a kernel the result for a row depends on its place in the batch. None also if the user has an override for the op, if `lists`
-    do not choose formats by cost, or if `kind`, the op's kind in the lists, is ALLOW, DENY or None (unlisted).
+    With such a kernel the result for a row depends on its place in the batch. Also None if the format is decided otherwise: the user has an
+    override for the op, `lists` do not choose formats by cost, or `kind`, the op's kind in them, is ALLOW, DENY or None (unlisted).
     """
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
         return None

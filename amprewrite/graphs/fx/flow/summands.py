@@ -38,7 +38,7 @@ RANDOM, NORMAL, FACTORS = ops_with(Trait.RANDOM), ops_with(Trait.DRAWS_NORMAL), 
 def read_summands(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Mapping[str, float]) -> dict[str, Summands]:
     """Return {name of a linear op: {name of a value that it adds up: its factor}}.
 
-    `sizes` maps the names of parameters that may scale a value to their signed root mean squares.
+    `sizes` has the size of each parameter that may scale a value, as LayerScale does: its root mean square, with the sign of its mean.
     """
     factors = _Factors(graph, nodes, sizes)
     return {name: found for name, node in nodes.items() if (found := factors.summands(node))}
@@ -68,9 +68,10 @@ class _Factors:
         return self.names.get(given, "") if tensor else ""
 
     def _factor(self, given: Any, node: torch.fx.Node, how: str = "") -> Factor | None:
-        """Return the argument `given` of `node` as a `Factor` if it is a number, schedule, learnt factor or noise; otherwise None.
+        """Return the argument `given` of the op `node` as a `Factor`; None if it cannot be one.
 
-        `how` is the use of the factor: "" to multiply by it, "divided by", or "rest" to multiply by one minus the factor.
+        A factor is a number, a schedule (step sizes of a sampler), a learnt factor such as LayerScale, or noise. `how` says how the op uses
+        it: "" multiplies by it, "divided by" divides by it, and "rest" multiplies by 1 minus the factor, as `lerp` does.
         """
         value = example_value(given) if isinstance(given, torch.fx.Node) else given
         if type(value) in (int, float):
@@ -85,7 +86,7 @@ class _Factors:
         return Factor(1.0, frozenset([(given, how)])) if known else None
 
     def _size(self, node: torch.fx.Node) -> float | None:
-        """Return the signed root mean square of a learnt factor, or of element-wise ops on a learnt factor; None if it is unknown."""
+        """Return the root mean square, with the sign of the mean, of a learnt factor or of an element-wise op on one; None if unknown."""
         if node in self.names and self.names[node] in self.sizes:
             return self.sizes[self.names[node]]
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
@@ -97,11 +98,12 @@ class _Factors:
         return size if made is None and row.kind is OpKind.CLEAR else made
 
     def _read(self, node: torch.fx.Node, role: str) -> None:
-        """Add `node` to the sets `exact`, `learnt` and `noise`, if it belongs there. `role` is its role in the op graph, such as "input".
+        """Add `node` to the sets `exact`, `learnt` and `noise` if it belongs there. `role` is, for example, "input", "parameter" or "op".
 
-        `exact` has the values that may be schedules: buffers, constants and inputs without gradients, and values computed from these or
-        numbers, but no booleans. `learnt` has parameters, and values computed from parameters and exact values. `noise` has normal draws,
-        floating inputs without gradients, and values computed from these alone. Results of products and of other random draws are in none.
+        `exact`: values that may be schedules (step sizes). These are buffers, constants, inputs without gradients, and values computed from
+        these or from numbers, except booleans. `learnt`: parameters, and values computed from parameters and exact values. `noise`: draws
+        from a normal distribution, floating inputs without gradients, and values computed from these alone. Results of matrix products and
+        convolutions, and other random draws, are in no set.
         """
         value, op = example_value(node), op_name(node.target)
         if role == "output" or not isinstance(value, torch.Tensor):
@@ -121,10 +123,10 @@ class _Factors:
             self.learnt.add(node)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
-        """True if the op `beside` may use its operand `node` as a step size.
+        """True if `node`, an operand of the op `beside`, may be a step size, such as `step` in `x + step * y`.
 
-        The operand varies along one dim at most, and along fewer dims than the result of `beside`. It is computed without parameters (it is
-        in `exact`), or it is a learnt factor (in `learnt`) and `beside` is a `mul` or `div`.
+        It must have one dim at most, and fewer dims than the result of `beside`; dims of size 1 do not count. It must also be computed
+        without parameters (in `exact`), or be a learnt factor (in `learnt`) of a `mul` or `div`.
         """
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in FACTORS)
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)

@@ -1,7 +1,7 @@
 """Find attention masks that allow all positions or are exactly causal, so that attention calls can run without a mask.
 
-In eager mode a model reads the values of such a mask and passes no mask. Capture cannot read values, so the captured graph builds the mask
-and passes it. A mask rules out the fastest attention kernels, which take no mask but support `is_causal`
+In eager mode a model may read the values of such a mask and then pass no mask. Capture cannot read values, so the captured graph builds
+and passes the mask. A mask rules out the fastest attention kernels, which take no mask but support `is_causal`
 (ATen/native/transformers/cuda/sdp_utils.cpp: flash attention refuses `attn_mask`).
 """
 

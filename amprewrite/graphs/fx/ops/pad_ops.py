@@ -71,7 +71,7 @@ def logical_part(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _closed(x: Tensor, layout: Layout) -> Tensor:
-    """Undo `_opened`: return `x` with the split axes joined to composed dims again."""
+    """Undo `_opened`: return `x` with each group of split axes, such as heads and the size of a head, joined to one dim again."""
     for dim, factors in layout:
         if len(factors) > 1:
             x = x.flatten(dim, dim + len(factors) - 1)
@@ -150,9 +150,10 @@ def batch_norm_padded(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return the result of `F.batch_norm` in training for `x`, whose channels are padded. `channels` is the layout of a vector of them.
+    """Return the result of `F.batch_norm` in training for `x`, whose channels are padded.
 
-    `weight` and `bias` are padded like `x`. `running_mean` and `running_var` are not padded; they are updated in place.
+    `channels` is the padding of a 1-dim tensor with one number for each channel. `weight` and `bias` have this padding, too. `running_mean`
+    and `running_var` are not padded; they are updated in place.
     """
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, training, momentum, eps)

@@ -133,7 +133,7 @@ def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, 
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
-    """Return `a · bᵀ` as `dtype`, plus `bias` if it is given. `a` is (m, k), `b` is (n, k). With `fast`, sums may have fewer bits."""
+    """Return `a · bᵀ` (+ `bias`) as `dtype`, without the scales. `a` is (m, k), `b` (n, k). If `fast`, the kernel may sum in fewer bits."""
     if not multiplies_fp8(a.data.device):
         product = torch.mm(a.values(), b.values().t()).to(dtype)
         return product if bias is None else product + bias

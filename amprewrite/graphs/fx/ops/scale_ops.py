@@ -17,9 +17,10 @@ entry, and divided by the factor on exit. Gradients from which a loss is compute
 1, and the gradients of this loss with the loss scale.
 `runtime/training/forward_scale.py` chooses the factor, and writes it into its tensor when the backward enters the region.
 
-Let `then` be the factor of the first backward. The derivative of `_Times` is `then` divided by the factor of the second backward. This
-quotient is the true derivative, and also the factor by which the second backward crosses the border in the other direction. Without this
-crossing the result is silently wrong: second-order terms underflow in fp16 (a relative error of 0.98 in a gradient penalty).
+A second backward differentiates the gradients of the first, so its gradients cross the border in the other direction: they leave the region
+where the first gradients entered. So the derivative of `_Times` is `then / factor`. `then` is the factor of the first backward, by which
+`_Times` multiplied, and the division by `factor`, the factor of the second backward, is the crossing. Without this crossing the result is
+silently wrong: second-order terms underflow in fp16 (a relative error of 0.98 in a gradient penalty).
 
 A graph has one factor, but its values may be on several devices. So the factor is copied to the device of the gradient that it multiplies.
 
@@ -142,7 +143,10 @@ def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
 
 
 def _held_enters(factor: Tensor) -> Callable[[], None] | None:
-    """Return the method that `tell_of_entries` registered for `factor`, for an autograd node to hold; None if its object is gone."""
+    """Return the method that `tell_of_entries` registered for `factor`; None if there is none, or if its object is gone.
+
+    The caller, an autograd node, stores the method and so keeps its object alive. `is_held` is true for `factor` from then on.
+    """
     found: weakref.WeakMethod[Callable[[], None]] | None = getattr(factor, "amprewrite_enters", None)
     if found is None:
         return None
@@ -151,12 +155,12 @@ def _held_enters(factor: Tensor) -> Callable[[], None] | None:
 
 
 def is_held(factor: Tensor) -> bool:
-    """True if autograd nodes of gradients hold the object of the method that `tell_of_entries` registered for `factor`."""
+    """True if autograd nodes of gradients may keep the object of the method alive that `tell_of_entries` registered for `factor`."""
     return getattr(factor, "amprewrite_held", False)
 
 
 class _Cross(torch.autograd.Function):
-    """Autograd node that returns `x` as `dtype`, multiplied by `by` if `by` is given.
+    """Autograd node that returns `x` as `dtype`, multiplied by `by` if `by` is given (as when the backward of `_Times` calls it).
 
     The backward multiplies the gradient by `factor`, and by `by` if it is given, and returns the product in the dtype of `x`. It passes
     None on: a result that the loss does not read may get None (under DDP with `find_unused_parameters=True`), and zeros in its place
@@ -193,8 +197,8 @@ class _Cross(torch.autograd.Function):
 class _Times(torch.autograd.Function):
     """Autograd node that multiplies a gradient by `then`: the number that `factor` held when this gradient was computed.
 
-    A later backward has its own number in `factor`, and its gradients cross the border of the scaled region here in the opposite direction:
-    they are divided by this number. So the derivative of this node is `then / factor`.
+    In a later backward `factor` holds that backward's number. Its gradients cross the border of the scaled region here in the opposite
+    direction, so they are also divided by this number: the derivative of this node is `then / factor`.
     """
 
     @staticmethod
@@ -253,7 +257,7 @@ Body = Callable[..., Tensor]
 
 
 def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
-    """Return `x` unchanged. In backward, `body(gradient, *reads)` replaces its gradient."""
+    """Return `x` unchanged. In backward, `body(gradient, *reads)` replaces its gradient. `reads` are other values that the hook reads."""
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(lambda gradient: body(gradient, *reads))
     return x
@@ -262,8 +266,8 @@ def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
 def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *reads: Any) -> Tensor:
     """Return `x` unchanged. In backward, `body(gradient * inverse, *reads) * scale` replaces its gradient.
 
-    Gradients are multiplied by the loss scale `scale`, so the hook's function gets the true gradient. `inverse` is 1 / `scale`. If `body`
-    returns None, it may have written to its gradient in place.
+    Here every gradient is multiplied by the loss scale `scale`. `inverse` is 1 / `scale`, so the hook's function `body` gets the true
+    gradient. If `body` returns None, the tensor that it got is used, because it may have changed this tensor in place.
     """
 
     def hook(gradient: Tensor) -> Tensor:  # does not name `x`, which holds its hooks: the cycle would never be freed

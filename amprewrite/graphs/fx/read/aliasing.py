@@ -106,9 +106,10 @@ def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the operand that `node` returns unchanged, as the same tensor object; None if there is none, or if `node` writes in place.
+    """Return the operand that `node` returns unchanged, as the same tensor object; None if there is none.
 
-    For example, `contiguous` returns an operand that is contiguous already, and a checkpoint may return one of its inputs.
+    For example, `contiguous` returns an operand that is contiguous already, and a checkpoint may return one of its inputs. The result is
+    None for an op that writes in place, such as `add_`: it returns its operand, but changed.
     """
     inside, source = made_inside(node), node.args[0] if node.args else None
     if inside is not None and isinstance(source, torch.fx.Node):
@@ -207,13 +208,13 @@ def _strides_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _runs_as_python(node: torch.fx.Node) -> bool:
-    """True if capture may run the op of `node` as Python code in place of PyTorch's own code."""
+    """True if capture may run the op of `node` as Python code in place of PyTorch's own code, so that its result may share other memory."""
     packet = getattr(torch.ops.aten, op_name(node.target), None) if node.op in ("call_function", "call_method") else None
     return packet is not None and any(_PYTHON in getattr(packet, name).py_kernels for name in packet.overloads())
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages of a node's result x; none if `leaving.py` inserted a conversion `x.to(x.dtype)`, which is read in place of x."""
+    """Return the storages of a node's result x; none if `leaving.py` inserted `x.to(x.dtype)`: later ops read this value instead of x."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -239,10 +240,10 @@ def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
 def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
     """Return {storage: positions of the writes to it that may write to a cast copy instead, because no op reads the old tensor later}.
 
-    In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the sum writes to the cast between them. Writes to
-    inputs and weights of the model are left out, because they must change these tensors. So are writes in another grad mode than the mode
-    in which the tensor was made, because the copy would have another autograd history. So are writes to tensors with hooks: PyTorch drops
-    the hooks if the tensor is a view, as the result of a linear op on 3 dims is, and calls them otherwise.
+    In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the product is cast to fp32, and the sum writes to
+    this copy. Three kinds of writes are left out. A write to an input or a weight of the model must change this tensor itself. If the grad
+    mode has changed since the tensor was made, the copy would have another autograd history. After a write to a tensor with hooks, PyTorch
+    drops the hooks if the tensor is a view (the result of a linear op on 3 dims is one), otherwise calls them: a copy could change this.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)

@@ -44,9 +44,9 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
     """Return the reason why all ops of a body graph stay fp32 in training in fp16 or with a loss scale; None if they need not.
 
-    `node` runs the body graph, which is its attribute `name`. `scaled` is True if the loss is scaled. Then a backward written by the user
-    that is not linear gets unscaled gradients, which low ops would flush to zero. The backward of an autograd Function stays fp32, because
-    no sample run shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
+    `node` runs the body graph, which is its attribute `name`. If the loss is scaled (`scaled`), a nonlinear backward written by the user
+    gets gradients without the scale, which low ops would flush to zero. The backward of an autograd Function stays fp32, because no sample
+    run shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -71,7 +71,7 @@ def _is_forward(node: torch.fx.Node, name: str) -> bool:
 
 
 def has_own_backward(node: torch.fx.Node) -> bool:
-    """True if the gradient of `node`'s result must be unscaled, because a nonlinear backward written by the user, or a hook, reads it."""
+    """True if the gradient of `node`'s result must be free of the loss scale: a hook, or a nonlinear backward by the user, reads it."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
     if "autograd_function" in node.target.name():
@@ -116,7 +116,7 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
 def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set[torch.fx.Node]) -> bool:
     """True if multiplying the nodes `scaled` by a factor multiplies the result of `node` by that factor.
 
-    `zeros` are the nodes whose values consist of zeros.
+    `zeros` are the nodes whose values are all zero: multiplying them by a factor changes nothing.
     """
     row, leaves = find_op(op_name(node.target)), tree_leaves((node.args, node.kwargs))
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and any(map(differentiable, tensors(example_value(leaf))))]

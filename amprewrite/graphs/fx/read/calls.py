@@ -124,8 +124,8 @@ def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
     """Return {node: why it must not be padded} for the nodes whose memory is written in place while another op may still read it.
 
-    A write to a value that is not read afterwards does not count, because the op out of place gives the same result. Writes to inputs and
-    weights always count, and so do writes by ops that return nothing. Nodes inside torch.func transforms (`transformed`) are skipped.
+    If no later op reads the memory, a write does not count, because the out-of-place op gives the same result. Writes to inputs and
+    weights always count, and so do writes by ops that return nothing (setitem). Nodes in torch.func transforms (`transformed`) are skipped.
     """
     writes = [(node, targets) for node in graph.nodes if node not in transformed and (targets := written(node))]
     if not writes:
@@ -179,8 +179,8 @@ def read_matrix_products(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], tra
 def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
     """Return the operands (rows x, matrix w) of a product; None for a product that fp8 kernels do not compute.
 
-    Such kernels take x with at least two dims, w with two, and at most one summand, with one dim. If an argument in FACTORS changes the
-    product, the result is None, too.
+    Such kernels take x with at least two dims, w with two, and at most one summand, with one dim. The result is None, too, if an
+    argument such as `alpha` changes the product (FACTORS).
     """
     given = named_arguments(node)
     if any(given.get(name, plain) not in (plain, None) for name, plain in FACTORS.items()):
@@ -199,7 +199,7 @@ def bias_of(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def transposes(node: torch.fx.Node) -> bool:
-    """True if the product `node` computes x · w; False if it computes x · wᵀ, as `linear` does."""
+    """True if the product `node` takes w in the shape (k, n) and computes x · w. False if it takes (n, k), as `linear` does for x · wᵀ."""
     return op_name(node.target) != "linear"
 
 

@@ -8,14 +8,15 @@ graph the conversion returns `x` itself. Every plan runs it in fp32, so in the e
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-1. *Memory.* This rule applies if several results share memory, if elements of one result share memory, if a result shares memory with an
-   input, or if a body graph writes to the memory. In graphs with gradients it also applies if the graph writes to the memory of a
-   result or an input. The same holds for a result that is the same tensor object as an operand, as with `contiguous`, if the operand has
-   other readers or hooks, if one of the two is a result of a checkpoint, or if only the result is made without gradients. The idle
-   conversion follows the op that makes the memory, its *maker*. The views that lead from the maker to the results run in fp32, and so do
-   all ops that may write to the memory. If the maker returns a view of a tensor inside the op, as `linear` with more than two dims does, a
-   view follows the conversion, because autograd treats a view and a base differently after an in-place write. No view follows a result of
-   a checkpoint whose body reads it.
+1. *Memory.* The idle conversion follows the op that makes the memory, its *maker*, in each of these cases:
+   - Several results, or elements of one result, share memory.
+   - A result shares memory with an input, or a body graph writes to the memory.
+   - In graphs with gradients: the graph writes to the memory of a result or an input.
+   - In graphs with gradients: a result is the same tensor object as an operand (`contiguous` may return its operand), and the operand has
+     other readers or hooks, or one of the two is a result of a checkpoint, or only the result is made without gradients.
+   The views that lead from the maker to the results run in fp32, and so do all ops that may write to the memory. If the maker returns a
+   view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because autograd treats a view
+   and a base differently after an in-place write. No view follows a result of a checkpoint whose body reads it (`_may_be_viewed` says why).
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
    the result has hooks, the conversion precedes the hooks, so that the hooks are on the tensor that the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
@@ -125,7 +126,7 @@ def _maker(result: Node) -> Node:
 
 
 def _is_read_back(op: Node) -> bool:
-    """True if the backward of `op` reads the op's result. False for ops on the allow list."""
+    """True if the backward of `op` reads the op's result. False for ops on the allow list (`read_results_back` gives the reason)."""
     row = find_op(op_name(op.target))
     heavy = row is not None and row.kind is OpKind.ALLOW
     return op.op not in ("placeholder", "get_attr") and not heavy and reads_back(op)
@@ -191,9 +192,9 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """For each result of the graph that has hooks, yield the value on which they are set: the cast to fp32 goes before the hooks.
+    """For each result of the graph that has hooks, yield the value on which they are set: the cast to fp32 must go before the hooks.
 
-    A cast after the hooks would return a tensor without hooks. If the caller calls `retain_grad` on it, its gradient lacks their effect.
+    A cast after the hooks would return a tensor without hooks, and `retain_grad` on it would store a gradient without their effect.
     """
     for node in _results(graph):
         maker = _before_hooks(node)
@@ -202,7 +203,7 @@ def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _before_hooks(node: Node) -> Node:
-    """If `node` is a hook call (`hooked`), return the value on which the hook is set, below any further hook calls; otherwise `node`."""
+    """If `node` is a hook call (`hooked`), or the last of several in a row, return the value on which they set hooks; otherwise `node`."""
     while node.target is hooked:
         (node,) = node.all_input_nodes[:1]
     return node
@@ -222,9 +223,9 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
-    """True if `result` is the same tensor object as an operand of its op, so that separate casts of the two would make a difference.
+    """True if `result` and an operand of its op are the same tensor object, and separate casts of the two would give other gradients.
 
-    It does if the operand has other readers or hooks, if one of the two is a result of a checkpoint, or if only `result` is made without
+    They would if the operand has other readers or hooks, if one of the two is a result of a checkpoint, or if only `result` is made without
     gradients. `returns_operand(op)` is True if an op of this graph returns one of its operands.
     """
     result = _before_hooks(result)
@@ -291,7 +292,7 @@ class Memory:
     def leaving(self, with_gradients: bool) -> list[int]:
         """Return the storages that must hold fp32, for example because two results share them (rule 1 of this file).
 
-        They are in the order of their first nodes. `with_gradients` adds the cases of the rule for graphs with gradients.
+        They are sorted by the first node that uses them. `with_gradients` adds the cases that rule 1 has for graphs with gradients.
         """
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:

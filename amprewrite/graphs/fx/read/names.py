@@ -170,7 +170,7 @@ AROUND = tuple(around(frame_around).__code__ for around in (frame_around, frame_
 
 
 def location(stack_trace: str | None) -> tuple[str, int]:
-    """Return (file, line) of the innermost frame of a stack trace; ("", 0) if there is none. Frames of `frame_around` are skipped."""
+    """Return (file, line) of the innermost frame of a stack trace; ("", 0) if there is none. Wrappers by `frame_around` are skipped."""
     frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND[0].co_filename]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
 
@@ -209,9 +209,10 @@ def _call_with_own_dtype() -> tuple[str, int]:
 
 
 def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
-    """True if the model's source runs an op under `no_grad` or a similar mode that is entered inside the call with the trace `around`.
+    """True if the model's source runs an op under `no_grad` or a similar mode that is entered inside a given outer call.
 
-    `stack_trace` is the stack trace of the op, which begins with the frames of `around`. False if the source cannot be read.
+    `stack_trace` is the stack trace of the op, and `around` the trace of the outer call, with which it begins: only the frames after this
+    beginning are checked. False if the source cannot be read.
     """
     outside = len(_FRAME.findall(around or ""))
     frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]
@@ -311,7 +312,7 @@ def _name(func: ast.expr) -> str:
 
 
 def _has_literal(call: ast.Call, constants: Set[str]) -> bool:
-    """True if an argument of `call` is fp32 in words, such as `torch.float32`, or one of the names `constants`."""
+    """True if an argument of `call` spells out fp32, such as `torch.float32`, or is one of the names `constants`, which stand for fp32."""
     own = [*call.args, *(k.value for k in call.keywords)]
     named = any(isinstance(arg, ast.Name) and arg.id in constants for arg in own)
     return named or any(_name(arg) in _LITERALS or (isinstance(arg, ast.Constant) and arg.value in _LITERALS) for arg in own)

@@ -76,8 +76,8 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
     all rows have in common counts, too. The host waits once for each device.
 
-    Weights before a norm are checked, too. Training gives them no offset, because the norm removes an offset and its gradient. A buffer
-    that is added to attention scores counts as well if the low format does not hold its numbers: it is no mask, but a table of positions.
+    A weight whose sum feeds a norm is no exception: the norm removes an offset and its gradient, so training gives this weight none. A
+    buffer that is added to attention scores counts, too, if the low format would round its numbers: it is no mask but a table of positions.
     """
     found, looked_up = added_values(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
@@ -91,7 +91,10 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def _rounds_scores(captured: Captured, name: str, weight: Tensor, scores: Mapping[str, bool]) -> Any:
-    """Return whether a weight is a buffer that is added to scores only, and the low format does not hold its numbers above -BLOCKS."""
+    """True (False or a 0-dim tensor) if `weight` is a buffer that is added to attention scores only, and the low format would round it.
+
+    Numbers below -BLOCKS count as -BLOCKS, because a softmax returns about zero for all of them.
+    """
     if not scores[name] or captured.problem.graph[name].role != "buffer":
         return False
     shown = weight.clip(-BLOCKS)
@@ -118,7 +121,7 @@ def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
 
 
 def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
-    """True if the weight is a parameter of one dim at most, with a reader other than products, norms and sums of several operands."""
+    """True if the parameter `weight` may scale a value: it varies along at most one dim, and not only products, norms and sums read it."""
     if graph[name].role != "parameter" or sum(size > 1 for size in weight.shape) > 1:
         return False
     readers = list(graph.readers(name))
@@ -173,7 +176,8 @@ def find_counts(graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[C
 
     `inputs` are the real inputs of the graph; () if they are not available. `handed` has the `Count` of each input of a body graph, None
     where the outer graph does not know it; () for a graph that is no body. To read the values of constants, the host waits once for each
-    device. So all constants are first supposed to be large counts, and are read only if `matters(counts)` is true for the result.
+    device. So the first result supposes that all constants are large counts. The caller's function `matters(result)` says whether this
+    result would change anything. If so, the constants are read, and a second result is computed from them.
     """
     held = _held(graph, inputs)
     around = {node: count for node, count in zip(graph.find_nodes(op="placeholder"), handed, strict=False) if count is not None}
@@ -210,7 +214,8 @@ def _learns(*values: Any) -> bool:
 def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
     """Return the `Count` of each constant of `held`, from its values.
 
-    LARGE: whole numbers, some larger than EXACT. WHOLE: smaller whole numbers. SMALL: fractions, and unknown values.
+    LARGE: whole numbers, some above EXACT, so that a low format may round them. WHOLE: smaller whole numbers. SMALL: fractions and
+    unknown values.
     """
     asked = dict[torch.fx.Node, Tensor]()
     with torch.no_grad(), unselected():
@@ -251,7 +256,7 @@ def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
 
 
 def _numbers_read(node: torch.fx.Node, op: str) -> Any:
-    """Return the arguments of an op without the place that a setitem writes, the shape of a `full`, and the `x` of `x.new_tensor(...)`."""
+    """Return the arguments whose numbers enter the result: not x and i of `x[i] = y`, the shape of `full`, the x of `x.new_tensor(y)`."""
     if op == "setitem":
         return node.args[2:]
     if op in UNIFORM & FILLS:

@@ -201,8 +201,9 @@ def _operands(
     """Return the fp32 tensors that an op reads, each with the format in which the op needs it (`Demand`) and its write version.
 
     Readers share a cast of a value only if they read the same write version. A write in place makes a new version. Readers under no_grad
-    have other versions than readers with gradients; for a returned value, the grad mode of the op that made it counts. An operand that the
-    op writes to is needed in the op's own format. `write_versions` counts writes before a reader. `no_grad` nodes run without gradients.
+    have other versions than readers with gradients, because a cast made under no_grad passes no gradient. If the op is the graph's output,
+    the grad mode of the op that made the value counts. An operand that the op writes to is needed in the op's own format.
+    `write_versions(value, reader)` counts the writes to a value before a reader. `no_grad` are the nodes that run without gradients.
     """
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):
@@ -305,7 +306,7 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """Let an op such as `sum(x, dtype=float32)` read its only fp32 operand in any format. Conversions and bit views are left unchanged."""
+    """Let an op such as `sum(x, dtype=float32)`, which casts x itself, read x in any format. Conversions and bit views are not changed."""
     if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS and len(fact.operands) == 1:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 

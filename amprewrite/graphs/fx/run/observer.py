@@ -153,8 +153,9 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
 def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges], room: float = ROOM) -> Iterator[str]:
     """Yield a description of each value that `plan` computes in or casts to the low format, and that may exceed the format's range.
 
-    The result of an op may exceed it if `room` times its largest magnitude does; other values, such as weights, have no such margin. Values
-    that may be clamped to ±max, such as masks, are left out. `seen` holds the ranges of an fp32 run, by fingerprint of the graph.
+    The largest magnitude of an op's result counts `room` times, because other inputs may give larger values. Other values, such as weights,
+    have no such margin. Values that may be clamped to ±max, such as masks, are left out. `seen` holds the ranges of an fp32 run, by
+    fingerprint of the graph.
     """
     end = captured.problem.policy.low.max
     for each, planned in _planned(captured, plan):
@@ -188,7 +189,8 @@ def unobserved(captured: Captured, plan: RegionPlan) -> bool:
 def before_pole(graph: OpGraph, vertex: OpNode) -> Iterator[str]:
     """Yield the names of the values whose zeros the op `vertex` turns into infinities, such as the divisor of a division.
 
-    If an op whose result is small for a small operand, such as a reshape or `square`, makes one of them, the op's operands are yielded.
+    If such a value is made by an op whose result is small for a small operand, such as a reshape or `square`, the op's operands are
+    yielded, too.
     """
     operands = vertex.operands if vertex.op in POLES else vertex.operands[1:2] if vertex.op in _DIVIDES else ()
     return reached([each.value for each in operands], lambda name: _handed_on(graph[name]))

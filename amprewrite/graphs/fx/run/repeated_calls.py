@@ -1,10 +1,12 @@
 """Reuse the result of an op call on fake tensors for later calls that are alike, because the blocks of a network repeat the same calls.
 
 Calls are alike if they have the same op, the same plain arguments, and tensors of the same dtype, device, sizes, strides and offset. A
-later call returns the same fake tensor object as the first call. Its op does not run, which saves milliseconds for an op with symbolic
-sizes. Nodes with the same object do not share memory in a real run, so the memory of each node is recorded on it (`MEMORY` in its meta).
-Unless the graph is padded, a result has the sizes of its example value from capture, and only its dtype may differ. So an op with symbolic
-sizes runs on the sizes at capture. If its result is new memory, later calls that differ only in sizes reuse its dtype and do not run.
+later call returns the fake tensor object of the first call. Its op does not run, which saves milliseconds for an op with symbolic sizes.
+In a real run the results of such calls have separate memory, so each node records its own memory (`MEMORY` in its meta).
+
+Unless the graph is padded, the rewrite changes only the dtype of a result: its sizes and strides are known from capture. So an op with
+symbolic sizes runs on plain ints (the sizes at capture), which is faster, and only its dtype is used. If its result is new memory, later
+calls that differ only in sizes reuse this dtype and do not run.
 
 Some values are not reused, because they may change, or may differ between calls that are alike: values known at capture, values computed
 under the model's own autocast, and all values of a graph that has data-dependent sizes, or an in-place op that may resize a tensor.

@@ -5,7 +5,7 @@
 3. Any other reader gets the low values cast to fp32, with a warning. If the model reads the weight in fp32 too, the fp32 values are stored
    in addition, and such readers get the fp32 values without a warning.
 4. Writing to the weight raises an error, because rounding would change the written values. Requiring its gradient raises an error, too.
-   Copying values of the dtype that the weight has in a state dict is allowed, because nothing is rounded.
+   Copying values in the dtype in which a state dict saves this weight is allowed, as `load_state_dict` does: nothing is rounded.
 
 Dynamo supports this kind of tensor subclass. Under Dynamo's fake mode one plain fp32 fake tensor stands for the weight in every op, so
 that the captured graph is the same as for an fp32 weight.
@@ -262,7 +262,7 @@ def _view(low: Tensor, high: Tensor, weight: FrozenWeight) -> FrozenWeight:
 
 
 def _is_as_kept(source: Any, weight: FrozenWeight) -> bool:
-    """True if `source` can be copied to the weight without loss: a plain tensor of the weight's shape and dtype in a state dict."""
+    """True if `source` can be copied to `weight` without loss: a plain tensor of its shape and state-dict dtype (`low_dtype`)."""
     plain = isinstance(source, Tensor) and not isinstance(source, FrozenWeight)
     return plain and source.dtype == weight.low_dtype and source.shape == weight.shape
 
@@ -298,7 +298,7 @@ def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
     """Replace the example value of each graph input that Dynamo captured as a frozen weight by a plain fp32 fake tensor.
 
     Passes can read this fake tensor. If gradients are enabled, it requires no gradient, because the weight is a constant. If they are
-    disabled, it requires a gradient if the weight did so before freezing.
+    disabled, it has the `requires_grad` that the weight had before freezing, because products choose their kernel by this flag.
     """
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")

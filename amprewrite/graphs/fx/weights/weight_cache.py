@@ -127,7 +127,7 @@ class WeightCache:
     def _kept(self, block: Block, weight: Tensor, dtype: torch.dtype, layout: Layout, stream: int) -> Tensor:
         """Return the copy that `block` keeps if it is up to date, otherwise a new copy.
 
-        The block keeps the new copy if `weight` is plain strided memory (`is_plain`) and was not made in inference mode.
+        The block keeps the new copy if `weight` is plain strided memory (`is_plain`) and no inference tensor, whose writes are not counted.
         """
         key, copies = (id(weight), dtype, layout, stream), block.copies  # read once: another thread may replace the dict
         found = copies.get(key)
@@ -357,7 +357,7 @@ def _drop_dead(copies: Copies) -> None:
 
 
 def _state(weight: Tensor) -> tuple[int, int] | None:
-    """Return (PyTorch's count of writes to `weight`, its address); None for a weight made in inference mode: its writes are not counted."""
+    """Return (PyTorch's count of writes to `weight`, address of `weight`). None if it was made in inference mode: no writes are counted."""
     return None if weight.is_inference() else (weight._version, weight.data_ptr())
 
 

@@ -1,8 +1,8 @@
 """Infer the types of values in subgraphs of If, Loop and Scan, which files need not declare.
 
-The schemas give the type of a result by the types of its operands. They do not for ops of other domains, and such an op may make a value
-that enters or leaves a subgraph. A value has one element type on both sides of such a border, in both branches of an If, and as a state in
-all iterations of a loop. So the values of one border share their type.
+The schemas of ONNX ops give the type of a result by the types of its operands. Ops of other domains may have no schema, and such an op
+may make a value that enters or leaves a subgraph. But the element type is the same outside and inside the subgraph, in both branches of an
+If, and in all iterations of a loop. So if one of these types is known, the others get it.
 
 This file has special code for `If`, `Loop` and `Scan`.
 """
@@ -28,7 +28,7 @@ def fill_graph_types(graph: ir.Graph, opset: int) -> None:
 
 
 def _borders(node: ir.Node) -> list[list[ir.Value | None]]:
-    """Return a list for each result, and each further operand, of an If, Loop or Scan: the value and the values that it is in subgraphs."""
+    """Return lists of values that share their type: a result or operand of an If, Loop or Scan, and its counterparts in the subgraphs."""
     # The first two inputs of a Loop are the trip count and a condition. The first output of its body is a condition.
     taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)
     inner = bodies(node)
@@ -47,7 +47,7 @@ def _borders(node: ir.Node) -> list[list[ir.Value | None]]:
 
 
 def _share(borders: list[list[ir.Value | None]]) -> None:
-    """Give the values of unknown type in each list the tensor type that another value in it has."""
+    """Give the values of unknown type in each list the tensor type of another value in the same list."""
     for values in borders:
         kind = next((each.type for each in values if each is not None and isinstance(each.type, ir.TensorType)), None)
         for value in values:

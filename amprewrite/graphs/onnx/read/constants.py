@@ -3,9 +3,10 @@
 This file has special code for the bounds of `clamp` and `maximum`, for `add`, which keeps the sign of large mask numbers, and for
 `BatchNormalization`, whose results after the first are running averages.
 
-`Readers` and other functions search the graph forward from a value: for its readers, a softmax, the root of a distance, or a pole (an op
-that returns an infinity). They have special code for powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` after a mask,
-`scaled_dot_product_attention`, and the ops that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
+`Readers` and other functions search the graph forward from a value. They look for its readers, for a softmax, for an op that returns an
+infinity at zero (a pole), and for the square root that ends the computation of a distance. They have special code for powers (`pow`),
+bounds (`clamp`, `maximum`), the `softmax` after a mask, `scaled_dot_product_attention`, and the ops that compute distances (`matmul`,
+`cat`, `sum`, `sqrt`).
 
 Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite mask numbers beyond
 the range become ±max. If they mask scores before a softmax, they become less than half of ±max: adding a score or a second mask must not
@@ -120,7 +121,7 @@ class ConstantFacts:
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
         """True if the result of `node` may hold mask numbers, alone or added to scores, that a low format clamps to ±max.
 
-        `beside` is True if an operand of `node` may hold such numbers.
+        They come from a constant of `node`, or from another operand. `beside` is True if another operand may hold them.
         """
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
@@ -130,7 +131,7 @@ class ConstantFacts:
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
     def fill_range(self, name: str, node: ir.Node) -> dict[str, ValueRange]:
-        """Return {name: range} for a ConstantOfShape whose number the low format does not hold; {} if it does, or if it is a mask."""
+        """Return {name: range} for a ConstantOfShape; {} if the low format holds its fill number, or if the number is that of a mask."""
         number = fill_of(node)
         found = facts(number, self.low)
         sides = {ABOVE if found.most > 0 else BELOW}
@@ -138,11 +139,11 @@ class ConstantFacts:
         return {name: ValueRange.of(torch.tensor(number, device="cpu"))} if loss is not None and loss.kept else {}
 
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if the constant `value` exceeds the low format's range, and its low copy for `node` may be clamped to ±max."""
+        """True if `node` uses the constant `value` as a mask or bound beyond the low format's range, so that ±max may replace it."""
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if a constant of `node` exceeds the low range but may be clamped to ±max, as a bound or a mask of positions."""
+        """True if a constant exceeds the low range but may be clamped to ±max, because `node` uses it as a bound or a mask of positions."""
         found = self.facts(value)
         if not found.overflow:
             return False
@@ -154,7 +155,7 @@ class ConstantFacts:
     def _only_blocks(self, found: Facts, node: ir.Node, op: str) -> bool:
         """True if numbers beyond the range in a constant of `node` only block positions, as -1e9 does before a softmax.
 
-        `found` holds the facts about the constant. The test follows all readers of the results of `node`.
+        `found` holds the `Facts` about the constant, such as its least number. The test follows all readers of the results of `node`.
         """
         sides = {side for side, far in ((BELOW, found.least < -self.low.max), (ABOVE, found.most > self.low.max)) if far}
         moved = op in FILLS or op in BORDERS or op == "add"
@@ -176,7 +177,7 @@ def fill_of(node: ir.Node) -> np.ndarray:
 
 
 def constants_of(node: ir.Node) -> list[tuple[int, ir.Value]]:
-    """Return the fp32 constants that a node reads, each as (position, value)."""
+    """Return the fp32 constants that a node reads, each as (index of the operand, value)."""
     return [
         (index, value)
         for index, value in enumerate(node.inputs)
@@ -197,7 +198,7 @@ def has_pole(op: str, index: int) -> bool:
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """True if an op that returns inf at zero, such as log, reads `value`, directly or through ops that keep small values small."""
+    """True if an op that returns inf at zero, such as log, reads `value`, directly or through ops such as views and `sqrt`."""
     small = reached([value], lambda each: (use.node.outputs[0] for use in each.uses() if hands_on_small(op_of(use.node))))
     return any(_is_pole(use.node, use.idx) for each in small for use in each.uses())
 
@@ -250,13 +251,13 @@ class Readers(MaskRules[ir.Value]):
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
     def masks_scores(self, value: ir.Value) -> bool:
-        """True if all readers of `value` compute scores for a softmax from it, and none uses it as a bound. False if nothing reads it."""
+        """True if each reader of `value` computes scores for a softmax, and none uses it as a bound, so that it can only mask scores."""
         uses = value.uses()
         return bool(uses) and all(op_of(use.node) not in BOUNDS and self.reaches_softmax(use.node.outputs[0]) for use in uses)
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Return a `Read`: how `node` uses operand `place` to compute `made`. `crosses` is True if `node` passes it to a subgraph."""
+    """Return a `Read`: how `node` uses operand `place` to make `made`. `crosses` is True if a Loop or Scan passes it to its body."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
@@ -293,7 +294,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """True if a value is a concatenation (`cat`) of values of which one is a sum, or a transposed view of it.
+    """True if a value is a concatenation (`cat`) with a sum among its parts, or a view of such a `cat`, as in `is_distance`.
 
     Also True for any constant, because constant folding may have computed such a concatenation.
     """
@@ -345,7 +346,7 @@ class Facts:
 def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.ndarray:
     """Round a constant to nearest even in `fmt`. Finite numbers beyond the range become ±max.
 
-    With `masks_scores` (the constant only masks attention scores) they become ±max * BLOCKED, so that sums with scores stay finite.
+    With `masks_scores` (the constant only masks attention scores) they become ±max * 15/32 (BLOCKED), so that sums with scores stay finite.
     """
     with np.errstate(over="ignore", under="ignore"):
         low = values.astype(NUMPY[fmt.name])
@@ -378,7 +379,10 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """True if some nonzero magnitudes in `size` are below the normal numbers of `fmt`: then a low copy may lose more than a rounding."""
+    """True if a copy in `fmt` may lose more than a rounding, to underflow: a number in `size` is below the normal numbers.
+
+    `largest` is the largest finite magnitude; 0 if there is none, so that nothing can be lost.
+    """
     return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
 
 
@@ -468,10 +472,10 @@ class Kinds:
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail) for a Cast that must cast to fp32; None if it may cast to the low format instead.
 
-        The low format is allowed for booleans, bytes and small integer constants, since it holds them exactly. Other integers may be
-        positions: that they are small in samples shows only that the samples are short. It is also allowed for inputs of fp32 and half
-        precision: rounding fp16 to bf16 is no worse than rounding fp32. If the input is bf16 and the low format fp16, samples must show the
-        range.
+        The low format is allowed for booleans, bytes and small integer constants, since it holds them exactly. It is not allowed for other
+        integers, even if they are small in samples: they may be positions, and the samples short. It is allowed for inputs of fp32 and
+        half precision, since rounding fp16 to bf16 is no worse than rounding fp32. A bf16 input may exceed fp16's range, so that it becomes
+        fp16 only if samples show its range.
         """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in BYTES or source in ("fp32", self.low.name):

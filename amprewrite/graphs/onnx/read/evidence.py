@@ -40,7 +40,10 @@ PLACES = {"ConstantOfShape": 0, "Scatter": 1, "ScatterElements": 1, "ScatterND":
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
-    """Return the names of fp32 constants with an offset (mean above spread): added constants, and lookup tables with a common offset."""
+    """Return the names of fp32 constants whose mean is above their spread, since rounding errors grow when a norm subtracts the mean.
+
+    Only constants that are added and tables in which rows are looked up are tested.
+    """
     added, looked_up = added_values(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)
@@ -57,8 +60,8 @@ def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.nd
 def read_matrix_products(reading: OnnxReading, top: ir.Graph) -> tuple[dict[str, MatrixProduct], list[str]]:
     """Return ({node name: product}, notes) for the MatMul and Gemm nodes of the graph `top` with a constant matrix as second operand.
 
-    Both operands are marked as trained (`x_learns`, `w_learns`), so that passes decide as they do for a model in training. A note counts
-    such products in bodies, which are left out: an fp8 copy needs a scale, and no sample run shows the ranges of values in bodies.
+    Both operands are marked as trained (`x_learns`, `w_learns`), so that passes decide as they do for a model in training. Such products in
+    bodies (subgraphs) are left out, and a note gives their number: an fp8 copy needs a scale, and samples show no ranges in bodies.
     """
     found: dict[str, MatrixProduct] = {}
     inside = 0
@@ -113,8 +116,8 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
 def _entering(value: ir.Value) -> Count:
     """Return the `Count` of an input of a graph or subgraph: whether it is counted (a whole number), and how large it may be.
 
-    Values of floating or unknown dtype have Count.NOT, booleans and integers of at most 8 bits Count.WHOLE. Wider integers have
-    Count.LARGE, because they may be positions of any magnitude.
+    Values of floating or unknown dtype have Count.NOT (not counted), booleans and integers of at most 8 bits Count.WHOLE. Wider integers
+    have Count.LARGE, because they may be positions of any magnitude.
     """
     dtype = format_of(value)
     return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), ())
@@ -188,7 +191,7 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
 
 
 def _is_exact(node: OpNode, exact: set[str]) -> bool:
-    """True if a value is computed without products, random ops and loops. `exact` holds the earlier values for which this is true."""
+    """True if a value is computed without products, random ops and loops, as a step size is. `exact` names earlier such values."""
     if node.role != "op":
         return node.role != "output"
     # A product of unknown shape has `flops == 0`, but its kind is ALLOW.

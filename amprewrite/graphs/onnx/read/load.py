@@ -7,8 +7,8 @@
 
 This file has special code for `Constant`, which may hold a sparse constant in an attribute.
 
-ONNX identifies values by name. A subgraph may use a name that a value of another graph also has. Type inference, ranges and new reads of
-outer values could then mean the wrong value. So each value of a loaded model gets a unique name.
+ONNX identifies values by name, and values of two graphs, such as the branches of an If, may have the same name. Types and ranges could then
+be stored for the wrong value, and an inserted op could read the wrong one. So each value of a loaded model gets a unique name.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _folder_of_data(proto: onnx.ModelProto, path: Path) -> Path:
 
 
 def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
-    """Raise CaptureError if an input or output is a map, or contains maps. Remove declared map types of inner values from `graph`."""
+    """Raise CaptureError if an input or output is or contains a map. Remove map types of inner values, which onnx_ir cannot read."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             if _holds_map(value.type):

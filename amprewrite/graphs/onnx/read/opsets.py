@@ -90,7 +90,10 @@ def unite_opsets(model: ir.Model) -> None:
 
 # -- too old ---------------------------------------------------------------------------------
 def raise_old(model: ir.Model) -> ir.Model:
-    """Convert a model of an older opset to OLDEST. Raises CaptureError if onnx's version converter cannot, as for a very large model."""
+    """Convert a model of an older opset to the opset OLDEST.
+
+    Raises CaptureError if onnx's version converter cannot, as for a very large model, or if an op in a subgraph may change its results.
+    """
     opset = model.opset_imports[""]
     said = f"the model is of opset {opset}, older than {OLDEST}"
     if is_large(model):
@@ -132,7 +135,7 @@ def _fold_unsqueezes(model: ir.Model) -> None:
 
 
 def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
-    """Give slopes of PRelu the shape that OLDEST needs, because the converter leaves their shape unchanged.
+    """Give slopes of PRelu the shape that the opset OLDEST needs, because the converter leaves their shape unchanged.
 
     Before OLDEST, slopes of shape [channels] belong to dim 1 of the input. OLDEST broadcasts shapes from the right, so the slopes need dims
     of size one after the channels. Raises CaptureError, with a message that begins with `said`, if the rank of an input is unknown.
@@ -205,9 +208,10 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 
 
 
 def _keep_asymmetric(model: ir.Model) -> None:
-    """Let each Resize of a raised model read the elements that it read before RESIZED: the converter leaves it the defaults of RESIZED.
+    """Set attributes of each Resize in a raised model, so that it reads the same elements as before. The defaults would read others.
 
-    Before, element i of a result was at i / scale. In the mode "nearest", ONNX Runtime rounds that up if the scale is below one.
+    Below the opset RESIZED, element i of a result is read at i / scale ("asymmetric"). In the mode "nearest", ONNX Runtime rounds this
+    position down ("floor"), or up ("ceil") if the scale is below one.
     """
     for node in (node for graph in model.graphs() for node in graph if node.op_type == "Resize" and not node.domain):
         node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")
@@ -222,7 +226,7 @@ def _raise_ir_version(model: ir.Model, opset: int) -> None:
 
 
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
-    """True if a node has fp32 values and the lists let it run low."""
+    """True if the op lists let a node with an fp32 result run low. True for an If, Loop or Scan through which fp32 values pass."""
     if node.op_type in FLOW:  # If, Loop and Scan are on no list: fp32 values that enter or leave their subgraphs may become low
         crossing = (value for body in bodies(node) for value in (*body.inputs, *body.outputs))
         return any(format_of(value) == "fp32" for value in (*node.outputs, *crossing))

@@ -1,14 +1,15 @@
 """Read an ONNX graph into an op graph: one op-graph node for each ONNX node. Bodies (the subgraphs of If, Loop and Scan) are inlined.
 
 1. Walk the nodes in order. A body is walked at the position of its node, so that a value may enter or leave it in either format.
-2. Values that enter or leave a body have separate op-graph nodes. The nodes of one loop state share a precision group, so that the state
-   has one colour (low or high) in all iterations.
-3. Operands with the result's type variable have the format of the op; other fp32 operands stay fp32. ONNX promotes no operands.
+2. Each input of a body, and each result of an If, Loop or Scan, has an op-graph node. The nodes of one loop state share a precision
+   group, so that the state has one colour (low or high) in all iterations.
+3. An operand has the format of the op if its schema gives it the type variable of the result, such as "T". Other fp32 operands stay fp32,
+   since ONNX ops do not promote mixed types.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
-5. An op is forced to fp32 if it is on no op list, if the opset does not allow the low type, or if a neighbour is quantised. Constants
-   and ranges in sample runs are evidence, which passes judge.
+5. The reader forces an op to fp32 if it is on no op list, if the opset does not allow the low type, or if it reads or makes
+   quantised values. Constants and ranges in sample runs are only recorded: passes judge them.
 
-This file has special code for bodies (`If`, `Scan`, `Loop`), for ops that set the type of their result (`Cast`, in the vocabulary `to`,
+This file has special code for bodies (`If`, `Scan`, `Loop`), for ops that set the type of their result (`Cast`, called `to` in op tables,
 `Constant`, `ConstantOfShape`, `DequantizeLinear`), and for the FLOPs of products: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
 and `ConvTranspose`, whose FLOPs follow from its input.
 """
@@ -314,10 +315,10 @@ class _Reader:
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Keep the op-graph nodes `names` in fp32, because a low format would clamp mask numbers that an op needs unchanged.
+        """Keep the op-graph nodes `names` in fp32 if they hold mask numbers that a low format would clamp, and an op needs them unchanged.
 
-        Also keep the nodes on the way from a constant mask to `names`. If no constant mask reaches `names`, do nothing. `text` is the
-        reason in the plan.
+        Also keep the nodes between a constant mask and `names`. If no constant mask reaches `names`, do nothing. `text` is the reason in
+        the plan.
         """
         graph = self.reading.graph
 
@@ -443,7 +444,7 @@ class _Reader:
         self.reading.nodes[name] = node
 
     def pin_border(self, node: ir.Node) -> Pin | None:
-        """Return (high, reason, detail) if the If, Loop or Scan `node` does not allow the low type at this opset; None if it does."""
+        """Return (high, reason, detail) if an If, Loop or Scan must run in fp32, since the opset allows it no low type; otherwise None."""
         sig = signature(node.domain, node.op_type, self.opset)
         if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
             return None

@@ -1,1 +1,1 @@
-"""Run an ONNX model: in ONNX Runtime, on samples, and in fp32 with each low result of a plan rounded."""
+"""Run ONNX models in ONNX Runtime, on samples. Measure the error of a rewritten model by fp32 runs that round each low result."""

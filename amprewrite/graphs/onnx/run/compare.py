@@ -53,7 +53,7 @@ def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]
 
 
 def worst_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
-    """Return the largest `relative_error` of an output by itself: beside large outputs, the error of a small one would not be seen."""
+    """Return the largest `relative_error` of any single output. An error over all outputs together would hide that of a small output."""
     pairs = zip(zip(*wanted, strict=True), zip(*got, strict=True), strict=True)
     return max((relative_error([want], [have]) for want, have in pairs), default=0.0)
 
@@ -109,9 +109,9 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
     """Raise CaptureError unless the raised model is shown to compute the same as the original.
 
     `stages` holds the model at each opset, from the original to the raised one. `samples` holds inputs, and outputs of the raised model.
-    The first stage that runs in ONNX Runtime must give the same for each output. ONNX Runtime lacks kernels for many old ops. For each
-    stage that does not run, the schemas must show that its ops compute the same at the next opset, or onnx's own evaluator must give the
-    same outputs. The evaluator runs some old ops by their new rules, so different outputs do not prove a mistake.
+    The first stage that runs in ONNX Runtime must give these outputs. Earlier stages may fail to run, since ONNX Runtime lacks kernels
+    for many old ops. For each of them, the schemas must show that its ops compute the same at the next opset, or onnx's own evaluator must
+    give the outputs. The evaluator runs some old ops by their new rules, so different outputs do not prove a mistake.
     """
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]
@@ -173,7 +173,7 @@ ROUNDING = 4.0
 def strict_outputs(
     model: ir.Model, feeds: Sequence[Feed], proto: onnx.ModelProto | None = None, folder: Path | None = None, limit: TimeLimit = "auto"
 ) -> list[list[np.ndarray]]:
-    """Return the outputs of the rewritten model with every low result really rounded: one list of outputs for each feed.
+    """Return the outputs of the rewritten model, one list for each feed. Every low result is rounded, which ONNX Runtime may skip on a CPU.
 
     `proto` is the model as written to a file, with its external data in `folder`; None if the whole model is in memory. Raises TooSlow if a
     run takes longer than ROUNDING times the limit of an ordinary run.
@@ -192,7 +192,7 @@ def strict_outputs(
 def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Return (a copy of `proto` that computes in fp32 and rounds by Cast nodes, {old name: new name} of inputs that were low).
 
-    `proto` is the low model `model` as a protobuf. It is not changed.
+    `proto` is `model`, a rewritten model, as a protobuf. Neither is changed.
     """
     strict = onnx.ModelProto()
     strict.CopyFrom(proto)
@@ -219,7 +219,7 @@ class _UnroundedNames:
             self.mark += "_"
 
     def raw(self, name: str) -> str:
-        """Return the name for the unrounded form of the value `name`."""
+        """Return the new name of a value before rounding. Its rounded form keeps `name`, which readers use."""
         return name + self.mark
 
     def round(self, name: str, low: int) -> list[onnx.NodeProto]:

@@ -53,7 +53,7 @@ class CallersError(Exception):
 
 @dataclass
 class Samples:
-    """Results of running a model on samples in fp32: ranges of its values, inputs and outputs of some samples, and errors."""
+    """Results of fp32 runs of a model on samples: value ranges, inputs and outputs of some samples, and error texts."""
 
     feeds: list[Feed] = field(default_factory=list)
     """Inputs of the samples that are kept: the first ones, at most KEPT."""
@@ -185,7 +185,7 @@ def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
 
 
 def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
-    """Return made-up inputs. An open dim gets the size `first` if it is the first dim of an input, otherwise `rest`."""
+    """Return made-up inputs. An open dim gets the size `first` at the start of a shape, otherwise `rest`. Equal names get one size."""
     generator = np.random.default_rng(0)
     open_dims: dict[str, int] = {}
     feed: Feed = {}

@@ -99,7 +99,7 @@ def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
 
 
 def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
-    """Store a constant in the low format, as `cast` asks. The copy replaces the constant if all readers use it, otherwise both are kept."""
+    """Store a low copy of a constant for the ops in `cast.users`. It replaces the constant if that has no other readers."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)
@@ -126,7 +126,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: FreshNames) -> ir.Node:
-    """Insert one Cast node right after the node that makes `cast.value`, and let the users of `cast` read its result. Return the node.
+    """Insert a Cast node right after the node that makes `cast.value`, and make the ops in `cast.users` read its result. Return the node.
 
     If `cast` saturates, a Clip to the range of the low format precedes the Cast. The names of the model's outputs do not change.
     """

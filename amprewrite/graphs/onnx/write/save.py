@@ -160,7 +160,7 @@ def _old_data(model: Path) -> list[Path]:
 
 
 def _remove(old: list[Path], model: Path, kept: str) -> None:
-    """Remove each data file in `old` that no file in the folder of `model` mentions any more, except the file called `kept`."""
+    """Remove each data file in `old` that no other file in the folder of `model` mentions, except the file called `kept`."""
     gone = [path for path in old if path.name != kept]
     if not gone:
         return

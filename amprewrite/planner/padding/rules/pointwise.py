@@ -1,4 +1,4 @@
-"""Padding rules (`padding/rule.py`) of element-wise ops. They compute the numbers in the result's padding from those in the operands'.
+"""Padding rules (`padding/rule.py`) of element-wise ops. Each computes the number in the result's padding from the operands' padding.
 
 This file knows some ops by name: `where`, whose first argument is the condition, and `rsub`, `mul`, `div`, `maximum` and `minimum`, whose
 arithmetic it repeats on the numbers in the padding.
@@ -147,7 +147,7 @@ def binary(view: View) -> Rule:
 
 
 def clamp(view: View) -> Rule:
-    """Return the padding rule of a clamp. All dims may be padded if the bounds are numbers, none if they are tensors."""
+    """Return the padding rule of a clamp. All dims may be padded if the bounds are numbers. No dim may be padded if a bound is a tensor."""
     low, high = view.call.get(1, "min"), view.call.get(2, "max")
     if isinstance(low, Ref) or isinstance(high, Ref):
         return Rule(why_opaque="clamp between tensors")
@@ -185,7 +185,8 @@ def power(view: View) -> Rule:
 def where(view: View) -> Rule:
     """Return the padding rule of `where` and `masked_fill`.
 
-    A dim may be padded if the condition is broadcast along it, and if both values to choose from are 0 in the padding.
+    A dim may be padded if the condition is broadcast along it, because a boolean mask cannot be padded, and if both values to choose from
+    are 0 in the padding.
     """
     call = view.call
     if call.op == "where":

@@ -39,7 +39,7 @@ def batch_norm(view: View) -> Rule:
     """Return the padding rule of batch norm. The channels may be padded.
 
     The op's weight and bias are padded with zeros, so that the padding of the result is zero. Without a weight the padding of the operand
-    must be zero. In training the op pads the running statistics itself.
+    must be zero. In training the running statistics stay unpadded: the op that replaces batch norm pads a copy of them in each call.
     """
     given = view.call.kwargs
     x, mean, var, weight, bias = map(given.get, ("input", "running_mean", "running_var", "weight", "bias"))
@@ -108,10 +108,10 @@ _BOTH_ZERO = "a product of two activations needs zero padding on both sides"
 
 
 def matmul(view: View, first: int = 0) -> Rule:
-    """Return the padding rule of a product of two matrices, or batches of them. The padding of both factors must be zero.
+    """Return the padding rule of a product of two matrices, or batches of them. Rows, columns and the summed dim may be padded with zeros.
 
-    `first` is the position of the first factor among the arguments. If it is 1, argument 0 is added to the product. Products with a vector
-    are not padded.
+    `first` is the position of the first factor among the arguments. If it is 1, argument 0 is added to the product. Rows or columns are
+    not padded if this argument is broadcast along them. Products with a vector are not padded.
     """
     names = ("input", "mat2") if view.call.op in ("mm", "bmm") else ("input", "other")
     names = ("mat1", "mat2") if view.call.op == "addmm" else ("batch1", "batch2") if view.call.op == "baddbmm" else names
@@ -138,7 +138,7 @@ def matmul(view: View, first: int = 0) -> Rule:
 
 
 def with_addend(view: View) -> Rule:
-    """Return the padding rule of addmm and baddbmm, which add a matrix product to their first operand."""
+    """Return the padding rule of addmm and baddbmm: the rule `matmul` for ops that add a matrix product to their first operand."""
     return matmul(view, 1)
 
 
@@ -224,7 +224,8 @@ def einsum(view: View) -> Rule:
 def embedding(view: View) -> Rule:
     """Return the padding rule of an embedding. The features may be padded.
 
-    The table may also get further rows, which are never looked up, unless `padding_idx` is negative and thus counts from its end.
+    The table may also get further rows, because they are never looked up. The exception is a table with a negative `padding_idx`, which
+    counts from the table's end.
     """
     call = view.call
     weight = call.get(1, "weight")

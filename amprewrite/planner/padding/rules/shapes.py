@@ -253,8 +253,8 @@ def select(view: View) -> Rule:
 def chunks(view: View) -> Rule:
     """Return the padding rule of chunk, split and unbind. All dims but the cut dim may be padded.
 
-    For split the cut dim may be padded as well if all sizes of pieces are multiples of the smallest, for chunk if it gives equal pieces,
-    as many as the call asks for. Each piece is then padded.
+    The cut dim may be padded as well in two cases: the sizes of all pieces of a split are multiples of the smallest, or chunk gives equal
+    pieces, as many as the call asks for. Each piece is then padded.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
@@ -289,7 +289,7 @@ def chunks(view: View) -> Rule:
 
 
 def cat(view: View) -> Rule:
-    """Return the padding rule of a concatenation. The joined dim may be padded if all parts have the same size there, other dims always."""
+    """Return the padding rule of a concatenation. The joined dim may be padded if all operands have one size there, other dims always."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", call.kwargs.get("axis", 0))
     shapes = [view.shape(t) for t in tensors_] if isinstance(tensors_, tuple) else [None]

@@ -86,7 +86,8 @@ RULES: dict[str, Callable[[View], Rule]] = {
 def rule_of(call: Call, calls: Mapping[str, Call]) -> Rule:
     """Return the padding rule of `call`, one of `calls`.
 
-    No dim may be padded if the op has no row in RULES, if the call has an argument `out`, or if `call.opaque` is set.
+    No dim may be padded in three cases: the op has no row in RULES, the call writes to a tensor `out`, whose size is fixed, or
+    `call.opaque` gives a reason, such as a write to an alias.
     """
     if call.opaque or call.kwargs.get("out") is not None:
         return Rule(why_opaque=call.opaque or "it writes to a tensor of logical size")

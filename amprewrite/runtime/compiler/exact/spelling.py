@@ -75,7 +75,7 @@ SPELLINGS = {
 
 
 def is_fusible(node: torch.fx.Node) -> bool:
-    """True if inductor's code for this call gives the same bits as PyTorch's kernel, or if PyTorch has no kernel for it."""
+    """True if inductor's code for a call gives the same bits as PyTorch's kernel, or if there is no kernel, as for arithmetic of sizes."""
     if not isinstance(node.target, OpOverload):
         return True  # higher-order ops and Python arithmetic of sizes, which inductor must lower itself
     result = node.meta.get("val")
@@ -113,9 +113,9 @@ def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
 def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
     """True if each Python number among the arguments has the same value for inductor and for PyTorch's kernel.
 
-    They may read it in different formats, so it must be exact in each low format (bf16, fp16) of the tensors. Without a low tensor, it must
-    be exact only in calls of CHOICES (`chooses`). False for a quotient with a rounding mode, and for a sum whose second operand has a
-    factor `alpha` other than 1, because only inductor rounds that product.
+    They may read it in different formats, so it must be exact in each low format (bf16, fp16) of the tensors. If no tensor is low, it must
+    be exact in their format in calls of CHOICES (`chooses`), whose kernels read it in this format. False for a quotient with a rounding
+    mode, and for a sum whose second operand has a factor `alpha` other than 1, because only inductor rounds that product.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False
@@ -190,7 +190,8 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _threshold_backward(gradient: Tensor, x: Tensor, threshold: float) -> Tensor:
-    """Decompose the backward of ReLU, whose threshold is 0. Return NotImplemented for another, which the kernel does not round to bf16."""
+    """Decompose the backward of ReLU (threshold 0). For another, return NotImplemented: the kernel does not round it to bf16,
+    as a comparison with `x` may."""
     return NotImplemented if threshold else gradient.masked_fill(x <= 0, 0)
 
 
@@ -209,7 +210,10 @@ def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any
 
 
 def spell(graph: torch.fx.Graph) -> None:
-    """Replace calls of `graph`, in place, by equivalent fusible calls: powers, and arithmetic with a number that a low format rounds."""
+    """Replace calls of `graph`, in place, by equivalent calls that inductor can fuse: for example, `pow(x, 2)` by `mul(x, x)`.
+
+    These are powers, and arithmetic in a low format with a Python number that this format does not represent exactly.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -245,7 +249,7 @@ def _is_fp32_on_cpu(node: torch.fx.Node) -> bool:
 def _has_inexact_number(node: torch.fx.Node) -> bool:
     """True if all tensors of a call have one low format, and a number among the arguments is not exact in this format.
 
-    False if the call has keyword arguments or more than two arguments, for instance the factor `alpha` of a sum.
+    False if the call has keyword arguments or more than two arguments, such as the factor `alpha` of a sum: `spell` leaves it unchanged.
     """
     result = node.meta.get("val")
     operands = [source.meta.get("val") for source in node.all_input_nodes]

@@ -139,7 +139,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: StepRecord) -> list[Tensor]:
-        """Return the parameters of this optimizer that belong to the model of `gate`, or to none of the guarded models."""
+        """Return the parameters of this optimizer that are in the model of `gate`, or in no guarded model, such as a head outside it."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else params_of(optimizer)
         if len(self._refs) == 1:  # only `gate`: no other model shares the optimizer
@@ -211,7 +211,10 @@ class Guard:
         return (args[0], guarded, *args[2:]), kwargs
 
     def _skip(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that the running `step` gets in place of `optimizer`, so that the step changes nothing."""
+        """Return the optimizer that the running `step` gets as `self`, so that the step is skipped.
+
+        For a class of torch.optim it is a stand-in. Otherwise it is `optimizer` itself with gradients of zero, and `after` undoes the step.
+        """
         if type(optimizer).__module__.startswith("torch.optim."):
             return _stand_in(optimizer)
         self._idle = Idle(optimizer)
@@ -252,7 +255,11 @@ class Guard:
     def _tell(
         self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None
     ) -> None:
-        """Report a step to the StepRecords `gates`. `params`: parameters whose gradients still exist after the step."""
+        """Report a step to the StepRecords `gates`, and once to each loss scale, unless the gradients come from forwards that used 1.
+
+        `found`: the overflow flag of the step. `overflow`: its value, None if the host has not read it. `params`: parameters whose
+        gradients still exist after the step.
+        """
         unused = set[int]()
         for gate in gates:
             gate.noted(optimizer).heard(found, overflow, params)
@@ -290,7 +297,7 @@ class Guard:
 def _stand_in(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer of the same class with no parameters and an empty state. It steps in place of `optimizer` and changes nothing.
 
-    Only for classes of torch.optim. No `step` of theirs looks up a group by index, except LBFGS's, and LBFGS never gets a stand-in.
+    Only for classes of torch.optim, whose `step` works without groups. LBFGS's does not, but its step has a closure and is undone instead.
     """
     idle = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
@@ -371,7 +378,7 @@ _BROUGHT: weakref.WeakKeyDictionary[LossScale, Brought] = weakref.WeakKeyDiction
 
 
 def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
-    """Add the states of the loss scales `scales` to `state`, an optimizer's state_dict, if one of the scales is dynamic."""
+    """Add the states of the loss scales `scales` to `state`, an optimizer's state_dict. Do nothing if no scale is dynamic."""
     groups = state.get("param_groups")
     if groups and any(scale.kind == "dynamic" for scale in scales):
         groups[0][KEY] = [scale.state_dict() for scale in scales]

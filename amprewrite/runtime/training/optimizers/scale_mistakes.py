@@ -121,9 +121,9 @@ def _name(value: Any) -> str:
 
 
 def _holder(weights: Sequence[Tensor]) -> Any:
-    """Return the nearest object that refers to one of the weights, maybe through containers, and has a method in `_METHODS`.
+    """Return the nearest object that refers to one of the weights, maybe through containers, and has a method such as `step` or `apply`.
 
-    The result is None if there is no such object. Torch optimizers and modules do not count.
+    It is likely an optimizer of another library. None if there is no such object. Torch optimizers and modules do not count.
     """
     seen: set[int] = set()
     ahead: list[Any] = list(weights[:_PROBES])
