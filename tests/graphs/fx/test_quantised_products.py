@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
+from amprewrite.graphs.fx.ops.wide_products import wide_linear
 from amprewrite.tables.formats import GRAD_IN, GRAD_WEIGHT, OUT, PRESETS
 
 PRESET = pytest.mark.parametrize("preset", RECIPES)
@@ -26,6 +27,27 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, preset: str, gemms: tuple
 def operands(rows: tuple[int, ...] = (4, 33), inner: int = 64, columns: int = 96) -> tuple[Tensor, Tensor, Tensor]:
     x, w, bias = torch.randn(*rows, inner), torch.randn(columns, inner) / 8, torch.randn(columns)
     return tuple(each.to(BF16).requires_grad_() for each in (x, w, bias))  # type: ignore[return-value]
+
+
+class Sink(torch.autograd.Function):
+    """What DDP puts behind a model under `find_unused_parameters=True`: a result that the loss does not read gets None, not zeros."""
+
+    @staticmethod
+    def forward(ctx, read: Tensor, unread: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return read.view_as(read), unread.view_as(unread)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+@pytest.mark.parametrize("preset", [*RECIPES, "wide"])
+def test_operands_of_a_product_that_no_loss_reads_get_no_gradient(preset: str) -> None:
+    x, w, bias = operands()
+    made = wide_linear(x, w, bias) if preset == "wide" else product(x, w, bias, preset)
+    Sink.apply(x.sum(), made)[0].backward()
+    assert x.grad is not None and w.grad is None and bias.grad is None
 
 
 @PRESET

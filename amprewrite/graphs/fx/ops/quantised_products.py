@@ -230,11 +230,12 @@ class _Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, history: Tensor, value: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return value.detach()
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
         return gradient, None
 
 
@@ -270,6 +271,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, x8: Quantised | None, w8: Quantised | None, recipe: Recipe,
         gemms: tuple[str, ...], transposed: bool,
     ) -> Tensor:  # fmt: skip
+        ctx.set_materialize_grads(False)  # a gradient of None, of a result that no loss reads, becomes no zeros (see `scale_ops._Cross`)
         ctx.recipe, ctx.gemms, ctx.transposed = recipe, gemms, transposed
         turned = [made.turned if made is not None and gemm in gemms else None for made, gemm in ((x8, GRAD_WEIGHT), (w8, GRAD_IN))]
         ctx.save_for_backward(x, w, *(part for each in turned for part in each or (None, None)))
@@ -277,7 +279,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if gradient is None:
+            return (None,) * 8
         x, w, x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         x8 = None if x_data is None else Scaled(x_data, x_scale)
         w8 = None if w_data is None else Scaled(w_data, w_scale)

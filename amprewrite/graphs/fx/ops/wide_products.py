@@ -39,12 +39,15 @@ def _rows_by(x: Tensor, w: Tensor) -> Tensor:
 class _Wide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # a gradient of None, of a result that no loss reads, becomes no zeros (see `scale_ops._Cross`)
         ctx.save_for_backward(x, w)
         return _rows_by(x, w)
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        if gradient is None:
+            return None, None
         x, w = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1]).to(x.dtype)
         in_ = (rows @ w.t()).reshape(x.shape) if ctx.needs_input_grad[0] else None
