@@ -86,7 +86,7 @@ def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
 
 
 def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
-    """Return `plans` without repeats: of plans with the same entry module, nodes, colours, edits and padding, only the first is kept.
+    """Return `plans` without repeats: of plans with equal entry module, nodes, colours, edits, pads and fp8 GEMMs, only the first is kept.
 
     The notes of the repeats are added to the plan that is kept. A rewrite can apply this plan to the graphs of the repeats as well.
     """
@@ -103,7 +103,7 @@ def _mode(plan: RegionPlan) -> str:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """Return a key that is equal for plans with the same entry module, nodes, colours, edits and padding; without nodes, a unique key.
+    """Return a key that is equal for plans with equal entry module, nodes, colours, edits, pads and fp8 GEMMs; without nodes, a unique key.
 
     Nodes whose value is a size (SymInt) instead of a tensor do not count, because a graph captured with fixed sizes has no such nodes.
     """
@@ -113,4 +113,5 @@ def _kind(plan: RegionPlan) -> object:
     nodes = (node for part in parts for node in part.nodes if node.dtype or node.role == "output")
     padded = (value.value for part in parts for value in part.pads.values)
     done = (edit for part in parts for edit in part.edits)
-    return plan.entry, *((node.name, node.op, node.inputs, node.colour, node.module) for node in nodes), *padded, *done
+    fp8 = ((each.node, gemm.gemm) for part in parts for each in part.quantised.products for gemm in each.gemms if gemm.fp8)
+    return plan.entry, *((node.name, node.op, node.inputs, node.colour, node.module) for node in nodes), *padded, *done, *fp8

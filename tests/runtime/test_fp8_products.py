@@ -405,6 +405,18 @@ def test_an_edited_plan_is_followed() -> None:
     assert plan.diff(amprewrite.rewrite(block, plan=again, example_inputs=(X,)).plan) == ""
 
 
+def test_a_plan_of_a_model_that_was_evaluated_first_keeps_fp8_in_the_backward() -> None:
+    block = Block()
+    amp = amprewrite.rewrite(block, dtype="bf16", products="fp8-all")
+    with torch.no_grad():
+        amp(X)
+    amp(X)
+    followed = amprewrite.rewrite(block, plan=amp.plan)
+    followed(X)
+    (found,) = quantised(followed)
+    assert [str(gemm) for gemm in found.of("linear_3").gemms] == ["out e4m3 x e4m3", "grad_in e5m2 x e4m3", "grad_weight e5m2 x e4m3"]
+
+
 def test_a_product_that_is_edited_to_fp32_reads_no_fp8() -> None:
     plan = amprewrite.plan(Block(), (X,), dtype="bf16", products="fp8-all")
     edited = plan.edit({"linear_1": "high"})
