@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
@@ -83,12 +82,11 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 @contextlib.contextmanager
-def outside_capture() -> Iterator[None]:
-    """Context manager for calling a compiler on real inputs, outside a capture.
+def outside_capture(shapes: Any) -> Iterator[None]:
+    """Context manager for calling a compiler on real inputs, outside a capture. `shapes` is a new `ShapeEnv`.
 
     The compiler takes the sizes of the inputs for constants, but not a number that the graph reads from a tensor, as by `x.item()`.
     """
-    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     with tracing(TracingContext(FakeTensorMode(shape_env=shapes, static_shapes=True))):
         yield
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from amprewrite.graphs.fx.captured import copy_graph
 from amprewrite.graphs.fx.node_facts import example_value, tensors
@@ -31,7 +32,7 @@ def for_each_size(backend: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def alone(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with outside_capture():
+        with outside_capture(ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)):
             return backend(module, inputs)  # type: ignore[no-any-return]
 
     def compile_for_sizes(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised to fp8.
 3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). All constants are judged by
    their values, even weights, because a file does not say which are learnt. `OneHot` is read as "one_hot", whose results are at most 1;
-   `op_of` would name it "scatter".
+   `op_of` would name it "scatter". The number that fills a `ConstantOfShape` is an attribute.
 4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
    is a number, a constant that varies along one dim at most (its root mean square counts), or a schedule: a value of one element that is
    computed without products, such as a step size. `loop` and `scan` have no summands; values that they pass between iterations are listed.
@@ -30,13 +30,12 @@ from amprewrite.ir.evidence.range_rules import added_values, has_offset, rows_ha
 from amprewrite.ir.evidence.summands import Factor, Summands, summands
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.formats import FP32
+from amprewrite.tables.ops.onnx_names import PLACES
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 """Attributes of Gemm that change the product, each with the value that leaves the product unchanged."""
-PLACES = {"ConstantOfShape": 0, "Scatter": 1, "ScatterElements": 1, "ScatterND": 1}
-"""Position of the operand that says where the numbers of a result go, by op type: a shape, or indices."""
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
