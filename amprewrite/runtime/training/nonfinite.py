@@ -92,7 +92,7 @@ def found_after_backward(params: Sequence[Tensor]) -> tuple[Tensor | None, Tenso
     with torch.inference_mode(False), torch.no_grad():
         if dense:
             infinities_to_nan(dense)
-        return _flag_for(kept), None if dense and recording(dense[0].device) else _flag_for(dense)
+        return _flag_for(kept), _flag_for(dense) if dense and not recording(dense[0].device) else None
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
