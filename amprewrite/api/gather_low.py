@@ -282,7 +282,7 @@ class LowGather:
 
 
 def full_gather(group: Any) -> Any:
-    """Return the all-gather of an FSDP group that sends all weights in fp32: FSDP's own, or the user's."""
+    """Return the object that gathers the weights of an FSDP group in fp32: FSDP's own or the user's, also if a LowGather replaces it."""
     found = group._all_gather_comm
     return found.inner if isinstance(found, LowGather) else found
 

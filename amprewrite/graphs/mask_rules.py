@@ -1,7 +1,7 @@
 """Find out whether numbers beyond the low format's range, such as -1e9 in a mask, may be clamped to ±max of the format (bf16 or fp16).
 
-The rules are the same for fx and ONNX. Each of them has a subclass of `MaskRules`, which gives the readers of a value (`Read` in
-`ir/evidence/range_rules.py`) and the operands of the op that makes a value.
+The rules are the same for fx and ONNX graphs. Each kind of graph has a subclass of `MaskRules`, which finds the ops that read a value
+(`Read` in `ir/evidence/range_rules.py`), and the operands of the op that makes a value.
 
 This file has special code for the `softmax` after a mask.
 """
@@ -64,14 +64,14 @@ class MaskRules(ABC, Generic[Value]):
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
-        """True if a low copy of `value` may clamp numbers beyond the range to ±max, because they belong to a mask.
+        """True if a cast of `value` to the low format should clamp numbers beyond its range to ±max, because they belong to a mask.
 
         `op`, of the kind `kind`, makes the value. `far` is True if a number among its arguments is beyond the range, `masks` if such a
-        number only blocks positions, and `beside` if an operand already holds numbers that may be clamped.
+        number only blocks positions, and `beside` if an operand of the op already holds such numbers of a mask.
 
-        The value may be a mask added to data, for example scores with blocked positions. It may be clamped if a softmax reads it, or if
-        the op only moves it, as a view does. Other arithmetic would compute with the wrong number ±max, which is finite, so that no
-        overflow would show the error.
+        Clamping is right if the op moves a mask, as `view` does, or fills a mask into a value that no matrix product reads; if the value
+        itself is a mask; or if a softmax reads the value, as it reads scores plus a mask. In other arithmetic ±max would be a wrong number,
+        and no overflow would show the error, because ±max is finite.
         """
         if kind not in (OpKind.CLEAR, OpKind.INFER) or not (masks or beside):
             return False

@@ -83,9 +83,9 @@ class Assignment:
 def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> Assignment:
     """Return the cheapest colours (low or high) of `open_nodes`, given the fixed colours of all other nodes in `colours`.
 
-    The search computes at most 500 cuts, and fewer for a large graph. If that is not enough, the best assignment found so far is returned.
-    Its `gap` is then above 0: a better assignment may save that much. Raises Contradiction if nodes that must share a colour are forced to
-    both colours.
+    The search solves at most 500 minimum-cut problems, fewer for a large graph. If that is not enough, the best assignment found so far is
+    returned. Its `gap` is then above 0: a better assignment may save that much. Raises Contradiction if nodes that must share a colour are
+    forced to both colours.
     """
     search = _Search(graph, colours, open_nodes, model)
     try:

@@ -360,10 +360,10 @@ class Session(GraphRewriter):
             self._left_out(entry, message, failure.place, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
-        """Warn that Dynamo ran original code in a call, unless this is expected, as for an entry without tensor ops.
+        """Warn that Dynamo ran original code in a call of a module (`entry`), unless this is expected, as for a module without tensor ops.
 
-        If no graph of the entry's own ran, make the next call capture anew, at most FRESH_STARTS times.
-        `ran`: the rewritten graphs that ran in the call. `said`: Dynamo's reasons, or "".
+        If no graph of the module itself ran, make its next call capture anew, at most FRESH_STARTS times in a row.
+        `ran`: the rewritten graphs that ran in the call, of its submodules, too. `said`: Dynamo's reasons, or "".
         """
         switched_off = dynamo.why_switched_off()
         own = any(region.place == entry.place for region in ran)

@@ -4,8 +4,8 @@
 2. Look up a mask: if a mask depends on sizes alone, compute it once for each set of sizes, and find out then if it can be dropped.
 3. Look at a mask: read the elements of a boolean CPU mask in every call, and drop the mask if its elements allow that.
 4. Group heads: if keys and values are repeated for several heads, let the call read the original ones, with `enable_gqa`.
-5. Make a mask contiguous, because fused kernels need that: copy the mask, or the earlier value whose memory layout it inherits. Results of
-   the graph share memory as before.
+5. Make a mask contiguous, because fused kernels need that: copy the mask, or the tensor from which it gets its strides. Views of that
+   tensor that the graph returns stay views of the original.
 
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)

@@ -1,13 +1,13 @@
 """Build loss scaling into a training graph: gradients are scaled inside it, and unscaled wherever the user can see them.
 
 1. The graph gets two more inputs, the scale of this forward and its inverse: 0-dim fp32 tensors, on an accelerator if the graph uses one.
-2. Some nodes of the graph count as outside: their gradients are not scaled. These nodes are inputs, writes to the memory of inputs, hooks
-   on inputs (also on the result of an op that returns its input itself), values that the graph returns directly, not as copies
-   (`graphs/fx/read/leaving.py`), ops whose backward is user code, and fp32 ops that only lead from such nodes to results.
+2. Some nodes of the graph count as outside: their gradients are not scaled. These nodes are inputs, writes to their memory, hooks on them
+   (also on the result of an op that returns its input itself), values that the graph returns directly, not as copies
+   (`graphs/fx/read/leaving.py`), ops whose backward is user code, and fp32 ops that only lead from these to results (such as a loss).
 3. Where a value from inside is read outside, a `scale_gradient` is inserted. In the backward it multiplies the gradient by the scale.
-4. Where a value from outside is read inside, its cast becomes a `cast_in`, or an `unscale_gradient` is inserted. Both return the gradient
-   in fp32, times the inverse. If the memory of the value is written, readers before and after a write have separate nodes. Otherwise one
-   node serves all readers.
+4. Where a value from outside is read inside, its cast becomes a `cast_in`, or an `unscale_gradient` is inserted. In the backward both
+   multiply the gradient by the inverse, in fp32. One `unscale_gradient` serves all readers of a value, but if the value is written in
+   place, readers before and after the write have separate ones.
 5. A hook on a tensor inside is called with the unscaled gradient.
 6. An activation checkpoint may count as outside. Its body is then scaled as a separate graph, with fp32 inputs and results, and takes the
    scale as an input.

@@ -63,9 +63,9 @@ def _launches(node: Node) -> bool:
 
 
 def group_weights(module: torch.fx.GraphModule) -> None:
-    """Edit `module` in place: one `cross_together` node for each group of small weights casts them and unscales their gradients.
+    """Edit `module` in place: one new `cross_together` node for each group of small weights casts them and unscales their gradients.
 
-    It replaces the nodes that did this for each weight. The nodes of weights in a very small group stay.
+    The nodes that did this for single weights are erased, except casts on a CPU. A weight in no group (`_groups`) keeps its nodes.
     """
     graph, openings = module.graph, transform_openings(module.graph)
     inverse = next((node for node in graph.find_nodes(op="placeholder") if node.target == INVERSE), None)
@@ -97,10 +97,10 @@ def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
 
 
 def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
-    """Yield (format, group) for each group of small fp32 weights. A group lists, for each weight, the nodes that cast or unscale it.
+    """Yield (dtype, group) for each group of small fp32 weights. A group lists, for each weight, its casts and `unscale_gradient` nodes.
 
-    The format is the dtype of the low-precision copies that the group makes. A group that makes no copies only unscales gradients: its
-    format is fp32 if only casts read its weights, and None if other ops read them in fp32.
+    `dtype` is the dtype of the low copies that the group's new node makes. If it makes none, it only unscales gradients: `dtype` is None
+    if other ops read the weights in fp32, and fp32 if only casts do, which stay on a CPU. Groups too small to pay off are left out.
     """
     every = list(module.graph.nodes)
     stretch = dict(zip(every, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in every), strict=True))

@@ -50,7 +50,7 @@ class SplitLosses(Pass[Target, EditedGraph]):
 
 
 def _large(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the calls of cross_entropy to split: with many logits, in one row for each target, outside of torch.func transforms."""
+    """Return the cross_entropy calls to split: with 2-dim logits of at least FROM_BYTES in fp32, and outside of torch.func transforms."""
     losses = graph.find_nodes(op="call_function", target=torch.nn.functional.cross_entropy)
     apart = transformed_nodes(graph) if losses else set()
     return [node for node in losses if node not in apart and _qualifies(named_arguments(node))]

@@ -122,11 +122,11 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
 
 
 def _closed(unit: Pattern, writes: Sequence[tuple[Node, int]], switches: Sequence[Node]) -> bool:
-    """True if one call at the end of a pattern computes the same: no node outside reads its intermediate values, and none inside writes.
+    """True if one call at a pattern's end can replace its nodes: none of them writes in place, and no other node reads their inner results.
 
-    No node writes to the operands between the first node of the pattern and its end, nor, if gradients are recorded, to the operands or
-    the result afterwards. If gradients are recorded, all nodes record them: none of `switches`, which turn gradients on or off, stands
-    in between. `writes` has a pair (node, memory that it writes) for each write of the graph.
+    The call reads the operands later, so nothing may write to them between the first node and the end. If the result requires a gradient,
+    nothing may write to operands or result after the end, as backward reads them, and none of `switches`, which turn gradients on or off,
+    may be in between. `writes` has a pair (node, storage) for each write of the graph.
     """
     unit.inside.discard(unit.end)
     members = unit.inside | {unit.end}

@@ -97,7 +97,7 @@ def _memory(pairs: list[tuple[Any, Any]]) -> dict[int, set[int]]:
 
 
 def _moved_attribute(module: torch.fx.GraphModule, body: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node:
-    """Give the outer `module` the attribute that `node` reads in `body`, a subgraph or a constant. Return a new node that reads it."""
+    """Store the constant or subgraph that `node` reads from `body` in the outer `module`. Return a new node that reads it there."""
     held: Any = body
     for part in str(node.target).split("."):
         held = getattr(held, part)

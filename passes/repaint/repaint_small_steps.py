@@ -181,9 +181,9 @@ class _Sums:
                 yield name, replace(way, branch=branch, small=small)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
-        """True if a path from the later sum `to` back to an earlier sum may pass `node`: an elementwise op, or an op that moves elements.
+        """True if a path back from the later sum `to` to an earlier sum may contain `node`: it must be elementwise, or move elements.
 
-        An op of kind INTERNAL counts as elementwise if its result has as many elements as `to`.
+        An op whose kernel computes in fp32 (`OpKind.INTERNAL`) counts as elementwise if it returns as many elements as `to`, unlike `mean`.
         """
         if node.role != "op" or is_product(node) or node.op in self.ends or node.name in self.problem.repeated:
             return False

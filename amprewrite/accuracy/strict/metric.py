@@ -2,10 +2,10 @@
 
 1. *Relative L2 error* of all floating outputs together; over batches, its root mean square.
 2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, of the softmax of the logits from that of the fp32 logits. To second order it
-   is half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ is Fisher's information (Kullback 1959). So backward passes
-   can estimate the error of each rounding also here: the vectors v = √p·s − p·(√p·s) with random signs s have the covariance F.
-3. A function of (fp32 output, output) that returns a number. The errors of single roundings cannot be estimated for a function. So the
-   relative L2 error selects the candidate plans, and the function measures their errors.
+   is half of δᵀ F δ, where δ is the error of the logits, p the fp32 probabilities, and F = diag(p) − p pᵀ (Kullback 1959). So backward
+   passes that start with random gradients of covariance F, √p·s − p·Σ(√p·s) with random signs s, can estimate the error of each rounding.
+3. A user's function of (fp32 output, output) that returns a number. It allows no such estimate for single roundings. So the relative L2
+   error selects the candidate plans, and the function measures their errors.
 """
 
 from __future__ import annotations

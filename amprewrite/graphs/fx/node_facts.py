@@ -568,7 +568,7 @@ Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`: `user` itself, or the op that opens a transform around `user`.
 
-    A copy inside a torch.func transform would get its level. So the copy goes before the outermost transform that is around `user` alone.
+    A copy in a torch.func transform would belong to the transform. So it goes before the outermost transform around `user` but not `value`.
     """
     around = openings.get(value, ())
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)

@@ -58,7 +58,7 @@ class ConstantRead:
     constant: str
     reader: str
     follows: str
-    """Name of the op whose format the constant must have: the reader, or the op that reads the result of the reader."""
+    """Name of the op whose format the constant must have: the reader or, if it only compares, the op that makes the compared value."""
     loss: Loss | None = None
     """The error of the constant in the low format; None if it is no larger than one rounding."""
     summand: bool = False

@@ -77,8 +77,8 @@ def means_mask(constant: float) -> bool:
 def bound_fits(bound: float, lower: bool, low: Format) -> bool:
     """True if a bound, such as an argument of clamp, may be clamped to the range of `low` without a change of the result.
 
-    A lower bound (`lower` is True) may be clamped unless it is above the range. Below the range it changes no low value, clamped or not.
-    The reverse holds for an upper bound.
+    A lower bound (`lower` is True) may be clamped unless it is above the range. A lower bound below the range, such as -1e9, changes no low
+    value, and neither does -max in its place. The reverse holds for an upper bound.
     """
     return bound <= low.max if lower else bound >= -low.max
 
@@ -203,9 +203,9 @@ def near_the_end(largest: float, low: Format) -> bool:
 
 
 def added_values(graph: OpGraph) -> dict[str, bool]:
-    """Return {name: True if the sums reach only softmaxes} for the values that ops of `graph` add or subtract.
+    """Return the values that ops of `graph` add or subtract, as {name: True if all sums with this value lead only to softmaxes}.
 
-    For example, the sums of attention scores and a bias reach only a softmax. A view of a value counts as the value.
+    For example, a bias that is only added to attention scores has True. If a view is added, the value that it views is in the result.
     """
     scores: set[str] = set()
     for node in reversed(list(graph)):  # readers before makers, so that one pass suffices

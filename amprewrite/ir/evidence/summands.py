@@ -55,9 +55,9 @@ def summands(
 ) -> dict[str, Factor]:
     """Return {name of a summand: its factor} for a call of `op` with the arguments `given`; {} if the call is not known to be linear.
 
-    `factor(argument, use)` returns an argument as a Factor; None if it is no factor. The use is "" to multiply by it, "divided by"
-    to divide by it, or "rest" to multiply by one minus the argument. `name(argument)` returns the name of a tensor; "" for other arguments.
-    `scale` is the number by which the op multiplies its second summand, such as `alpha` of `add`.
+    `factor(argument, use)` returns the factor that an argument gives to a summand: the argument itself for the use "", its reciprocal for
+    "divided by", and one minus the argument for "rest"; None if it is data, not a number or a step size. `name(argument)` returns the name
+    of a tensor; "" for other arguments. `scale` is the number by which the op multiplies its second summand, such as `alpha` of `add`.
     """
     first, second, third = (*given[:3], None, None, None)[:3]
     one, minus = Factor(), Factor(-1.0)

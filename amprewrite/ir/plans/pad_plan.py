@@ -17,7 +17,7 @@ KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
 
 
 def extents(factors: Factors) -> tuple[int, int]:
-    """Return (extent without padding, extent with padding) of a dim: the products of these extents over its axes, `factors`."""
+    """Return (size without padding, size with padding) of the dim with the axes `factors`: (300, 312) for ((3, 3), (100, 104))."""
     return math.prod(n for n, _ in factors), math.prod(m for _, m in factors)
 
 

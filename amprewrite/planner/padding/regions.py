@@ -152,15 +152,15 @@ class Regions:
                 self.group.join(slot, slots[0])
 
     def _fixed(self, call: Call, size: int) -> int:
-        """Return a new axis of a fixed extent, such as a number of chunks or gates, which `call` must not pad."""
+        """Make a new axis of `size` elements that `call` must not pad, such as the 4 gates in the weight of an LSTM. Return its id."""
         axis = self.axes.new(size)
         self.fixed[call.name].append(axis)
         return axis
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """Return the yes-or-no variable of the cut that decides if a dim is padded along `axis`; None if the dim must not be padded.
+        """Return the variable of the minimum cut that says if a dim is padded along `axis`; None if it must not or need not be padded.
 
-        `call`, `slot` (the name of an operand or the index of a result) and `dim` select the dim.
+        `call`, `slot` (an operand's name or a result's index) and `dim` select the dim. `axis` is one of the axes of which it consists.
         """
         if (call, slot, dim) not in self.group.parent or self.axes.find(axis) not in self.extent:
             return None

@@ -127,9 +127,9 @@ def zero_keeping(contents: Contents) -> Content:
 
 
 def all_zero(why: str) -> Callable[[Contents], Content]:
-    """Return a content rule that requires zeros in the padding of all operands, and raises Hazard for other numbers, with reason `why`.
+    """Return a function for `Rule.content` of an op that accepts only zeros in the padding of its operands.
 
-    A content rule computes the numbers in the padding of a result from the numbers in the padding of the operands.
+    The function returns 0.0, the number in the padding of the result. For other padding it raises Hazard with the reason `why`.
     """
 
     def content(contents: Contents) -> Content:

@@ -304,9 +304,9 @@ class GraphRewriter(CallRecord):
         return any(each.outdated for each in graphs)
 
     def _overflowed(self) -> str | None:
-        """Return in words where a value first overflowed in the training step that loss scaling now skips; None if the place is not found.
+        """Describe, for a message, where the training step that loss scaling skips first had inf or NaN; None if the place is not found.
 
-        Also ask for a check of the weights before the next call of the model (`look_at_weights`).
+        The cause may be a weight outside the low format's range. So also have the weights checked before the next call (`look_at_weights`).
         """
         self.schedule.due = True
         graphs = [(region.plan, region.module) for region in self.last]

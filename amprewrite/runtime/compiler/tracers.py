@@ -34,7 +34,7 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 class WantsOneGraph(CaptureError, Unsupported):
-    """Raised if Dynamo may not break its graph at a rewritten model. It is also an Unsupported, which Dynamo passes on unchanged."""
+    """Raised if `fullgraph=True` or torch.export forbids the graph break that a rewritten model needs. Dynamo passes an Unsupported on."""
 
 
 def undisturbed() -> bool:

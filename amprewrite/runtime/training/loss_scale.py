@@ -184,7 +184,7 @@ class LossScale:
 
     @property
     def number(self) -> float:
-        """The scale after all optimizer steps so far, even while forwards use 1 instead. Reading it causes a host sync."""
+        """The scale, updated by all optimizer steps so far. Unlike `value`, it is not 1 while no optimizer is known. Causes a host sync."""
         self.apply_pending()
         return self._scale.item()
 

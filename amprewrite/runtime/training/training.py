@@ -253,7 +253,7 @@ class StepGate(StepRecord):
         self._unguarded, self.loss_scale.withheld = 0, False
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Guard `optimizer` (see `attach`) if hooks can skip its steps and it owns parameters of this model."""
+        """From now on, skip steps of `optimizer` that overflow (see `attach`), if hooks can do so and it owns parameters of this model."""
         if optimizer in self._guarded or not self.loss_scale.enabled or not can_be_guarded(optimizer):
             return
         first = next(iter(self.parameters()), None)

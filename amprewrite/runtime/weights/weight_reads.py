@@ -187,8 +187,8 @@ def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) ->
 def _readable(tensor: Tensor) -> Tensor | None:
     """Return the part of a tensor that this process can read without other ranks; None if there is none.
 
-    The part is the whole tensor, or the local shard of a DTensor. A shard can prove that a weight is too large, but not that it fits.
-    The result is None, for instance, if FSDP has freed the memory of the weight.
+    The part is the whole tensor, or the local shard of a DTensor. If a shard fits the low format, the weight may still be too large: other
+    shards may hold larger numbers. The result is None, for instance, if FSDP has freed the memory of the weight.
     """
     part = local_part(tensor)
     plain = type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and part.device.type != "meta"

@@ -1,18 +1,18 @@
-"""Find attention calls that would be faster with different operands: key and value heads before their repetition, or a contiguous mask.
+"""Find attention calls that would be faster with other operands: the original key and value heads, not repeated, or a contiguous mask.
 
 Some calls read a copy of the key and value heads for each query head, although the kernel can read the original heads.
 
     keys = keys[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)         n copies of each of h heads
 
 Models of the transformers library repeat heads if they have a mask, and otherwise pass `enable_gqa=True`
-(integrations/sdpa_attention.py). During capture they have a mask, so captured graphs repeat heads.
+(integrations/sdpa_attention.py). A model that is being captured usually makes a mask, so captured graphs repeat heads.
 
 This file looks for the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`. It does not look for `view`, because a
 view cannot merge the copies.
 
 Some masks are not contiguous along their last dim.
 
-    bias = table(buckets).permute(2, 0, 1)          in memory, (head + 1, query, key) follows (head, query, key)
+    bias = table(buckets).permute(2, 0, 1)          heads lie side by side in memory, keys do not
     scaled_dot_product_attention(q, k, v, where(allowed, bias, lowest))
 
 Fused GPU kernels take no such mask (`check_last_dim_stride_equals_1_dense`, ATen/native/transformers/sdp_utils_cpp.h). Attention then
@@ -58,7 +58,7 @@ class Way:
 
     @property
     def heads(self) -> torch.fx.Node:
-        """The node that computes the original heads, which these ops repeat."""
+        """The node that computes the original heads, which the ops of this `Way` repeat."""
         return self.lined.all_input_nodes[0]
 
     @property
@@ -70,7 +70,7 @@ class Way:
 def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way, Way]]:
     """Return {attention call: (ops that repeat its key heads, ops that repeat its value heads)}.
 
-    The calls are all that could read the heads before their repetition, with `enable_gqa=True`.
+    The result has only calls that could read the original heads instead of the repeated ones, with `enable_gqa=True`.
     """
     apart = transformed_nodes(graph)
     changing = written_memory(graph)

@@ -120,9 +120,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
         A constant argument does not fit if it would become zero in an op for which zero matters, such as `div`, or if it exceeds the range
-        and may not be clamped to ±max. A factor does not fit if it scales an ordinary activation (`_ORDINARY`, 64) beyond the range, or a
-        value of 1 below the smallest normal number, where bits are lost. An operand does not fit if it holds constants beyond the range and
-        an op may compute with them, instead of using them as a mask.
+        and may not be clamped to ±max. A factor does not fit if an ordinary activation (`_ORDINARY`, 64) times it exceeds the range,
+        or if 1 scaled by the factor is below the smallest normal number, where bits are lost. An operand does not fit if it holds constants
+        beyond the range and an op may compute with them, instead of using them as a mask.
         """
         low = self.low
         for constant in _constants(fact.node):
@@ -155,7 +155,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return all(bound_fits(bound, lower, self.low) for bound, lower in _bounds(fact.op, fact.node) if isinstance(bound, float))
 
     def may_saturate(self, fact: Fact, facts: Mapping[torch.fx.Node, Fact]) -> bool:
-        """True if a low copy of the op's result may clamp numbers beyond the range to ±max, because they belong to a mask."""
+        """True if a low copy of the op's result should clamp numbers beyond the range to ±max, because they belong to a mask."""
         if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
             return self._may_be_mask(fact.node)
         if fact.role != "op" or fact.dtype != "fp32" or fact.row is None or fact.node in self.computed_with:

@@ -73,10 +73,10 @@ MASK, CAUSAL = (3, "attn_mask"), (5, "is_causal")
 def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.Node]) -> dict[torch.fx.Node, Edit]:
     """Return, for each attention call of `graph` that may run without its mask, the edit that makes this possible.
 
-    A mask that depends on fixed sizes alone is dropped if it is causal or allows all positions. For a mask that depends on symbolic sizes
-    alone, this is found out once for each size that occurs. Any other boolean mask on a CPU is checked in each call. A call that needs its
-    mask is not in the result. In the body graph of a checkpoint, `around` maps each input to its value in the outer graph; otherwise it is
-    {}.
+    A mask that depends on fixed sizes alone is dropped if it is causal or allows all positions. If a mask depends on symbolic sizes alone,
+    the edit makes the rewritten graph test the mask once for each new set of sizes. For any other boolean mask on a CPU, the graph tests
+    the mask in each call. Other calls get no edit. In the body graph of a checkpoint, `around` maps each input to its value in the outer
+    graph; otherwise it is {}.
     """
     found: dict[torch.fx.Node, Edit] = {}
     for mask, calls in mask_readers(graph).items():

@@ -44,7 +44,7 @@ def recording(device: torch.device) -> bool:
 
 
 class Recorded:
-    """Keeps the tensors in the attributes `names` of `owner`, a loss scale, at fixed addresses, so that CUDA graphs can update them.
+    """Updates the tensors in the attributes `names` of a loss scale (`owner`) in place, because recorded CUDA graphs need fixed addresses.
 
     `mailbox`, a 0-dim fp32 tensor, holds the overflow flag of a step until `apply_pending` updates these tensors by the flag. It holds -1
     while no flag waits.

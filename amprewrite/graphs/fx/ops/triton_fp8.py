@@ -123,7 +123,7 @@ def format_of(dtype: torch.dtype) -> tuple[float, float, float, object]:
 
 
 def cast_rows(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return (dense `matrix`, scaled by rows and cast to `dtype`; a column with the fp32 scale of each row).
+    """Cast a contiguous `matrix` to the fp8 format `dtype`, each row with its own scale. Return (fp8 matrix, column with the fp32 scales).
 
     The amax of a row counts as `smallest` at least. With `power_of_two`, scales are rounded down to powers of two.
     """

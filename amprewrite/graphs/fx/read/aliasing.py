@@ -208,7 +208,7 @@ def _strides_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _runs_as_python(node: torch.fx.Node) -> bool:
-    """True if capture may run the op of `node` as Python code in place of PyTorch's own code, so that its result may share other memory."""
+    """True if capture may run Python code in place of the op's own code, so that its result may alias other tensors than in eager mode."""
     packet = getattr(torch.ops.aten, op_name(node.target), None) if node.op in ("call_function", "call_method") else None
     return packet is not None and any(_PYTHON in getattr(packet, name).py_kernels for name in packet.overloads())
 

@@ -1,7 +1,7 @@
 """Read magnitudes, offsets (large means) and scaling factors of the weights of a captured graph. No sample data is needed.
 
-`read_counts` finds the products that multiply counts, such as positions and lengths (`ir/evidence/counts.py`). It has special code for
-`setitem`, whose operands have no names.
+`read_counts` finds the products that multiply counts, such as positions and lengths (`ir/evidence/counts.py`). It knows indices by the name
+of their argument. `x[i] = y` (`setitem`) has special code, because it passes i and y without names.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
     all rows have in common counts, too. The host waits once for each device.
 
-    A weight whose sum feeds a norm is no exception: the norm removes an offset and its gradient, so training gives this weight none. A
-    buffer that is added to attention scores counts, too, if the low format would round its numbers: it is no mask but a table of positions.
+    Weights that are added in front of a norm are checked, too. Training gives them no offset, because the norm removes it and its gradient.
+    A buffer that is added to attention scores counts, too, if the low format would round it: it is no mask but a table of positions.
     """
     found, looked_up = added_values(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
@@ -159,11 +159,11 @@ Counts = Mapping[torch.fx.Node, Count]
 
 
 def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Count | None]) -> None:
-    """Mark the matrix products of a captured graph that multiply counts, which a low format would round, so that they stay fp32.
+    """Mark the matrix products of a captured graph that must stay fp32, because a low format would round whole numbers that they multiply.
 
-    A count is a value made of whole numbers, such as positions and lengths (rule 1 in `ir/evidence/counts.py`). Sets the field `counted` of
-    these products in the problem's graph, and `captured.counts` to the `Count` of every value. Nothing is set for a graph without products
-    and body graphs. The other arguments are those of `find_counts`.
+    Such numbers are positions, for example (`ir/evidence/counts.py`). The mark is the field `counted` of the product in the op graph. Also
+    set `captured.counts`, the `Count` of every value. Without products and body graphs there is nothing to mark, and nothing is set.
+    `inputs` and `handed` are described in `find_counts`.
     """
     graph = captured.module.graph
     if any(node.flops for node in captured.problem.graph) or any(map(is_opaque, graph.nodes)):
@@ -212,10 +212,10 @@ def _learns(*values: Any) -> bool:
 
 
 def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
-    """Return the `Count` of each constant of `held`, from its values.
+    """Read the constants in `held`, {node: value}. Return the `Count` of each: whether it holds only whole numbers, and how large they are.
 
-    LARGE: whole numbers, some above EXACT, so that a low format may round them. WHOLE: smaller whole numbers. SMALL: fractions and
-    unknown values.
+    LARGE: all are whole numbers, and one exceeds 256 (EXACT), so that a low format may round it. WHOLE: all are whole numbers up to 256.
+    SMALL: some have fractions, or the values are unknown.
     """
     asked = dict[torch.fx.Node, Tensor]()
     with torch.no_grad(), unselected():
@@ -256,7 +256,7 @@ def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
 
 
 def _numbers_read(node: torch.fx.Node, op: str) -> Any:
-    """Return the arguments whose numbers enter the result: not x and i of `x[i] = y`, the shape of `full`, the x of `x.new_tensor(y)`."""
+    """Return the arguments whose numbers may enter the result: all, but only y of `x[i] = y` and `x.new_tensor(y)`, the value of `full`."""
     if op == "setitem":
         return node.args[2:]
     if op in UNIFORM & FILLS:

@@ -328,9 +328,9 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
     """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values: remove the pins that force these ops to fp32.
 
-    An op such as softmax loses its pin if three conditions hold: it is of kind INTERNAL (its kernel computes in fp32), the lists have the
-    rule "cost" (the default planner), and every reader of its fp32 result casts the result to a dtype taken from another tensor, so that
-    no reader uses fp32's additional bits. A conversion `x.float()` loses its pin if every reader is such an op or such a cast.
+    The kernel of such an op (kind INTERNAL) computes in fp32 also for low operands, so it needs no `.float()`. The op loses its pin if the
+    default planner is in use (rule "cost"), and every reader of its fp32 result casts it to another tensor's dtype, as `.to(x.dtype)` does.
+    A conversion `x.float()` loses its pin if every reader is such an op or such a cast.
     """
 
     def internal(fact: Fact) -> bool:

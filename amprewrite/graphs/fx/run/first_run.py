@@ -134,9 +134,9 @@ def _is_low(node: torch.fx.Node) -> bool:
 def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, **options: Any) -> Any:
     """Return `checkpoint(body, *operands)`, without saving the operands at the positions `state` (ascending), which the model holds.
 
-    These operands are passed in a tuple. PyTorch saves no tensor inside a tuple, but it finds the devices of the tensors there, and saves
-    the random states of these devices. A reentrant checkpoint gives gradients to direct operands only. So a tensor that requires a
-    gradient stays a direct operand there.
+    These operands are passed in one tuple: PyTorch does not save the tensors in a tuple, but does save the random states of their devices.
+    A reentrant checkpoint passes no gradients to tensors in a tuple. So with `use_reentrant`, operands that require gradients are passed
+    directly, and saved.
     """
     held = tuple((place, operands[place]) for place in state if not (use_reentrant and operands[place].requires_grad))
     apart = {place for place, _ in held}

@@ -82,9 +82,9 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """Return the key of a call in the price file: the call as text, such as "torch.add(bf16[8], 1) bf16". `fmt` replaces fp32.
+    """Return the key of the call `node` in the price file: the call in `fmt` as text, then `fmt`, as in "torch.add(bf16[8], 1) bf16".
 
-    The key is "" if a node among the arguments is no strided tensor, because such a call cannot be made alone.
+    fp32 tensors are listed in `fmt`. The key is "" if a node among the arguments is no strided tensor: such a call cannot be made alone.
     """
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"

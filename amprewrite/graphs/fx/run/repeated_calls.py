@@ -72,7 +72,7 @@ def _order(tensor: torch.Tensor) -> Hashable:
 
 
 class Alike:
-    """Compares op calls of one graph. Calls with the same op, plain arguments, and dtypes and layouts of tensors get equal keys (`key`)."""
+    """Compares op calls of a graph: `key` is equal for calls with the same op, plain arguments, and dtypes and layouts of tensors."""
 
     def __init__(self, layout: Callable[[torch.Tensor], Hashable] = _sizes) -> None:
         """`layout` returns the part of the sizes and strides of a tensor that must be equal in calls that are alike."""

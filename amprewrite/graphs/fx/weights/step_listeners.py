@@ -16,7 +16,7 @@ Listener = Callable[[Optimizer], None]
 
 
 class StepListeners:
-    """Calls bound methods at each step of any optimizer. `register` is PyTorch's function that registers a hook on all such steps."""
+    """Calls bound methods at each step of any optimizer. `register` is PyTorch's `register_optimizer_step_pre_hook` or `..._post_hook`."""
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
         self._register, self._hook = register, None

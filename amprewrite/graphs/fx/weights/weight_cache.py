@@ -1,12 +1,12 @@
 """Keep low copies of weights longer than one call: for a block of calls, or until an optimizer steps.
 
-PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. So by default
-no copies are kept.
+PyTorch does not count every write to a weight: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. A kept
+copy may then be out of date without notice, so by default no copies are kept.
 
-1. Outside of a block every weight is cast where a graph reads it (`passes/lower/hoist_weight_casts.py`).
-2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open a block; the block of `cache_weights="step"` never closes.
+1. Without a block, each call casts every weight anew, where a graph reads it (`passes/lower/hoist_weight_casts.py`).
+2. Copies are kept while a `Block` is open: during `frozen_weights()` and `generate()`, and always with the option `cache_weights="step"`.
 3. A kept copy is dropped if PyTorch counted a write to its weight, if an optimizer stepped it, or if the user calls `weights_changed()`.
-4. To find writes that PyTorch does not count, copies are compared with their weights: a few rows at a call, each copy at a block's end.
+4. Uncounted writes are found by comparing copies with weights: some rows of a few copies in a call, every copy when a block closes.
 
 All of this is one file because copies, the blocks that keep them and the events that drop them share one lock.
 """

@@ -387,7 +387,7 @@ def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
 
 
 def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
-    """Return the largest relative L2 error of a constant or of a slice along its first or last axis. `error` holds its errors."""
+    """Return the relative L2 error of `values` or of their worst slice along the first or last axis. `error` has the error of each one."""
     square_error, square = error.astype(np.float64) ** 2, values.astype(np.float64) ** 2
     axes = [None] if values.ndim < 2 else [None, tuple(range(1, values.ndim)), tuple(range(values.ndim - 1))]
     worst = 0.0

@@ -330,7 +330,7 @@ class _Reader:
             graph.nodes[name] = replace(graph[name], pinned=graph[name].pinned or (Colour.HIGH, Reason.CONSTANT, text))
 
     def saturates(self, operands: Iterable[Operand]) -> bool:
-        """True if one of `operands` may hold mask numbers that the low format clamps."""
+        """True if one of `operands` may hold mask numbers beyond the low format's range, which a low copy clamps to ±max."""
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:

@@ -6,8 +6,8 @@ There are two kinds of optimizers:
    step gets the result of the closure. A step that overflows is skipped like a step without a closure.
 2. `step` may read gradients or change weights before it calls the closure (SAM, MeZO, extragradient), or call it several times (LBFGS). So
    the closure runs when the step calls it. If gradients overflow, all are set to zero, so that no later forward of this step runs on NaN
-   weights and keeps NaN statistics; zeros also end a line search. After the step weights, state and settings are restored. This takes a
-   copy of the weights and of the state at each step.
+   weights and keeps NaN statistics; zeros also end a line search. When the step has ended, its changes are undone: the optimizer's weights,
+   state and settings are restored from copies that are made before each step.
 
 The kind is found in the source code of `step`. An optimizer without source code is of the second kind.
 """

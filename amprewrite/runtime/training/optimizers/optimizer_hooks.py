@@ -87,7 +87,7 @@ class Guard:
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def add(self, gate: StepRecord) -> None:
-        """Guard the optimizer for one more model, whose StepRecord is `gate`. If the optimizer's checkpoint has a loss scale, load it."""
+        """From now on, check gradients for the model of `gate` before a step. If the optimizer's checkpoint has a loss scale, load it."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
         self.resume()
@@ -118,7 +118,7 @@ class Guard:
         self.resume()
 
     def remove(self, gate: StepRecord) -> None:
-        """Stop guarding the optimizer for the model of `gate`."""
+        """Undo `add`: stop checking gradients for the model whose StepRecord is `gate`."""
         for ref in [each for each in self._refs if each() is gate]:
             self.drop(ref)
 
@@ -246,7 +246,7 @@ class Guard:
         self._tell(self.gates(), optimizer, kept, closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
-        """Record whether the latest step was skipped (a bool, or an overflow flag on the device), and store the answer in `wrappers`."""
+        """Record if the latest step was skipped (bool or overflow flag). Store it in `wrappers` of the optimizer, such as accelerate's."""
         self._latest = skipped
         for wrapper in wrappers:
             tell(wrapper, self.skipped)
@@ -327,7 +327,7 @@ _MOST = 12
 def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
     """Return the stack frame of the running `step` (torch.optim's wrapper of it), then the frames of its callers. Call this from a hook.
 
-    Returns [] if another `step` of the same optimizer, such as a subclass's, called this step: then its hooks have run already.
+    Returns [] if another `step` of the same optimizer called this one, as with `super().step()`: only the outer step's hooks must act.
     """
     frame = hook = sys._getframe(1)
     code = getattr(type(optimizer).step, "__code__", None)
