@@ -299,6 +299,28 @@ def test_deepcopy_of_a_part_that_is_parametrized_runs_the_weights_of_the_copy(gr
         assert part(x).any() and not twin(x).nan_to_num().any()
 
 
+class WithState(nn.Linear):
+    """A linear layer that copies all its attributes but one, as classes with a cache or a lock do."""
+
+    def __getstate__(self):
+        return {**self.__dict__, "cache": None}
+
+
+@pytest.mark.filterwarnings("ignore:Sequential has code that runs as it is written")  # an LSTM runs apart from compiled graphs
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("part", [lambda: nn.LSTM(8, 8), lambda: WithState(8, 8)], ids=["lstm", "own state"])
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_part_whose_class_copies_itself_runs_the_weights_of_the_copy(part, again, backend):
+    amp, x = low(nn.Sequential(part()), backend=backend), torch.randn(4, 8)
+    amp(x)
+    twin = again(amp[0])
+    with torch.no_grad():
+        for each in twin.parameters():
+            each.zero_()
+    results = [result[0] if isinstance(result, tuple) else result for result in (amp[0](x), twin(x))]
+    assert results[0].any() and not results[1].any()
+
+
 def test_shallow_copy_shares_parameters_and_stays_rewritten():
     amp = low(mlp())
     twin = copy.copy(amp)

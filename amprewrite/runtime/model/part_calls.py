@@ -40,6 +40,15 @@ FORWARD = "_amprewrite_forward"
 """Name of the attribute that keeps a `forward` that was set on the instance before the rewrite."""
 
 
+_COPYING = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+"""Names of the methods by which a class copies its objects in a way of its own."""
+
+
+def copies_itself(cls: type[nn.Module]) -> bool:
+    """True if the class `cls` copies its modules in a way of its own."""
+    return any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _COPYING)
+
+
 def call_as_part(session: Session, path: str, module: nn.Module) -> None:
     """Redirect calls of `module`, which is at `path` in a rewritten model, to `session`, which runs captured graphs."""
     module._compiled_call_impl = part_call(session, path, module)
@@ -89,9 +98,9 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
        If Dynamo runs the code of the caller as written, it captures the function's own frame instead.
     2. In a direct call the module runs graphs of its own, as a separate entry. The same holds in a call of the model if Dynamo does not
        capture the calling code, for instance in a checkpoint around code that cannot be captured.
-    3. A class with its own `__deepcopy__`, such as the class of a parametrized module, may copy this function with the other attributes.
+    3. A class that copies itself, as nn.LSTM and the class of a parametrized module do, may copy this function with the other attributes.
        For such a class the function is a bound method of the module. A copy of it is bound to the copied module, and runs the code of
-       that module. Other classes do not copy the function.
+       that module. In a pickle it is the module's own `_call_impl`. Other classes do not copy the function.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]
@@ -135,8 +144,10 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
         return made(*args, **kwargs) if called is module else called._call_impl(*args, **kwargs)
 
     alone = recurrent and session.runs_recurrent_eagerly
-    made = torch.compiler.disable(call_recurrent, reason=DISABLE_REASON) if alone else with_own_code(call)
-    return types.MethodType(with_own_code(call_own), module) if hasattr(module, "__deepcopy__") else made
+    made = call_recurrent if alone else with_own_code(call)
+    own = torch.compiler.disable(call_own, reason=DISABLE_REASON) if alone else with_own_code(call_own)
+    own.__name__ = "_call_impl"  # by which a pickle finds the method
+    return types.MethodType(own, module) if alone or copies_itself(type(module)) else made
 
 
 def is_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from amprewrite.runtime.model.part_calls import (
     PartReplicas,
     call_as_part,
     call_packed,
+    copies_itself,
     is_packed,
     replica_of,
 )
@@ -41,9 +42,6 @@ from amprewrite.runtime.weights.freezing import (
 from amprewrite.runtime.weights.half_values import conversion_warning
 from amprewrite.tables.boundary.members import named_buffers_in, named_modules_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
-
-_COPYING = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
-"""Names of the methods by which a class copies its objects in a way of its own."""
 
 
 class RewrittenBase(nn.Module):
@@ -88,7 +86,7 @@ class RewrittenBase(nn.Module):
         if not is_rewritten(self):
             return _plain_deepcopy(self, memo)
         cls: Any = original_class(self)
-        if any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _COPYING):
+        if copies_itself(cls):
             made = memo[id(self)] = copy.deepcopy(_twin_before(self), memo)
         else:  # copy the modules themselves: other objects that are copied along may hold the model or modules of it, too
             state = {name: value for name, value in cls.__getstate__(self).items() if name not in (SESSION, BEFORE)}
