@@ -416,6 +416,8 @@ def test_attributes_of_weights_stay() -> None:
     want = run(amprewrite.rewrite(model, dtype="bf16"), x)
     for made in (amp, copy.deepcopy(amp), pickle.loads(pickle.dumps(amp))):
         assert isinstance(made.first.weight, FrozenWeight) and alike(run(made, x), want)
+    rebuilt, kept = amp.first.weight.__reduce_ex__(2)
+    assert torch.equal(rebuilt(*kept[:6]).low(), amp.first.weight.low())  # as in pickles from before the attributes were kept
     amp.unfreeze(model.state_dict())
     assert alike(run(amp, x), want)
 

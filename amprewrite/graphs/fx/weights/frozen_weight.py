@@ -242,10 +242,10 @@ class FrozenWeight(Tensor):
 
 
 def _rebuilt(
-    stored: Tensor, size: Any, stride: Any, layout: Layout, high: Tensor | None, trains: bool, attributes: dict[str, Any]
+    stored: Tensor, size: Any, stride: Any, layout: Layout, high: Tensor | None, trains: bool, attributes: dict[str, Any] | None = None
 ) -> FrozenWeight:
     made = FrozenWeight(stored.requires_grad_(trains), size, stride, layout, high, trains)
-    vars(made).update(attributes)
+    vars(made).update(attributes or {})  # None in pickles of earlier versions
     return made
 
 
