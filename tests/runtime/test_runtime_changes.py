@@ -672,3 +672,20 @@ def test_a_plan_from_example_inputs_changes_neither_inputs_nor_weights_nor_buffe
         amprewrite.plan(model, (x,), dtype="bf16") if way == "plan" else amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,))
     assert torch.equal(x, given)
     assert all(torch.equal(each.to_dense(), state[name].to_dense()) for name, each in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Linear ran in fp32")
+@pytest.mark.parametrize("x", [
+    torch.full((4, 16), torch.nan), torch.full((1, 16), torch.nan).expand(4, 16), torch.nested.nested_tensor([torch.ones(2, 16)]),
+], ids=["nan", "expanded", "nested"])  # fmt: skip
+def test_example_inputs_that_the_model_does_not_write_are_not_written(x):
+    before = x._version
+    amprewrite.rewrite(nn.Linear(16, 16), dtype="bf16", example_inputs=(x,))
+    assert x._version == before
+
+
+@torch.inference_mode()
+def test_example_inputs_that_the_model_writes_are_restored_in_inference_mode():
+    x = torch.ones(8, 16)
+    amprewrite.rewrite(Normalises(), dtype="bf16", example_inputs=(x,))
+    assert torch.equal(x, torch.ones(8, 16))

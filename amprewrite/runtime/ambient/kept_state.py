@@ -76,11 +76,22 @@ def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
                 table.update(before)
         with torch.no_grad():
             for tensor, value, version in values:
-                same = torch.equal(tensor, value) if tensor.layout is torch.strided else _version(tensor) == version
-                if not tensor.is_inference() and not same:
+                valued = tensor.layout is torch.strided and not tensor.is_nested
+                same = _is_equal(tensor, value) if valued else _version(tensor) == version
+                if not same and (torch.is_inference_mode_enabled() or not tensor.is_inference()):
                     tensor.copy_(value) if tensor.shape == value.shape else tensor.set_(value)  # type: ignore[call-overload]
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return the version counter of a tensor, by which a write to a sparse tensor is noticed; None if it has none."""
+    """Return the version counter of a tensor, by which a write to a sparse or nested tensor is noticed; None if it has none."""
     return None if tensor.is_inference() else tensor._version
+
+
+def _is_equal(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """True if both tensors hold the same values. A NaN is the same as a NaN: a tensor that was not written must not be written here."""
+    if torch.equal(tensor, value):
+        return True
+    nan = value.isnan() if value.is_floating_point() or value.is_complex() else None
+    if nan is None or not nan.any() or not torch.equal(tensor.isnan(), nan):
+        return False
+    return torch.equal(tensor.masked_fill(nan, 0), value.masked_fill(nan, 0))
