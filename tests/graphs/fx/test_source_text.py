@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +57,17 @@ class Layer(nn.Module):
         return x + self.up(self.norm(x))
 
 
-def test_a_module_in_a_class_with_its_own_call_has_its_path_in_the_model() -> None:
+class WithState(Layer):
+    """Copies itself in a way of its own, so that its calls run a bound method."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@pytest.mark.parametrize("made", [Layer, WithState])
+def test_a_module_in_a_class_with_its_own_call_has_its_path_in_the_model(made: type[Layer]) -> None:
     """Its override was ignored in silence, as the plan named it by a path through a closure."""
-    model = nn.Sequential(Layer(), nn.Sequential(Layer()))
+    model = nn.Sequential(made(), nn.Sequential(made()))
     plan = amprewrite.plan(model, (torch.randn(2, 8),), dtype="bf16", overrides={"module:1.0.up": "high"})
     paths = {"0", "0.norm", "0.up", "1.0", "1.0.norm", "1.0.up"}
     assert {node.module for node in plan.nodes if node.role == "op"} == paths

@@ -32,8 +32,8 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 _PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
 
-_CALL = re.compile(r"\._compiled_call_impl\.__closure__\[\d+\]\.cell_contents")
-"""Dynamo's path from a module back to itself, through a closure cell of the `_compiled_call_impl` that this package sets (`part_call`).
+_CALL = re.compile(r"\._compiled_call_impl(?:\.__\w+__(?:\[\d+\])?|\.cell_contents)+")
+"""Dynamo's path from a module back to itself, through closure cells of the `_compiled_call_impl` that this package sets (`part_call`).
 
 Dynamo takes this path where a class overrides `__call__`, as layers of transformers do: their `super().__call__` is traced as code.
 """
