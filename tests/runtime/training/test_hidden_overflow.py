@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
+from amprewrite.graphs.fx.ops import scale_ops
 from amprewrite.runtime.training.loss_scale import DynamicLossScale
 from amprewrite.runtime.training.nonfinite import infinities_to_nan
 
@@ -187,6 +188,20 @@ def test_a_hook_that_clips_hides_no_overflow(where, width):
         optimizer.step()
     assert amp.loss_scale.report().skipped == 1
     assert all((p.grad - want).norm() < 1e-2 * want.norm() for p, want in zip(model.parameters(), right, strict=True))
+
+
+def test_no_look_at_gradients_between_parts_without_hooks(monkeypatch):
+    looks: list[int] = []
+    monkeypatch.setattr(scale_ops, "nan_if_infinite", lambda gradient: looks.append(1) or gradient)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    amp, x = amprewrite.rewrite(model, dtype="fp16", granularity=["0", "1"]), torch.randn(4, 16)
+    amp.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+    amp(x).sum().backward()
+    assert not looks
+    hidden = amp[0](x)
+    hidden.register_hook(lambda gradient: gradient * 2)
+    amp[1](hidden).sum().backward()
+    assert looks
 
 
 def test_a_closure_that_clips_is_skipped():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from amprewrite.graphs.fx.ops.scale_ops import cast_in, leaving, nan_if_infinite
+from amprewrite.graphs.fx.ops.scale_ops import cast_in, is_hooked, leaving, nan_if_infinite
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.plans.pad_plan import Layout, physical
 from amprewrite.torch_internals.dispatch import in_forward_mode, is_plain
@@ -122,7 +122,7 @@ class _PadCast(torch.autograd.Function):
     def forward(ctx: Any, w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None, kept: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.layout, ctx.inverse, ctx.shape = w.dtype, layout, inverse, w.shape
-        ctx.hooked = inverse is not None and bool(w._backward_hooks or w._post_accumulate_grad_hooks)
+        ctx.hooked = inverse is not None and is_hooked(w)
         return _padded_copy(w, dtype, layout) if kept is None else kept.detach()
 
     @staticmethod

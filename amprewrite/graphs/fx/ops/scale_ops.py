@@ -93,6 +93,13 @@ def nan_if_infinite(gradient: Tensor) -> Tensor:
     return gradient + (gradient - gradient)
 
 
+def is_hooked(x: Tensor) -> bool:
+    """True if hooks may change the gradient of `x`. Hooks of `amprewrite.runtime`, on results of a graph that the next reads, do not."""
+    hooks = (x._backward_hooks or {}).values()
+    foreign = any(not (getattr(hook, "__module__", None) or "").startswith("amprewrite.runtime.") for hook in hooks)
+    return foreign or bool(x._post_accumulate_grad_hooks)
+
+
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `gradient * factor` as `dtype`, multiplied in fp32 at least: the true gradient, if `factor` is the inverse of the loss scale.
 
@@ -171,7 +178,7 @@ class _Cross(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor, by: Tensor | None = None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.factor, ctx.by = factor, by
-        ctx.dtype, ctx.to, ctx.hooked = x.dtype, dtype, bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+        ctx.dtype, ctx.to, ctx.hooked = x.dtype, dtype, is_hooked(x)
         if by is not None:
             ctx.enters = _held_enters(factor)
             return _times(x, by, dtype)
