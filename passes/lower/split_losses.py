@@ -128,6 +128,7 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, reduction: str, read: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # a gradient of None, of a loss that is not read, becomes no zeros (see `scale_ops._Cross`)
         ignored = target == ignore_index
         chosen = target.masked_fill(ignored, 0).unsqueeze(1)
         picked = [torch.log_softmax(read[part], 1, dtype=torch.float32).gather(1, chosen[part]) for part in _parts(len(read))]
@@ -141,7 +142,9 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
+        if gradient is None:
+            return None, None, None, None, None
         logits, target, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: this gradient must be differentiable, so PyTorch's function computes it
             loss = torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ctx.ignore_index, reduction=ctx.reduction)

@@ -392,7 +392,9 @@ class Sink(torch.autograd.Function):
         return gradients
 
 
-def test_a_head_whose_result_gets_none_gets_no_gradient():
+@pytest.mark.parametrize("options", [{"dtype": "fp16", "loss_scale": 64.0}, {"dtype": "bf16"}], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("way", ["plain", "hook", "loss"])
+def test_a_head_whose_result_gets_none_gets_no_gradient(way, options, monkeypatch):
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -400,9 +402,15 @@ def test_a_head_whose_result_gets_none_gets_no_gradient():
 
         def forward(self, x):
             hidden = torch.tanh(self.body(x))
-            return self.read(hidden), torch.tanh(self.unread(hidden))
+            unread = self.unread(hidden)
+            if way == "hook":
+                unread.register_hook(lambda gradient: gradient * 0.5)
+            if way == "loss":
+                return self.read(hidden), nn.functional.cross_entropy(unread, torch.arange(4))
+            return self.read(hidden), torch.tanh(unread)
 
-    amp = amprewrite.rewrite(Heads(), dtype="fp16", loss_scale=64.0)
+    monkeypatch.setattr("amprewrite.passes.lower.split_losses.FROM_BYTES", 1)
+    amp = amprewrite.rewrite(Heads(), **options)
     Sink.apply(*amp(torch.randn(4, 8)))[0].sum().backward()
     assert [name for name, p in amp.named_parameters() if p.grad is None] == ["unread.weight", "unread.bias"]
 

@@ -264,9 +264,12 @@ Body = Callable[..., Tensor]
 
 
 def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
-    """Return `x` unchanged. In backward, `body(gradient, *reads)` replaces its gradient. `reads` are other values that the hook reads."""
+    """Return `x` unchanged. In backward, `body(gradient, *reads)` replaces its gradient. `reads` are other values that the hook reads.
+
+    A gradient of None stays None: `body` was captured with a tensor.
+    """
     if x.requires_grad and torch.is_grad_enabled():
-        x.register_hook(lambda gradient: body(gradient, *reads))
+        x.register_hook(lambda gradient: None if gradient is None else body(gradient, *reads))
     return x
 
 
@@ -277,7 +280,9 @@ def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *read
     gradient. If `body` returns None, the tensor that it got is used, because it may have changed this tensor in place.
     """
 
-    def hook(gradient: Tensor) -> Tensor:  # does not name `x`, which holds its hooks: the cycle would never be freed
+    def hook(gradient: Tensor | None) -> Tensor | None:  # does not name `x`, which holds its hooks: the cycle would never be freed
+        if gradient is None:
+            return None
         true = nan_if_infinite(gradient * on_device(inverse, gradient.device))
         made: Tensor | None = body(true, *reads)
         return (true if made is None else made) * on_device(scale, gradient.device)
