@@ -248,8 +248,8 @@ class _FiniteWatch(torch.fx.Interpreter):
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
     @uncaptured
     def look(gradient: Tensor | None) -> None:
-        # The gradient is None if the loss does not depend on it. `torch.autograd.grad(..., is_grads_batched=True)` batches it.
-        if gradient is None or probe.backward is not None or is_legacy_batched(gradient) or is_finite(gradient):
+        # The gradient is None if the loss does not depend on it. A vmap over backward passes, or `is_grads_batched=True`, batches it.
+        if gradient is None or probe.backward is not None or is_batched(gradient) or is_legacy_batched(gradient) or is_finite(gradient):
             return
         if node.target is scale_gradient:
             probe.backward = FirstNonFinite(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")

@@ -253,9 +253,11 @@ def test_batched_gradients_are_not_looked_at():
     amp.attach(optimizer)
     (amp(batch()).sum() * math.inf).backward()
     optimizer.step()
-    (got,) = torch.autograd.grad(amp(batch()).sum(0), amp.weight, torch.eye(4), is_grads_batched=True)
+    result = amp(batch()).sum(0)
+    (got,) = torch.autograd.grad(result, amp.weight, torch.eye(4), retain_graph=True, is_grads_batched=True)
+    (mapped,) = torch.vmap(lambda gradient: torch.autograd.grad(result, amp.weight, gradient))(torch.eye(4))
     (want,) = torch.autograd.grad(model(batch()).sum(0), model.weight, torch.eye(4), is_grads_batched=True)
-    assert torch.allclose(got, want, rtol=1e-2, atol=1e-2)
+    assert torch.allclose(got, want, rtol=1e-2, atol=1e-2) and torch.equal(mapped, got)
 
 
 @pytest.mark.parametrize("style", ["mul", "lerp", "data"])
