@@ -552,3 +552,28 @@ def test_bf16_and_given_plans_are_not_watched() -> None:
     with torch.no_grad():
         out = amprewrite.rewrite(Net(3e5), plan=plan)(x)
     assert not bool(out.isfinite().all()), "a plan that was given is followed"
+
+
+class Gate(torch.autograd.Function):
+    """Gives None to a value that it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * gate.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def test_values_whose_gradient_is_none_are_measured_without_it() -> None:
+    class Gated(Net):
+        def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+            hidden = self.up(x)
+            return self.down(Gate.apply(hidden, torch.tanh(hidden)))
+
+    found = amprewrite.calibrate(Gated(), batches(1), loss=torch.sum).regions[0]
+    assert {"linear", "linear_1"} <= found.gradients.keys() < found.values.keys()
+    assert amprewrite.sensitivity(Gated(), batches(1))
+    amp = amprewrite.rewrite(Gated(), dtype="fp16")
+    assert not amprewrite.debug(amp, (batches(1)[0],), backward=True, loss=torch.mean).findings

@@ -64,7 +64,9 @@ class EdgeProbe:
         value = tensor.detach()
 
         @uncaptured
-        def weigh(gradient: torch.Tensor) -> None:
+        def weigh(gradient: torch.Tensor | None) -> None:
+            if gradient is None:
+                return
             rounded = value.to(self.low.dtype).to(torch.float32)
             lost = torch.where(rounded.isfinite(), rounded - value, value).nan_to_num(0, 0, 0)
             edges[edge] += self.weight * (lost * gradient).double().square().sum().item()

@@ -166,12 +166,15 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
         return rounded.detach()  # a new tensor: autograd would make a view of a returned input, and the model could not write it in place
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if gradient is None:
+            return None, None, None, None, None
         rounded = round_to(gradient * ctx.scale, ctx.fmt) / ctx.scale
         ctx.seen(rounded, gradient)
         # a model may differentiate its gradients; those of gradients are rounded, too, and not measured
@@ -285,8 +288,9 @@ class StrictInterpreter(torch.fx.Interpreter):
         if self.recording.backward and len(found) == 1 and found[0].requires_grad and planned.colour is Colour.LOW:
 
             @uncaptured
-            def keep(gradient: torch.Tensor) -> None:
-                self.recording.gradients[name] = gradient.detach().clone()
+            def keep(gradient: torch.Tensor | None) -> None:
+                if gradient is not None:
+                    self.recording.gradients[name] = gradient.detach().clone()
 
             found[0].register_hook(keep)
 

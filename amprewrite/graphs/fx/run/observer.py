@@ -110,8 +110,9 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         if self.watch.gradients and tensor.requires_grad and torch.is_grad_enabled():
 
             @uncaptured
-            def look(gradient: torch.Tensor) -> None:
-                gradients[name] = gradients.get(name, ValueRange()) | ValueRange.of(gradient)
+            def look(gradient: torch.Tensor | None) -> None:
+                if gradient is not None:  # a loss may give None to a value that it reads (an `autograd.Function`)
+                    gradients[name] = gradients.get(name, ValueRange()) | ValueRange.of(gradient)
 
             tensor.register_hook(look)
 
