@@ -99,6 +99,7 @@ KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
         lambda m, x: torch.zeros(64).scatter_reduce(0, x[0].long() % 2, torch.ones(64), "sum").expand(64, 64) @ m.weight, {}),
     "positions that are written into zeros": (
         lambda m, x: written(m, x, torch.zeros(64, 64), torch.arange(4096.0).view(64, 64)[:, 1:]), {}),
+    "places of the largest numbers of a mask": (lambda m, x: (x > 0).float().repeat(1, 9).topk(64, -1).indices.float() @ m.weight, {}),
     "a far number that is written into zeros": (lambda m, x: written(m, x, torch.zeros(64, 64), 1001.0), {}),
     "a tensor of one far number": (lambda m, x: torch.full((64, 64), 1001.0) @ m.weight + x, {}),
     "a tensor of one far number, like an input": (lambda m, x: torch.full_like(x, 1001.0) @ m.weight, {}),
@@ -127,6 +128,10 @@ FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
         lambda m, x: torch.zeros(64, 64).index_put((torch.arange(64), x.argmax(-1)), torch.tensor(1.0)) @ m.weight, {}),
     "a mask that is written": (lambda m, x: written(m, x, torch.zeros(64, 64), (x > 0).float()[:, 1:]), {}),
     "half of a mask": (lambda m, x: x @ m.weight * ((x > 0).float() @ (x > 1).float().div(2)), {}),
+    "an average by a mask that is divided by lengths": (
+        lambda m, x: ((x > 0).float() / (x > 0).float().sum(-1, keepdim=True)) @ (x @ m.weight), {}),
+    "neighbours by their number": (lambda m, x: ((x > 0).float().sum(-1).rsqrt()[:, None] * (x > 0).float()) @ m.weight, {}),
+    "directions in a buffer": (lambda m, x: x @ (m.held / m.held.norm(dim=-1, keepdim=True)) @ m.weight, {"held": torch.randn(64, 64)}),
     "an average by a mask": (lambda m, x: torch.tril(torch.ones(64, 64)) @ (x @ m.weight), {}),
     "attention with a mask of counts": (
         lambda m, x: F.scaled_dot_product_attention(*(3 * [(x @ m.weight)[None]]), attn_mask=-torch.arange(4096.0).view(64, 64)), {}),
@@ -151,6 +156,7 @@ def test_memory_with_results_of_products_holds_no_counts() -> None:
 SIZED: dict[str, Callable[[Function, Tensor], Tensor]] = {
     "an average by a mask": lambda m, x: torch.tril(torch.ones(len(x), len(x))) @ (x @ m.weight),
     "a part of a mask": lambda m, x: m.ones[: len(x), : len(x)] @ (x @ m.weight),
+    "an average by size": lambda m, x: (torch.ones(len(x), len(x)) / len(x)) @ (x @ m.weight),
     "one-hot rows in another shape": lambda m, x: F.one_hot(x.argmax(-1), 64).float().view(len(x) // 2, 128).view(len(x), 64) @ m.weight,
 }
 

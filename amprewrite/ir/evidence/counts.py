@@ -39,10 +39,12 @@ RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
 MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
+RANKS = ops_with(Trait.RANKS)
 BOUNDS, UNIFORM, FILLS = (ops_with(each) for each in (Trait.BOUNDS, Trait.UNIFORM, Trait.FILLS))
 READS_FIRST = ops_with(Trait.LINEAR_IN_FIRST) - ops_with(Trait.SCALES)
 """Ops that return numbers of their first operand. All other operands are indices and sizes, or have a shape or dtype that the op takes."""
-GROWS = PLACES | FILLS | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS, Trait.HOLDS_NUMBERS)
+HOLDS, INVERSE, DIVIDES = (ops_with(each) for each in (Trait.HOLDS_NUMBERS, Trait.INVERSE, Trait.DIVIDES))
+GROWS = PLACES | FILLS | HOLDS | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
 """Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
 ASKS = frozenset(name for name, row in OPS.items() if row.asks)
 STAYS_WHOLE = GROWS | ASKS | UNIFORM | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
@@ -83,9 +85,11 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
         return Count.NOT
     # a single bound, as of `clamp(min=0)`, leaves the other side open, and so does a negative number, as in `x & -2`
     bounded = op in BELOW and largest <= EXACT and (len(numbers) > 1 if op in BOUNDS else min(numbers, default=-1) >= 0)
-    if op in WITHIN_ONE or bounded:
+    if op in WITHIN_ONE | INVERSE or bounded:
         return small
-    if Count.LARGE in given or op in TOTALS or (row is not None and row.kind is OpKind.ALLOW):
+    # a share, such as a mask divided by its sum, is no larger than what is divided
+    large = given[:1] if op in DIVIDES and len(given) > 1 else given
+    if Count.LARGE in large or op in TOTALS | RANKS or (row is not None and row.kind is OpKind.ALLOW):
         return Count.LARGE
     if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
         return Count.LARGE  # an integer such as a result of argmax, a size of a tensor or an input of the graph may have any magnitude
