@@ -99,6 +99,9 @@ KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
         lambda m, x: torch.zeros(64).scatter_reduce(0, x[0].long() % 2, torch.ones(64), "sum").expand(64, 64) @ m.weight, {}),
     "positions that are written into zeros": (
         lambda m, x: written(m, x, torch.zeros(64, 64), torch.arange(4096.0).view(64, 64)[:, 1:]), {}),
+    "positions that are written into new memory": (
+        lambda m, x: written(m, x, torch.empty(64, 64), torch.arange(4096.0).view(64, 64)[:, 1:]), {}),
+    "a far number that fills new memory": (lambda m, x: torch.empty_like(x).fill_(1001.0) @ m.weight, {}),
     "places of the largest numbers of a mask": (lambda m, x: (x > 0).float().repeat(1, 9).topk(64, -1).indices.float() @ m.weight, {}),
     "a far number that is written into zeros": (lambda m, x: written(m, x, torch.zeros(64, 64), 1001.0), {}),
     "a tensor of one far number": (lambda m, x: torch.full((64, 64), 1001.0) @ m.weight + x, {}),

@@ -5,7 +5,7 @@ Positions, distances, lengths, indices and time steps are whole numbers. fp32 ho
 
 1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and rows
    looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter. Some operands are ignored:
-   indices, sizes, and tensors of which an op takes only the shape or dtype.
+   indices, sizes, and tensors of which an op takes only the shape or dtype. Uninitialised memory counts as what is written into it.
 2. A counted value is LARGE if it may exceed 256: positions, sums over many elements, integers of more than 8 bits, and copies, sums and
    multiples of such values. fp16 holds numbers up to 2048, but not the sums of their products, so the bound is the same. A value is SMALL
    if it cannot exceed 256 but may have fractions: sines, shares, frequencies. It is WHOLE if it cannot exceed 256 and has no fractions:
@@ -35,7 +35,8 @@ FEW = 16
 Coordinates are summed over two or three, positions times frequencies over one."""
 EXACT = 256
 """The largest n such that all low formats hold all whole numbers up to n exactly. It is bf16's; fp16's is 2048."""
-RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
+UNSET, LOOKS_UP = ops_with(Trait.UNSET), ops_with(Trait.LOOKS_UP)
+RANDOM = ops_with(Trait.RANDOM) - UNSET
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
 MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
@@ -76,7 +77,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
     """
     whole = not dtype.startswith(FRACTIONS)
     row, largest = find_op(op), max(map(abs, numbers), default=0)
-    given = given[:1] if op in READS_FIRST else () if op in UNIFORM - FILLS else given
+    given = given[:1] if op in READS_FIRST else () if op in UNSET | (UNIFORM - FILLS) else given
     exact = op in STAYS_WHOLE and all(each >= Count.WHOLE for each in given) and all(float(number).is_integer() for number in numbers)
     small = Count.WHOLE if whole or exact else Count.SMALL
     if dtype in BYTES:

@@ -54,6 +54,7 @@ class Trait(Enum):
     DRAWS = "draws uniformly from below one"
     DRAWS_NORMAL = "draws from a normal distribution"
     RANDOM = "its numbers are drawn anew in each call, or are uninitialised memory"
+    UNSET = "returns uninitialised memory"
     LOGARITHM = "a logarithm"
     LOGS_OF_BOTH = "takes the logarithm of its first operand p, and of 1 - p"
     NEARS_ITS_ENDS = "its result lies between zero and one, and comes arbitrarily close to them"

@@ -47,6 +47,7 @@ TRAITS: dict[Trait, str] = {
     Trait.RANDOM: "rand rand_like randn randn_like randint randint_like random bernoulli uniform normal multinomial poisson exponential "
     "geometric cauchy log_normal gumbel_softmax binomial _standard_gamma _sample_dirichlet dropout dropout1d dropout2d dropout3d empty "
     "empty_like empty_strided empty_permuted",
+    Trait.UNSET: "empty empty_like empty_strided empty_permuted",
     Trait.LOGARITHM: "log log2 log10 log1p",
     Trait.LOGS_OF_BOTH: "binary_cross_entropy",
     Trait.NEARS_ITS_ENDS: "softmax softmin sigmoid",
