@@ -76,6 +76,14 @@ def written(m: Function, x: Tensor, held: Tensor, numbers: Tensor | float) -> Te
     return held @ m.weight + x
 
 
+def read_before(m: Function, x: Tensor) -> Tensor:
+    """A product with positions whose memory gets other numbers later."""
+    held = torch.arange(4096.0).view(64, 64)
+    read = held @ m.weight
+    held[:, :1] = x[:, :1]
+    return read
+
+
 KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "Fourier features": (
         lambda m, x: x @ m.weight + (torch.arange(64.0)[:, None].expand(64, 2) @ m.freq).sin(), {"freq": torch.randn(2, 64)}),
@@ -102,6 +110,8 @@ KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "positions that are written into new memory": (
         lambda m, x: written(m, x, torch.empty(64, 64), torch.arange(4096.0).view(64, 64)[:, 1:]), {}),
     "a far number that fills new memory": (lambda m, x: torch.empty_like(x).fill_(1001.0) @ m.weight, {}),
+    "positions that are read before they are overwritten": (read_before, {}),
+    "a far number in a margin": (lambda m, x: F.pad((x > 0).float(), (0, 0, 0, 9), value=1001.0) @ m.weight, {}),
     "places of the largest numbers of a mask": (lambda m, x: (x > 0).float().repeat(1, 9).topk(64, -1).indices.float() @ m.weight, {}),
     "a far number that is written into zeros": (lambda m, x: written(m, x, torch.zeros(64, 64), 1001.0), {}),
     "a tensor of one far number": (lambda m, x: torch.full((64, 64), 1001.0) @ m.weight + x, {}),
@@ -131,6 +141,7 @@ FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
         lambda m, x: torch.zeros(64, 64).index_put((torch.arange(64), x.argmax(-1)), torch.tensor(1.0)) @ m.weight, {}),
     "a mask that is written": (lambda m, x: written(m, x, torch.zeros(64, 64), (x > 0).float()[:, 1:]), {}),
     "half of a mask": (lambda m, x: x @ m.weight * ((x > 0).float() @ (x > 1).float().div(2)), {}),
+    "a mask with a margin": (lambda m, x: F.pad((x > 0).float(), (0, 0, 0, 300)) @ m.weight, {}),
     "an average by a mask that is divided by lengths": (
         lambda m, x: ((x > 0).float() / (x > 0).float().sum(-1, keepdim=True)) @ (x @ m.weight), {}),
     "neighbours by their number": (lambda m, x: ((x > 0).float().sum(-1).rsqrt()[:, None] * (x > 0).float()) @ m.weight, {}),
@@ -159,7 +170,10 @@ def test_memory_with_results_of_products_holds_no_counts() -> None:
 SIZED: dict[str, Callable[[Function, Tensor], Tensor]] = {
     "an average by a mask": lambda m, x: torch.tril(torch.ones(len(x), len(x))) @ (x @ m.weight),
     "a part of a mask": lambda m, x: m.ones[: len(x), : len(x)] @ (x @ m.weight),
+    "a mask with a margin": lambda m, x: F.pad((x > 0).float(), (0, 0, 0, 96 - len(x))) @ m.weight,
+    "a resized mask": lambda m, x: F.interpolate((x > 0).float()[None], size=len(x))[0, :, :1].expand(-1, 64) @ m.weight,
     "an average by size": lambda m, x: (torch.ones(len(x), len(x)) / len(x)) @ (x @ m.weight),
+    "rows of a unit matrix": lambda m, x: torch.eye(len(x)) @ (x @ m.weight),
     "one-hot rows in another shape": lambda m, x: F.one_hot(x.argmax(-1), 64).float().view(len(x) // 2, 128).view(len(x), 64) @ m.weight,
 }
 

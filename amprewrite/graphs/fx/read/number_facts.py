@@ -28,7 +28,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.counts import EXACT, FILLS, UNIFORM, Count, keep_counts, made_of, written_over
+from amprewrite.ir.evidence.counts import EXACT, FILLS, HOLDS, UNIFORM, Count, keep_counts, made_of, written_over
 from amprewrite.ir.evidence.range_rules import ADDS_UP, BLOCKS, added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
@@ -38,8 +38,8 @@ from amprewrite.torch_internals.kernels import norms_of_tensors
 from amprewrite.torch_internals.operators import HigherOrderOperator
 from amprewrite.torch_internals.trees import tree_leaves
 
-_PLACES = ("index", "indices", "out")
-"""Names of the arguments of which no op reads the numbers into its result: places in a tensor, and the tensor that gets the result."""
+_PLACES = ("index", "indices", "out", "pad", "size", "output_size")
+"""Names of the arguments of which no op reads the numbers into its result: places in a tensor, sizes, the tensor that gets the result."""
 _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
 
 
@@ -229,39 +229,47 @@ def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
 
 
 def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
-    """Return the `Count` of every value of a graph, from the `Count` of each input and constant (`known`)."""
-    found = dict[torch.fx.Node, Count]()
+    """Return the `Count` of every value of a graph, from the `Count` of each input and constant (`known`).
+
+    If the graph writes to the memory of a value, the largest `Count` with which an op reads the value is returned.
+    """
+    found, seen = dict[torch.fx.Node, Count](), dict[torch.fx.Node, Count]()
     writes = {node: targets for node in nodes if (targets := written(node))}
     sharing = defaultdict[int, list[torch.fx.Node]](list)
     """By storage: the values so far that lie in it, if the graph writes to any memory."""
     for node in nodes:
         value, targets = example_value(node), writes.get(node, ())
         value = example_value(targets[0]) if value is None and targets else value  # setitem returns nothing
+        read: Sequence[torch.fx.Node] = node.all_input_nodes
         if node in known:
             found[node] = known[node]
         elif node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator):
             op = op_name(node.target)
-            leaves = tree_leaves(_numbers_read(node, op))
-            places = {each for parameter, each in arguments(node) if parameter in _PLACES}
-            given = [found[leaf] for leaf in leaves if isinstance(leaf, torch.fx.Node) and leaf not in places]
-            found[node] = made_of(op, _dtype(value), given, [leaf for leaf in leaves if type(leaf) in (int, float)])
+            read, numbers = _read_into_result(node, op)
+            found[node] = made_of(op, _dtype(value), [found[each] for each in read], numbers)
         else:
             floating = any(each.is_floating_point() or each.is_complex() for each in tensors(value))
             found[node] = Count.NOT if floating or node.op == "output" else made_of("", _dtype(value), (), ())
+        if writes:
+            seen |= {each: max(found[each], seen.get(each, Count.NOT)) for each in read}
         held = {each for target in targets for storage in memory_of(target) for each in sharing[storage]}
         found |= {each: written_over(found[each], found[node]) for each in held}
         for storage in memory_of(node) if writes else ():
             sharing[storage].append(node)
-    return found
+    return found | seen
 
 
-def _numbers_read(node: torch.fx.Node, op: str) -> Any:
-    """Return the arguments whose numbers may enter the result: all, but only y of `x[i] = y` and `x.new_tensor(y)`, the value of `full`."""
-    if op == "setitem":
-        return node.args[2:]
-    if op in UNIFORM & FILLS:
-        return node.kwargs.get("fill_value", node.args[-1:])
-    return (node.args[str(getattr(node.target, "__name__", node.target)).startswith("new_") :], node.kwargs)
+def _read_into_result(node: torch.fx.Node, op: str) -> tuple[list[torch.fx.Node], list[float]]:
+    """Return (nodes, numbers) that enter the result: not x and i of `x[i] = y`, the shape of `full`, the x of `x.new_tensor(y)`."""
+    if op == "setitem" or op in UNIFORM & FILLS:
+        given: Sequence[Any] = node.args[2:] if op == "setitem" else [node.kwargs.get("fill_value", node.args[-1:])]
+        read = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.fx.Node)]
+    else:
+        new = str(getattr(node.target, "__name__", node.target)).startswith("new_")
+        given = (*node.args[new:], *node.kwargs.values())
+        read = [each for parameter, each in arguments(node)[new:] if parameter not in _PLACES]
+    numbers = given if op not in HOLDS | UNIFORM else tree_leaves(given)  # numbers in lists are sizes in all other ops
+    return read, [each for each in numbers if type(each) in (int, float)]
 
 
 def _dtype(value: Any) -> str:

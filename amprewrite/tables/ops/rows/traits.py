@@ -79,7 +79,7 @@ TRAITS: dict[Trait, str] = {
     Trait.NUMBERS: "arange linspace",
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add index_reduce scatter_add scatter_reduce segment_reduce trace norm "
     "linalg_norm linalg_vector_norm dot vdot mv addmv linalg_vecdot",
-    Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
+    Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot eye softmax softmin sigmoid",
     Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp",
     # these ops make constant tensors
     Trait.MAKES_ZEROS: "zeros zeros_like",
