@@ -135,3 +135,36 @@ def test_a_far_number_that_fills_a_tensor_is_a_count() -> None:
     model = "n = Shape(x)\n held = ConstantOfShape <value = float[1] {1001}> (n)\n y = MatMul(held, W)"
     given = parsed(model, "float[4,64] x", "float[4,64] y", {"W": np.ones((64, 64), np.float32) / 3}, {"x": np.ones((4, 64), np.float32)})
     assert [node.colour.value for node in rewrite_onnx(given.model, dtype="bf16").plan.nodes if node.flops] == ["high"]
+
+
+def net(model: str, given: str, inits: dict[str, np.ndarray]) -> list[str]:
+    """Colour of each product of a file, which is converted without a run."""
+    held = parsed(model, given, "float[a,b] y", {"W": np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)} | inits, {})
+    made = rewrite_onnx(held.model, dtype="bf16", verify=False)
+    return [node.colour.value for node in made.plan.nodes if node.flops]
+
+
+LEARNT = "p = MatMul(f, W)\n r = Relu(p)\n y = MatMul(r, W)"
+
+
+def test_features_that_weights_make_of_bytes_and_positions_are_no_counts() -> None:
+    assert net(f"f = Cast <to = 1> (x)\n {LEARNT}", "uint8[9,64] x", {}) == ["low", "low"]
+    assert net(f"f = Cast <to = 1> (x)\n {LEARNT}", "int64[9,64] x", {}) == ["high", "low"]
+
+
+SIZED = {
+    "margin": ("m = Cast <to = 1> (x)\n f = Pad(m, to)\n y = MatMul(f, W)", [0, 0, 300, 32]),
+    "resized": ("m = Cast <to = 1> (x)\n f = Resize <mode = \"nearest\"> (m, , , to)\n y = MatMul(f, W)", [320, 64]),
+}
+
+
+@pytest.mark.parametrize("case", SIZED)
+def test_the_sizes_of_a_margin_are_no_counts(case: str) -> None:
+    model, sizes = SIZED[case]
+    assert net(model, "bool[32,32] x", {"to": np.array(sizes)}) == ["low"]
+
+
+def test_a_column_of_positions_is_a_count() -> None:
+    model = "r = Range(zero, end, one)\n s = Reshape(r, pairs)\n c = Gather <axis = 1> (s, at)\n u = Reshape(c, rows)\n y = MatMul(u, x)"
+    inits = {"zero": np.float32(0), "end": np.float32(4096), "one": np.float32(1), "at": np.int64(0)}
+    assert net(model, "float[64,64] x", inits | {"pairs": np.array([2048, 2]), "rows": np.array([32, 64])}) == ["high"]

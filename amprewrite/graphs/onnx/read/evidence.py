@@ -3,8 +3,10 @@
 1. Constants whose mean is larger than their spread: a norm later subtracts most of such a value, and rounding errors grow.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised to fp8.
 3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). All constants are judged by
-   their values, even weights, because a file does not say which are learnt. `OneHot` is read as "one_hot", whose results are at most 1;
-   `op_of` would name it "scatter". The number that fills a `ConstantOfShape` is an attribute.
+   their values, even weights, because a file does not say which are learnt. So a product with a factor of fractions counts as one with a
+   weight, whose result is not counted, unless it multiplies positions by at most `FEW` frequencies. `OneHot` is read as "one_hot", whose
+   results are at most 1; `op_of` would name it "scatter". A `Gather` is read as `index` if its table holds whole numbers. The number that
+   fills a `ConstantOfShape` is an attribute.
 4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
    is a number, a constant that varies along one dim at most (its root mean square counts), or a schedule: a value of one element that is
    computed without products, such as a step size. `loop` and `scan` have no summands; values that they pass between iterations are listed.
@@ -25,13 +27,13 @@ from amprewrite.graphs.onnx.read.constants import fill_of
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.run.samples import elements
 from amprewrite.ir.cost import MatrixProduct
-from amprewrite.ir.evidence.counts import EXACT, FRACTIONS, Count, keep_counts, made_of
+from amprewrite.ir.evidence.counts import EXACT, FEW, FRACTIONS, Count, keep_counts, made_of
 from amprewrite.ir.evidence.range_rules import added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.evidence.summands import Factor, Summands, summands
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.onnx_names import PLACES
-from amprewrite.tables.ops.op_lists import Trait, ops_with
+from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
@@ -92,23 +94,28 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
     """
     if not any(node.flops for node in reading.graph):
         return reading.graph
+    names = {value: name for name, value in reading.values.items()}
     found = dict[ir.Value, Count]()
     for value in model.graph.inputs:
         found[value] = _entering(value)
-    for node in model.graph.all_nodes():
-        read = [value for place, value in enumerate(node.inputs) if value is not None and place != PLACES.get(node.op_type)]
-        given = [_read(value, found) for value in read]
-        numbers = [number for value in read if (number := scalar(value)) is not None]
-        numbers += fill_of(node).tolist() if node.op_type == "ConstantOfShape" else []
-        op = "one_hot" if node.op_type == "OneHot" else op_of(node)
-        for body in bodies(node):
-            found |= {value: _entering(value) for value in body.inputs}
-        found |= {value: made_of(op, format_of(value), given, numbers) for value in node.outputs}
-    counts = {name: _read(value, found) for name, value in reading.values.items()}
 
     def summed(node: OpNode) -> int:
         return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
 
+    for node in model.graph.all_nodes():
+        read = [value for place, value in enumerate(node.inputs) if value is not None and place not in PLACES.get(node.op_type, ())]
+        given = [_read(value, found) for value in read]
+        numbers = [number for value in read if (number := scalar(value)) is not None]
+        numbers += fill_of(node).tolist() if node.op_type == "ConstantOfShape" else []
+        op = "one_hot" if node.op_type == "OneHot" else op_of(node)
+        op = "index" if node.op_type == "Gather" and given[0] >= Count.WHOLE else op
+        for body in bodies(node):
+            found |= {value: _entering(value) for value in body.inputs}
+        row, made = find_op(op), [reading.graph[names[value]] for value in node.outputs if value in names]
+        weighs = row is not None and row.kind is OpKind.ALLOW and Count.SMALL in given
+        learnt = weighs and (Count.LARGE not in given or any(summed(each) > FEW for each in made))
+        found |= {value: Count.NOT if learnt else made_of(op, format_of(value), given, numbers) for value in node.outputs}
+    counts = {name: _read(value, found) for name, value in reading.values.items()}
     return keep_counts(reading.graph, counts, summed)
 
 
