@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -16,13 +15,11 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
-from amprewrite.graphs.fx.node_facts import MEMORY, memory_of
+from amprewrite.graphs.fx.node_facts import FRESH, MEMORY, memory_of
 from amprewrite.ir.pass_base import Pass
 from amprewrite.torch_internals.dispatch import set_grad_enabled
 
 _GRAD, _COMPILED = torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.invoke_subgraph
-_FRESH = itertools.count(-1, -1)
-"""Ids of the storages of inlined values."""
 
 
 class OpenGradRegions(Pass[Reading, EditedGraph]):
@@ -88,7 +85,7 @@ def _memory(pairs: list[tuple[Any, Any]]) -> dict[int, set[int]]:
 
     A storage that no pair has gets an id of its own: calls that share a subgraph share its example values, but no memory.
     """
-    found: dict[int, set[int]] = defaultdict(lambda: {next(_FRESH)})
+    found: dict[int, set[int]] = defaultdict(lambda: {next(FRESH)})
     for inner, outer in pairs:
         if isinstance(inner, torch.fx.Node) and isinstance(outer, torch.fx.Node):
             for storage in memory_of(inner):

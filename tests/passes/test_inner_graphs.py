@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
@@ -432,65 +431,3 @@ def test_symbols_that_capture_adds_late_are_inputs_all_the_same():
         result.sum().backward()
         assert length == rows
         assert torch.equal(model.linear.bias.grad, torch.full((4,), 8.0 * rows))
-
-
-class Marked(nn.Module):
-    """A block that `torch.compile` is to compile once for all of its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x):
-        return torch.tanh(self.linear(x)) + x
-
-
-class Writing(Marked):
-    """The same, and it writes to its operand."""
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x):
-        x.view(-1)[:64].add_(2.0)
-        return self.linear(x)
-
-
-class Blocks(nn.Module):
-    def __init__(self, block, checkpointed=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.blocks, self.checkpointed = nn.Linear(16, 16), nn.ModuleList(block() for _ in range(3)), checkpointed
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x
-
-
-class Summed(Blocks):
-    """Each block gets a value of its own, which is read after the block has written to it."""
-
-    def forward(self, x):
-        made = [torch.exp(x), self.first(x), self.first(x + 1)]
-        return sum(block(each) + each for block, each in zip(self.blocks, made, strict=True))
-
-
-@pytest.mark.parametrize("backend", long_beyond(1, ["eager", "aot_eager"]))
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-def test_regions_that_share_a_compilation_have_gradients(checkpointed, backend):
-    model, x = Blocks(Marked, checkpointed), torch.randn(32, 16)
-    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16", backend=backend)
-    for each in (model, amp):
-        each(x).square().mean().backward()
-    for got, want in zip(amp.blocks.parameters(), model.blocks.parameters(), strict=True):
-        assert (got.grad - want.grad).norm() < 5e-3 * want.grad.norm()
-    products = [node for region in amp.plan.regions for each in (region, *region.bodies) for node in each.nodes if node.op == "linear"]
-    assert [node.colour for node in products] == [Colour.LOW] * 3
-
-
-def test_regions_that_share_a_compilation_write_to_their_own_operands():
-    model, x = Summed(Writing), torch.randn(32, 16)
-    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="bf16")
-    with torch.no_grad():
-        got, want = amp(x), model(x)
-    assert (got - want).norm() < 1e-2 * want.norm() and not amp.plan.skipped

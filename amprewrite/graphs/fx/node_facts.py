@@ -6,6 +6,7 @@ One file because all of these functions query one node, and most call each other
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -45,6 +46,8 @@ whose result is returned and read by the op's own backward.
 RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"
 """Key in a node's meta: the storages of its result in eager PyTorch. It is set only if capture records different storages."""
+FRESH = itertools.count(-1, -1)
+"""Ids for `MEMORY` of storages that capture does not record."""
 HELD = "amprewrite_held"
 """Key in the meta of a graph input that the model holds (a weight, a global) instead of taking it as an argument."""
 NODE = "amprewrite_node"
@@ -408,9 +411,9 @@ def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Ite
         return operands
     found: list[torch.fx.Node] = []
     for body in bodies(node):
-        memory = {storage for inner in body.graph.nodes for target in write(inner) for storage in storages(example_value(target))}
+        memory = {storage for inner in body.graph.nodes for target in write(inner) for storage in memory_of(target)}
         inputs = body.graph.find_nodes(op="placeholder")
-        places = [place for place, inner in enumerate(inputs) if memory & storages(example_value(inner))]
+        places = [place for place, inner in enumerate(inputs) if memory & memory_of(inner)]
         if is_checkpoint(node):
             found += [a for place in places if isinstance(a := node.args[place + 1], torch.fx.Node)]
         elif places:

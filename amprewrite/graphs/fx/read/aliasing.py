@@ -77,10 +77,10 @@ def note_memory(graph: torch.fx.Graph) -> None:
 
     really, apart, shares = dict[int, set[int]](), transformed_nodes(graph), Answers(shared)
     for node in graph.nodes:
-        told = storages(example_value(node))
+        told = memory_of(node)
         if node not in apart and _runs_as_python(node):
             viewed = [operand for (_, operand), is_shared in zip(arguments(node), shares(node), strict=True) if is_shared]
-            really |= {own: memory_of(each) for each in viewed for own in told.difference(*map(storages, map(example_value, viewed)))}
+            really |= {own: memory_of(each) for each in viewed for own in told.difference(*map(memory_of, viewed))}
         if not really.keys().isdisjoint(told):
             node.meta[MEMORY] = {memory for storage in told for memory in really.get(storage, {storage})}
 

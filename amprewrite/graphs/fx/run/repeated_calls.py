@@ -15,7 +15,6 @@ under the model's own autocast, and all values of a graph that has data-dependen
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import (
+    FRESH,
     MEMORY,
     NO_TREE,
     comparable,
@@ -161,9 +161,8 @@ class RepeatedCalls:
         self._dtype_of_kind: dict[Hashable, torch.dtype] = {}
         self._sized = not padded and not self._off
         self._symbolic = self._sized and any(isinstance(example_value(node), torch.SymInt) for node in graph.nodes)
-        self._shared: set[torch.fx.Node] = set()
-        """Nodes whose value is the same object as the value of an earlier node, and nodes that may share memory with them."""
-        self._fresh = itertools.count(-1, -1)
+        self._shared = {node for node in graph.nodes if MEMORY in node.meta}
+        """Nodes whose value is the same object as the value of another node, and nodes that may share memory with them."""
 
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[Any], Any]) -> Any:
         """Return the fake value of `node`: the value of an earlier call that is alike, if there is one, otherwise a newly computed value.
@@ -203,11 +202,11 @@ class RepeatedCalls:
                 self._given[key] = given
             if by_kind and own and not aliases and _differ_in_dtype(made, captured):
                 self._dtype_of_kind[kind] = made.dtype
-            if read is values and not any(operands[place] in self._shared for place in aliases):
+            if read is values and self._shared.isdisjoint((node, *(operands[place] for place in aliases))):
                 return value
         self._shared.add(node)
         memory = {storage for place in given.aliases for storage in memory_of(operands[place])}
-        node.meta[MEMORY] = memory | ({next(self._fresh)} if given.own else set())
+        node.meta[MEMORY] = memory | ({next(FRESH)} if given.own else set())
         return given.value
 
 
