@@ -69,6 +69,8 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
             elif each.op not in ("placeholder", "output"):
                 copy = inner[each] = graph.node_copy(each, inner.__getitem__)
                 copy.meta[MEMORY] = set().union(*(memory[storage] for storage in memory_of(each)))
+                if enabled is None:
+                    copy.meta["nn_module_stack"] = _modules(each, node)
         if enabled is not None:
             graph.call_function(set_grad_enabled, (not enabled,))
     for user in list(node.users):  # each user is a getitem of one result, because the subgraph returns a tuple
@@ -78,6 +80,16 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     graph.erase_node(node)
     if not body_node.users:
         graph.erase_node(body_node)
+
+
+def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
+    """Return the modules around `node`, a node of a subgraph, in `call`. The node itself has those of one of the calls of the subgraph."""
+    around, inner = call.meta.get("nn_module_stack") or {}, list((node.meta.get("nn_module_stack") or {}).items())
+    outer = [module for _, module in inner[: len(around)]]
+    if not around or [kind for _, kind in outer] != [kind for _, kind in around.values()]:
+        return around or dict(inner)  # the paths in the subgraphs of torch.export begin elsewhere
+    (there, _), (here, _) = outer[-1], list(around.values())[-1]
+    return {**around, **{key: (path.replace(there, here, 1), kind) for key, (path, kind) in inner[len(around) :]}}
 
 
 def _memory(pairs: list[tuple[Any, Any]]) -> dict[int, set[int]]:

@@ -153,3 +153,11 @@ def test_a_region_in_a_checkpoint_writes_to_a_buffer_once_a_call():
     amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")
     for got, want in zip((amp(x), *amp.buffers()), (model(x), *model.buffers()), strict=True):
         assert (got - want).norm() < 1e-2 * want.norm()
+
+
+def test_modules_of_regions_that_share_a_compilation_are_told_apart():
+    model, x = Blocks(Marked), torch.randn(32, 16)
+    amp = amprewrite.rewrite(model, dtype="bf16", overrides={"module:blocks.2": "fp32"}, example_inputs=(x,))
+    nodes = [node for node in amp.plan.regions[0].nodes if node.op == "linear"]
+    assert [node.module for node in nodes] == [f"blocks.{place}.linear" for place in range(3)]
+    assert [node.colour for node in nodes] == [Colour.LOW, Colour.LOW, Colour.HIGH]
