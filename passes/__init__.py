@@ -62,7 +62,7 @@ Lowering = Pass[Target, EditedGraph]
 
 CLEAN_EXPORTED: tuple[Normalising, ...] = (
     StripChecks(),  # remove torch.export's dtype checks, which would fail on low values, and its guards
-    OpenGradRegions(),  # inline no_grad subgraphs, so that the passes below see every op
+    OpenGradRegions(),  # inline no_grad subgraphs and marked regions, so that the passes below see every op
 )
 NORMALISE: tuple[Normalising, ...] = (
     FreeBackwards(),  # let the backward of a user's autograd Function run in the grad mode of its caller, so that it can be differentiated

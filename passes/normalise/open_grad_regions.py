@@ -24,6 +24,7 @@ _GRAD, _COMPILED = torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.
 
 class OpenGradRegions(Pass[Reading, EditedGraph]):
     def __call__(self, reading: Reading, edited: EditedGraph) -> None:
+        open_compile_regions(edited.module)
         open_grad_regions(edited.module)
 
 

@@ -161,3 +161,23 @@ def test_modules_of_regions_that_share_a_compilation_are_told_apart():
     nodes = [node for node in amp.plan.regions[0].nodes if node.op == "linear"]
     assert [node.module for node in nodes] == [f"blocks.{place}.linear" for place in range(3)]
     assert [node.colour for node in nodes] == [Colour.LOW, Colour.LOW, Colour.HIGH]
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.marked = Marked()
+
+    def forward(self, x):
+        return self.marked(x)
+
+
+@pytest.mark.parametrize("strict", long_beyond(1, [True, False]))
+def test_exported_regions_run_low(strict):
+    """torch.export keeps the regions, and cannot export them again if it is strict. Their paths are those of the calls."""
+    model, x = Blocks(Outer).eval(), torch.randn(32, 16)
+    amp = amprewrite.rewrite(model, dtype="bf16", overrides={"module:blocks.2": "fp32"})
+    exported = amp.export_program((x,), strict=strict)
+    products = [node for node in exported.graph.nodes if node.target is torch.ops.aten.linear.default]
+    assert [node.meta["val"].dtype for node in products] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert (torch.export.unflatten(exported)(x) - model(x)).norm() < 1e-2 * model(x).norm()
