@@ -77,11 +77,12 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
     return found
 
 
-def found_after_backward(params: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+def found_after_backward(params: Sequence[Tensor], apart: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return two overflow flags, each above 0 if a gradient of `params` on this rank is not finite; None if it covers no gradient.
 
     On a single rank the first flag covers all gradients. If several ranks train, it covers sharded gradients, and the second flag covers
-    all others, except while a CUDA graph is recorded. In all others infinities become NaN, in place: reductions pass NaN to other ranks.
+    all others if `apart`, except while a CUDA graph is recorded. In these infinities become NaN, in place: reductions pass NaN to other
+    ranks.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))
@@ -92,7 +93,7 @@ def found_after_backward(params: Sequence[Tensor]) -> tuple[Tensor | None, Tenso
     with torch.inference_mode(False), torch.no_grad():
         if dense:
             infinities_to_nan(dense)
-        return _flag_for(kept), _flag_for(dense) if dense and not recording(dense[0].device) else None
+        return _flag_for(kept), _flag_for(dense) if apart and dense and not recording(dense[0].device) else None
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:

@@ -148,9 +148,9 @@ class StepRecord:
     def dropped(self, note: Noted, flag: Tensor | None) -> None:
         """Count an overflow whose gradients the training loop discarded without a step, for instance because their norm was not finite.
 
-        `flag`: the overflow flag of the discarded gradients, None if there is none. The first discard after a step never counts: a loop may
-        compute gradients that are not meant for a step. Each further discard with an overflow counts as a skipped step. Otherwise the loss
-        scale would never shrink in a loop that discards all overflowed gradients.
+        `flag`: the overflow flag of the discarded gradients, None if there is none. The first discard after a step never counts (with
+        several ranks the first two): a loop may compute gradients that are not meant for a step. Each further discard with an overflow
+        counts as a skipped step. Otherwise the loss scale would never shrink in a loop that discards all overflowed gradients.
         """
         optimizer = note.owner()
         if flag is None or optimizer is None or self._stepped or self.use.unscaled or recording(flag.device):
@@ -307,7 +307,8 @@ class Noted:
         self._flags: list[Tensor] = []
         """Overflow flags of backward passes that no optimizer step has read yet."""
         self._apart: Tensor | None = None
-        """Overflow flag of unsharded gradients at the end of the latest backward, if several ranks train. A step finds NaN there itself."""
+        """Overflow flag of unsharded gradients at the end of the latest backward, if several ranks train. A step finds NaN there itself, so
+        the flag is None if a step came between this backward and the one before."""
         self._heard: Tensor | None = None
         """Overflow flag of the latest step, if it may have been skipped and its gradients may still exist; otherwise None."""
         self._there: dict[int, StorageWeakRef] = {}
@@ -327,7 +328,7 @@ class Noted:
 
     def ended(self, params: Sequence[Tensor]) -> None:
         """Check the gradients of `params` for inf and NaN after a backward, and store the resulting overflow flag."""
-        flag, self._apart = found_after_backward(params)
+        flag, self._apart = found_after_backward(params, apart=self._ended)
         self._ended = True
         told = None
         if self._heard is not None:

@@ -21,6 +21,7 @@ import amprewrite
 from amprewrite.graphs.fx.ops import scale_ops
 from amprewrite.runtime.training.loss_scale import DynamicLossScale
 from amprewrite.runtime.training.nonfinite import infinities_to_nan
+from amprewrite.runtime.training.step_record import Noted
 
 SCHEDULE = {"growth_interval": 6, "growth_factor": 2.0, "backoff_factor": 0.5}
 OVERFLOWS = {2, 3, 9, 17}
@@ -254,6 +255,21 @@ def test_a_loop_that_leaves_out_overflows_itself_shrinks_the_scale(parts, ranks,
                 optimizer.step()
     assert steps > 10
     assert amp.loss_scale.report().steps <= 40
+
+
+def test_with_several_ranks_gradients_are_looked_at_twice_only_if_no_step_came_between(monkeypatch):
+    monkeypatch.setattr("amprewrite.runtime.training.nonfinite.several_ranks", lambda: True)
+    params = list(net().parameters())
+    for p in params:
+        p.grad = torch.ones_like(p)
+    note = Noted(torch.optim.SGD(params, lr=1e-3))
+    for _ in range(2):
+        note.ended(params)
+        assert not note.waits and note._apart is None
+        note.heard(torch.zeros(()), False, params)
+    note.ended(params)
+    note.ended(params)
+    assert note.waits and note._apart is not None
 
 
 def test_a_loop_that_leaves_out_every_step_is_stopped():
