@@ -40,8 +40,7 @@ RANDOM = ops_with(Trait.RANDOM) - UNSET
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
 MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
-RANKS = ops_with(Trait.RANKS)
-BOUNDS, UNIFORM, FILLS = (ops_with(each) for each in (Trait.BOUNDS, Trait.UNIFORM, Trait.FILLS))
+BOUNDS, UNIFORM, FILLS, RANKS = (ops_with(each) for each in (Trait.BOUNDS, Trait.UNIFORM, Trait.FILLS, Trait.RANKS))
 READS_FIRST = ops_with(Trait.LINEAR_IN_FIRST) - ops_with(Trait.SCALES)
 """Ops that return numbers of their first operand. All other operands are indices and sizes, or have a shape or dtype that the op takes."""
 HOLDS, INVERSE, DIVIDES = (ops_with(each) for each in (Trait.HOLDS_NUMBERS, Trait.INVERSE, Trait.DIVIDES))

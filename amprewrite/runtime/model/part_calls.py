@@ -38,8 +38,6 @@ from amprewrite.runtime.weights.freezing import refuse_frozen
 
 FORWARD = "_amprewrite_forward"
 """Name of the attribute that keeps a `forward` that was set on the instance before the rewrite."""
-
-
 _COPYING = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 """Names of the methods by which a class copies its objects in a way of its own."""
 
