@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from amprewrite.graphs.fx.captured import EditedGraph, Target
 from amprewrite.graphs.fx.node_facts import BODIES, bodies, is_held, memory_of
 from amprewrite.graphs.fx.run.first_run import checkpoint_with_state
+from amprewrite.graphs.fx.uncaptured import enters_regions
 from amprewrite.ir.pass_base import Pass
 
 
@@ -45,6 +46,7 @@ def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) 
         )
         for body in bodies(node):
             restore_checkpoints(body, state)
-        node.target = checkpoint_with_state if state else checkpoint
-        node.kwargs = {**({"state": state} if state else {}), "use_reentrant": False, **node.kwargs}
+        enters = {"enters": True} if any(enters_regions(body.graph) for body in bodies(node)) else {}
+        node.target = checkpoint_with_state if state or enters else checkpoint
+        node.kwargs = {**({"state": state, **enters} if state or enters else {}), "use_reentrant": False, **node.kwargs}
     module.recompile()

@@ -118,6 +118,30 @@ def test_an_error_leaves_a_region_inside_a_checkpoint(region: str) -> None:
     assert modes() == DEFAULT
 
 
+class Stopped(nn.Module):
+    """The recomputation of the checkpoint ends inside a region, which saves the last tensor that the backward needs."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.reentrant = nn.Linear(8, 8), reentrant
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.exp(self.linear(x)) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_leaves_the_regions_of_its_checkpoint(reentrant: bool) -> None:
+    """Otherwise a later `torch.autocast` block is an inner one, which keeps its low copies of weights when it ends."""
+    amp, x = amprewrite.rewrite(Stopped(reentrant), dtype="bf16"), torch.randn(4, 8, requires_grad=True)
+    amp(x).sum().backward()
+    assert modes() == DEFAULT
+
+
 @pytest.mark.parametrize("region", ["autocast off", "no_grad"])
 def test_an_error_leaves_the_region_under_torch_compile(region: str) -> None:
     x, index = batch()

@@ -25,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from amprewrite.graphs.fx.node_facts import bodies, example_value
+from amprewrite.graphs.fx.node_facts import ENTER_AUTOCAST, bodies, example_value
+from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.dispatch import (
     count_dispatch_modes,
     current_transform,
@@ -98,7 +99,8 @@ def enters_regions(graph: torch.fx.Graph) -> bool:
     """
     calls = (node for node in graph.nodes if node.op == "call_function" and not node.all_input_nodes)
     inside = (body.graph for node in graph.nodes for body in bodies(node))
-    return any(example_value(node) is None for node in calls) or any(map(enters_regions, inside))
+    # a dry run gives the node that enters autocast the context as its value
+    return any(example_value(node) is None or op_name(node.target) == ENTER_AUTOCAST for node in calls) or any(map(enters_regions, inside))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ in a way that PyTorch treats like closed-over variables.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from amprewrite.graphs.fx.node_facts import example_value, is_checkpoint, is_opaque, tensors, written, written_unsaid
+from amprewrite.graphs.fx.uncaptured import closed_if_raised
 from amprewrite.tables.formats import LOW_DTYPES
 from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
@@ -131,12 +133,17 @@ def _is_low(node: torch.fx.Node) -> bool:
     return any(t.dtype in LOW_DTYPES for t in tensors(example_value(node)))
 
 
-def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, **options: Any) -> Any:
+def checkpoint_with_state(
+    body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, enters: bool = False, **options: Any
+) -> Any:
     """Return `checkpoint(body, *operands)`, without saving the operands at the positions `state` (ascending), which the model holds.
 
     These operands are passed in one tuple: PyTorch does not save the tensors in a tuple, but does save the random states of their devices.
     A reentrant checkpoint passes no gradients to tensors in a tuple. So with `use_reentrant`, operands that require gradients are passed
     directly, and saved.
+
+    `enters` says that the body enters regions, such as `torch.no_grad()`. They are left if an error ends the body, as PyTorch ends a
+    recomputation that has all that the backward needs.
     """
     held = tuple((place, operands[place]) for place in state if not (use_reentrant and operands[place].requires_grad))
     apart = {place for place, _ in held}
@@ -145,7 +152,8 @@ def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple
         given = list(others)
         for place, tensor in held:  # positions ascend, so each insertion puts a tensor at its original position
             given.insert(place, tensor)
-        return body(*given)
+        with closed_if_raised() if enters else contextlib.nullcontext():
+            return body(*given)
 
     others = (operand for place, operand in enumerate(operands) if place not in apart)
     return checkpoint(run, held, *others, use_reentrant=use_reentrant, **options)
