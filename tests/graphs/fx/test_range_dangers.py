@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import amprewrite
 from amprewrite.runtime.captured.look_ahead import CALLS, LookAhead
 from amprewrite.runtime.session import Session
+from amprewrite.tables.vocabulary import Colour
 
 LARGE = 1e6
 """Products of inputs times this are beyond 65504."""
@@ -224,3 +225,15 @@ def test_a_factor_is_small_by_the_format(dtype, kept):
     amp = amprewrite.rewrite(net(lambda model, x: model.linear(model.linear(x) * 1e-3)), dtype=dtype)
     amp(torch.randn(4, 8))
     assert [node.colour.value for node in amp.plan.nodes if node.op == "mul"] == ["low"]
+
+
+def test_what_lies_in_new_memory_by_chance_is_no_value():
+    def rows(model, x):
+        held = torch.empty_like(x)
+        held[:, ::2], held[:, 1::2] = x[:, ::2], x[:, 1::2].tanh()
+        return model.linear(held)
+
+    garbage = [torch.full((400, 8), 1e30) for _ in range(600)]
+    del garbage[::2]  # the allocator hands this memory out again
+    amp = amprewrite.rewrite(net(rows), dtype="fp16", device="h100", example_inputs=(torch.randn(400, 8),))
+    assert [node.colour for node in amp.plan.nodes if node.flops] == [Colour.LOW]

@@ -54,6 +54,9 @@ def inside_transform(vertex: OpNode) -> bool:
     return vertex.pinned is not None and vertex.pinned[1] is Reason.TRANSFORMED
 
 
+_UNSET = ops_with(Trait.UNSET)
+
+
 class _ObservingInterpreter(torch.fx.Interpreter):
     """Runs a captured graph unchanged, and adds the ranges of its values to `region`."""
 
@@ -71,6 +74,9 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             return result
         if vertex.role == "parameter" and not self.watch.weights and vertex.name not in self.poles:
             return result
+        if vertex.op in _UNSET:
+            with torch.no_grad():
+                result.fill_(1)  # what lies there by chance is no value of the model
         shown = tensors(thawed(result))
         if not shown and n.args and isinstance(n.args[0], torch.fx.Node):
             shown = tensors(self.env.get(n.args[0]))  # setitem and similar ops return nothing, so observe the tensor that they wrote
