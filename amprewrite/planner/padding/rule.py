@@ -23,7 +23,7 @@ are all described as a pad of one axis: at the end of a dim, inside every attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,14 +126,14 @@ def zero_keeping(contents: Contents) -> Content:
     return 0.0 if all(c == 0 for c in found) else MIXED
 
 
-def all_zero(why: str) -> Callable[[Contents], Content]:
-    """Return a function for `Rule.content` of an op that accepts only zeros in the padding of its operands.
+def all_zero(why: str, names: Container[str] | None = None) -> Callable[[Contents], Content]:
+    """Return a function for `Rule.content` of an op that accepts only zeros in the padding of its operands, or of those in `names`.
 
     The function returns 0.0, the number in the padding of the result. For other padding it raises Hazard with the reason `why`.
     """
 
     def content(contents: Contents) -> Content:
-        blamed = [name for name, c in contents.items() if c not in (0, BROADCAST)]
+        blamed = [name for name, c in contents.items() if c not in (0, BROADCAST) and (names is None or name in names)]
         if blamed:
             raise Hazard(why, blamed)
         return 0.0

@@ -60,8 +60,7 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Context manager that restores the buffers of `model`, the random states of the CPU and of the model's CUDA devices, and all tensors
-    in the nested value `inputs`."""
+    """Context manager that restores buffers of `model`, random states of the CPU and its CUDA devices, and tensors in `inputs`."""
     tables = [(module._buffers, dict(module._buffers)) for module in modules_in(model)]
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, FakeTensor))]
     values = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in (*buffers_in(model), *given)]

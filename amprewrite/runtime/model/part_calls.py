@@ -38,13 +38,12 @@ from amprewrite.runtime.weights.freezing import refuse_frozen
 
 FORWARD = "_amprewrite_forward"
 """Name of the attribute that keeps a `forward` that was set on the instance before the rewrite."""
-_COPYING = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
-"""Names of the methods by which a class copies its objects in a way of its own."""
 
 
 def copies_itself(cls: type[nn.Module]) -> bool:
     """True if the class `cls` copies its modules in a way of its own."""
-    return any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _COPYING)
+    methods = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+    return any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in methods)
 
 
 def call_as_part(session: Session, path: str, module: nn.Module) -> None:

@@ -81,8 +81,7 @@ def found_after_backward(params: Sequence[Tensor], apart: bool) -> tuple[Tensor 
     """Return two overflow flags, each above 0 if a gradient of `params` on this rank is not finite; None if it covers no gradient.
 
     On a single rank the first flag covers all gradients. If several ranks train, it covers sharded gradients, and the second flag covers
-    all others if `apart`, except while a CUDA graph is recorded. In these infinities become NaN, in place: reductions pass NaN to other
-    ranks.
+    all others if `apart`, except while a CUDA graph is recorded. Their infinities become NaN, in place: reductions pass NaN to all ranks.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))

@@ -18,6 +18,7 @@ from amprewrite.graphs.fx.node_facts import is_checkpoint, storages, tensors, wr
 from amprewrite.graphs.fx.ops.on_device import local_part
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import thawed
+from amprewrite.ir.evidence.counts import UNSET
 from amprewrite.ir.evidence.range_rules import POLES, hands_on_small
 from amprewrite.ir.evidence.ranges import RegionRanges, ValueRange, fingerprint
 from amprewrite.ir.op_graph import OpGraph, OpNode, reached
@@ -54,9 +55,6 @@ def inside_transform(vertex: OpNode) -> bool:
     return vertex.pinned is not None and vertex.pinned[1] is Reason.TRANSFORMED
 
 
-_UNSET = ops_with(Trait.UNSET)
-
-
 class _ObservingInterpreter(torch.fx.Interpreter):
     """Runs a captured graph unchanged, and adds the ranges of its values to `region`."""
 
@@ -74,7 +72,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             return result
         if vertex.role == "parameter" and not self.watch.weights and vertex.name not in self.poles:
             return result
-        if vertex.op in _UNSET:
+        if vertex.op in UNSET:
             with torch.no_grad():
                 result.fill_(1)  # what lies there by chance is no value of the model
         shown = tensors(thawed(result))

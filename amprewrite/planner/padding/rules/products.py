@@ -260,7 +260,7 @@ def recurrent(view: View, gates: int) -> Rule:
         return refuse
     names = [w.name for w in weights]
     hidden: Part = (states[0].name, 2)
-    rule = Rule(content=_recurrent_content({*names, *(s.name for s in states)}))
+    rule = Rule(content=all_zero("weights and first states must be zero in the padding", {*names, *(s.name for s in states)}))
     rule.tie(*(((s.name, 2),) for s in states), *(((i, 2),) for i in range(1, len(call.shapes))))
     whole: Leg = (2, hidden) if both else (hidden,)
     rule.tie(((0, 2),), whole)
@@ -273,13 +273,3 @@ def recurrent(view: View, gates: int) -> Rule:
             rule.tie(((w_ih, 1),), whole if layer else ((x.name, 2),))
     rule.wants = [(x.name, 2), (states[0].name, 2)]
     return rule
-
-
-def _recurrent_content(zero: set[str]) -> Callable[[Contents], Content]:
-    def content(contents: Contents) -> Content:
-        blamed = [name for name in zero if contents.get(name, 0) not in (0, BROADCAST)]
-        if blamed:
-            raise Hazard("weights and first states must be zero in the padding", blamed)
-        return 0.0
-
-    return content
