@@ -95,9 +95,8 @@ def nan_if_infinite(gradient: Tensor) -> Tensor:
 
 def is_hooked(x: Tensor) -> bool:
     """True if hooks may change the gradient of `x`. Hooks of `amprewrite.runtime`, on results of a graph that the next reads, do not."""
-    hooks = (x._backward_hooks or {}).values()
-    foreign = any(not (getattr(hook, "__module__", None) or "").startswith("amprewrite.runtime.") for hook in hooks)
-    return foreign or bool(x._post_accumulate_grad_hooks)
+    homes = (getattr(hook, "__module__", None) or "" for hook in (x._backward_hooks or {}).values())
+    return bool(x._post_accumulate_grad_hooks) or not all(home.startswith("amprewrite.runtime.") for home in homes)
 
 
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,7 +177,8 @@ class _Cross(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor, by: Tensor | None = None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.factor, ctx.by = factor, by
-        ctx.dtype, ctx.to, ctx.hooked = x.dtype, dtype, is_hooked(x)
+        ctx.dtype, ctx.to = x.dtype, dtype
+        ctx.hooked = bool(x._backward_hooks or x._post_accumulate_grad_hooks) and is_hooked(x)
         if by is not None:
             ctx.enters = _held_enters(factor)
             return _times(x, by, dtype)
