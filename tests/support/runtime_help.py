@@ -1,4 +1,4 @@
-"""Small models and two questions for the tests of the runtime: did it run low, and in which dtypes did matmuls run?"""
+"""Small models and what DDP puts behind one; and two questions: did the model run low, and in which dtypes did matmuls run?"""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amprewrite
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_convolution", "_scaled_dot_product_flash_attention_for_cpu"}
+
+
+class Sink(torch.autograd.Function):
+    """What DDP puts behind a model under `find_unused_parameters=True`: a result that the loss does not read gets None, not zeros."""
+
+    @staticmethod
+    def forward(ctx, *results):
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in results)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
 
 
 class MLP(nn.Module):

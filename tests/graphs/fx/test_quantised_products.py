@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fp8_help import LINEARS, RECIPES
+from runtime_help import Sink
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -27,19 +28,6 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, preset: str, gemms: tuple
 def operands(rows: tuple[int, ...] = (4, 33), inner: int = 64, columns: int = 96) -> tuple[Tensor, Tensor, Tensor]:
     x, w, bias = torch.randn(*rows, inner), torch.randn(columns, inner) / 8, torch.randn(columns)
     return tuple(each.to(BF16).requires_grad_() for each in (x, w, bias))  # type: ignore[return-value]
-
-
-class Sink(torch.autograd.Function):
-    """What DDP puts behind a model under `find_unused_parameters=True`: a result that the loss does not read gets None, not zeros."""
-
-    @staticmethod
-    def forward(ctx, read: Tensor, unread: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        return read.view_as(read), unread.view_as(unread)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients
 
 
 @pytest.mark.parametrize("preset", [*RECIPES, "wide"])

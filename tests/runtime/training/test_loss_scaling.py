@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from runtime_help import Sink
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -377,19 +378,6 @@ def test_a_head_on_a_backbone_under_no_grad_trains(cache_weights):
     assert got is not None and model.backbone[0].weight.grad is None
     (want,) = torch.autograd.grad(model(x).square().sum(), model.head.weight)
     assert torch.allclose(got, want, rtol=2e-2, atol=2e-2)
-
-
-class Sink(torch.autograd.Function):
-    """What DDP puts behind a model under `find_unused_parameters=True`: a result that the loss does not read gets None, not zeros."""
-
-    @staticmethod
-    def forward(ctx, *results):
-        ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in results)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients
 
 
 @pytest.mark.parametrize("options", [{"dtype": "fp16", "loss_scale": 64.0}, {"dtype": "bf16"}], ids=["fp16", "bf16"])
