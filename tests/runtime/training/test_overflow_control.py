@@ -561,6 +561,8 @@ def test_a_tensor_that_takes_the_number_of_a_lost_parameter_makes_no_optimizer_o
     del layers[1]
     assert id(lost) not in {id(p) for p in layers.parameters()}
     assert not gate._owns(torch.optim.SGD([lost])), "an id alone says nothing: this tensor might be any other"
+    lost._fsdp_flattened = True
+    assert not gate._owns(torch.optim.SGD([lost])), "fully_shard replaces parameters, and their ids may go to those of another model"
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
