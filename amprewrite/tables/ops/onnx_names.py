@@ -15,8 +15,6 @@ QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 PLACES = {"ConstantOfShape": (0,), "Scatter": (1,), "ScatterElements": (1,), "ScatterND": (1,), "Pad": (1, 3), "CenterCropPad": (1,)}
 PLACES |= {"Resize": (1, 2, 3), "Upsample": (1,)}
 """Positions of the operands that say where the numbers of a result go, by op type: a shape, sizes, or indices."""
-CONVOLUTIONS = {"Conv", "ConvTranspose", "FusedConv"}
-"""Convolutions whose FLOPs are counted."""
 
 VOCABULARY: dict[str, str] = {
     # matrix products

@@ -168,3 +168,47 @@ def test_a_column_of_positions_is_a_count() -> None:
     model = "r = Range(zero, end, one)\n s = Reshape(r, pairs)\n c = Gather <axis = 1> (s, at)\n u = Reshape(c, rows)\n y = MatMul(u, x)"
     inits = {"zero": np.float32(0), "end": np.float32(4096), "one": np.float32(1), "at": np.int64(0)}
     assert net(model, "float[64,64] x", inits | {"pairs": np.array([2048, 2]), "rows": np.array([32, 64])}) == ["high"]
+
+
+UNSHAPED = {
+    "a dynamic rank": ("f = Cast <to = 1> (n)\n p = Reshape(f, to)\n y = MatMul(p, F)", ["high"]),
+    "an if": (
+        """y = If(c) <then_branch = t () => (float[a,b] u) {
+            f = Cast <to = 1> (n)
+            p = Unsqueeze(f, one)
+            r = MatMul(p, F)
+            u = MatMul(x, W)
+        }, else_branch = e () => (float[a,b] v) {
+            f2 = Cast <to = 1> (n)
+            p2 = Unsqueeze(f2, one)
+            v = MatMul(p2, F)
+        }>""", ["high", "low", "high"],
+    ),
+    "a loop": (
+        """y = Loop(turns, c, x) <body = l (int64 i, bool d, float[64,64] s) => (bool d2, float[64,64] s2) {
+            d2 = Identity(d)
+            f = Cast <to = 1> (i)
+            p = Unsqueeze(f, both)
+            angles = MatMul(p, F)
+            h = Add(s, angles)
+            s2 = MatMul(h, W)
+        }>""", ["high", "low"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSHAPED)
+def test_positions_of_unknown_shape_are_counts(case: str) -> None:
+    model, wanted = UNSHAPED[case]
+    inits = {"F": np.full((1, 64), 0.3, np.float32), "one": np.array([1]), "both": np.array([0, 1]), "turns": np.int64(1000)}
+    assert net(model, "float[64,64] x, int64[k] n, int64[r] to, bool c", inits) == wanted
+
+
+def test_each_product_of_onnx_runtime_keeps_positions() -> None:
+    node = onnx.helper.make_node("TransposeMatMul", ["f", "F"], ["y"], domain="com.microsoft", transA=1)
+    inits = {"F": np.full((1, 64), 0.3, np.float32)}
+    given = parsed("f = Cast <to = 1> (n)\n y = MatMul(f, F)", "int64[1,k] n", "float[k,64] y", inits, {})
+    given.model.graph.node[1].CopyFrom(node)
+    given.model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    made = rewrite_onnx(given.model, dtype="bf16", verify=False)
+    assert [each.colour.value for each in made.plan.nodes if each.flops] == ["high"]

@@ -10,13 +10,14 @@
    quantised values. Constants and ranges in sample runs are only recorded: passes judge them.
 
 This file has special code for bodies (`If`, `Scan`, `Loop`), for ops that set the type of their result (`Cast`, called `to` in op tables,
-`Constant`, `ConstantOfShape`, `DequantizeLinear`), and for the FLOPs of products: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
-and `ConvTranspose`, whose FLOPs follow from its input.
+`Constant`, `ConstantOfShape`, `DequantizeLinear`), and for the FLOPs of products: `matmul`, `addmm`, `einsum`, `conv2d`, and
+`conv_transpose2d`, whose FLOPs follow from its input.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode, reached
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import FP32, Format
-from amprewrite.tables.ops.onnx_names import CONVOLUTIONS, FLOW, QUANTISED
+from amprewrite.tables.ops.onnx_names import FLOW, QUANTISED
 from amprewrite.tables.ops.op_lists import OpLists, find_op
 from amprewrite.tables.ops.products import einsum_flops
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
@@ -478,20 +479,19 @@ def scopes(node: ir.Node) -> tuple[str, str]:
 
 
 def flops(node: ir.Node) -> int:
-    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution, from shapes; 0 for other ops. Open dims are 64."""
+    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution; 0 for other ops. Open dims are 64.
+
+    Values in subgraphs may have no shape. Then the result counts as one element, and the other operand tells how many products it sums.
+    """
+    op = op_of(node)
     shapes = [tuple(d if isinstance(d, int) else 64 for d in (v.shape or ())) if v is not None else () for v in node.inputs]
-    if len(shapes) < 2 or not shapes[0] or not shapes[1]:
-        return 0
-    result = elements(node.outputs[0])
-    if node.op_type in ("MatMul", "FusedMatMul"):
-        return 2 * result * shapes[0][-1]
-    if node.op_type in ("Gemm", "FusedGemm"):
-        transposed = "transA" in node.attributes and node.attributes["transA"].as_int()
-        return 2 * result * shapes[0][0 if transposed else -1]
-    if node.op_type == "Einsum" and "equation" in node.attributes:
+    if op in ("matmul", "addmm"):
+        turned = [bool(node.attributes.get_int(name, 0)) for name in ("transA", "transB")]
+        sides = zip(shapes, (-1 - turned[0], turned[1] - 2), strict=False)
+        return 2 * elements(node.outputs[0]) * next((shape[max(at, -len(shape))] for shape, at in sides if shape), 64)
+    if op == "einsum" and "equation" in node.attributes:
         return einsum_flops(node.attributes["equation"].as_string(), shapes)
-    weight = node.inputs[1]
-    if node.op_type in CONVOLUTIONS and weight is not None and node.inputs[0] is not None:
-        moved = elements(node.inputs[0]) if node.op_type == "ConvTranspose" else result
-        return 2 * moved * elements(weight) // max(shapes[1][0], 1)
+    if op in ("conv2d", "conv_transpose2d") and len(shapes) > 1 and shapes[1]:
+        moved, weight = node.inputs[0] if op == "conv_transpose2d" else node.outputs[0], math.prod(shapes[1][1:])
+        return 2 * elements(moved) * weight if moved is not None else 0
     return 0
