@@ -149,16 +149,17 @@ def scalar(value: ir.Value) -> float | None:
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """Return the tensor of an initialiser that is no input, or of a Constant node with a tensor or floats; None for any other value."""
+    """Return the tensor of an initialiser that is no input, or of a Constant node with a tensor or numbers; None for any other value."""
     if value.is_initializer() and not value.is_graph_input():
         return value.const_value
     node = value.producer()
     if node is None or node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
         return None
-    for name in ("value", "value_float", "value_floats"):
-        if name in node.attributes:
-            held = node.attributes[name].value
-            return held if name == "value" else ir.tensor(np.asarray(held, np.float32))
+    for name, attribute in node.attributes.items():
+        if name == "value":
+            return attribute.as_tensor()
+        if name.startswith(("value_float", "value_int")):
+            return ir.tensor(np.asarray(attribute.value, np.float32 if "float" in name else np.int64))
     return None
 
 

@@ -212,3 +212,20 @@ def test_each_product_of_onnx_runtime_keeps_positions() -> None:
     given.model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     made = rewrite_onnx(given.model, dtype="bf16", verify=False)
     assert [each.colour.value for each in made.plan.nodes if each.flops] == ["high"]
+
+
+HELD = {
+    "a tensor": "p = Constant <value = float[3,1] {255, 256, 257}> ()\n",
+    "floats": "f = Constant <value_floats = [255., 256., 257.]> ()\n p = Unsqueeze(f, one)\n",
+    "whole numbers": "i = Constant <value_ints = [255, 256, 257]> ()\n f = Cast <to = 1> (i)\n p = Unsqueeze(f, one)\n",
+    "the branches of an if": """f = Cast <to = 1> (n)
+        p = If(c) <then_branch = t () => (float[a,b] u) { u = Unsqueeze(f, one) },
+            else_branch = e () => (float[a,b] v) { v = Reshape(f, column) }>
+        """,
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_positions_in_constants_and_branches_are_counts(case: str) -> None:
+    inits = {"F": np.full((1, 64), 0.3, np.float32), "one": np.array([1]), "column": np.array([-1, 1])}
+    assert net(f"{HELD[case]} y = MatMul(p, F)", "int64[k] n, bool c", inits) == ["high"]

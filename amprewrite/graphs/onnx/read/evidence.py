@@ -6,7 +6,7 @@
    their values, even weights, because a file does not say which are learnt. So a product with a factor of fractions counts as one with a
    weight, whose result is not counted, unless it multiplies positions by at most `FEW` frequencies. `OneHot` is read as "one_hot", whose
    results are at most 1; `op_of` would name it "scatter". A `Gather` is read as `index` if its table holds whole numbers. The number that
-   fills a `ConstantOfShape` is an attribute.
+   fills a `ConstantOfShape` is an attribute; those of a `Constant` are looked at when it is read, as the branches of an `If` are.
 4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
    is a number, a constant that varies along one dim at most (its root mean square counts), or a schedule: a value of one element that is
    computed without products, such as a step size. `loop` and `scan` have no summands; values that they pass between iterations are listed.
@@ -27,7 +27,7 @@ from amprewrite.graphs.onnx.read.constants import fill_of
 from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.run.samples import elements
 from amprewrite.ir.cost import MatrixProduct
-from amprewrite.ir.evidence.counts import EXACT, FEW, FRACTIONS, Count, keep_counts, made_of
+from amprewrite.ir.evidence.counts import EXACT, FEW, FRACTIONS, Count, keep_counts, made_of, written_over
 from amprewrite.ir.evidence.range_rules import added_values, has_offset, rows_have_offset, tables
 from amprewrite.ir.evidence.summands import Factor, Summands, summands
 from amprewrite.ir.op_graph import OpGraph, OpNode
@@ -95,14 +95,14 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
     if not any(node.flops for node in reading.graph):
         return reading.graph
     names = {value: name for name, value in reading.values.items()}
-    found = dict[ir.Value, Count]()
-    for value in model.graph.inputs:
-        found[value] = _entering(value)
+    found = {value: _entering(value) for value in model.graph.inputs}
 
     def summed(node: OpNode) -> int:
         return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
 
     for node in model.graph.all_nodes():
+        if node.op_type in ("Constant", "If") and not node.domain:
+            continue  # `_read` looks at the numbers, and into the branches
         read = [value for place, value in enumerate(node.inputs) if value is not None and place not in PLACES.get(node.op_type, ())]
         given = [_read(value, found) for value in read]
         numbers = [number for value in read if (number := scalar(value)) is not None]
@@ -132,9 +132,12 @@ def _entering(value: ir.Value) -> Count:
 def _read(value: ir.Value, found: dict[ir.Value, Count]) -> Count:
     """Return the `Count` of `value` (whether it is made of whole numbers, and how large it may be), and store it in `found`.
 
-    If `found` has no entry for the value, the elements of a constant decide; other values get Count.NOT (not counted).
+    If `found` has no entry for the value, the branches of an `If` or the elements of a constant decide; others get Count.NOT (not counted).
     """
-    if value not in found:
+    maker = value.producer()
+    if value not in found and maker is not None and maker.op_type == "If":
+        found[value] = written_over(*(_read(body.outputs[value.index() or 0], found) for body in bodies(maker)))
+    elif value not in found:
         held = constant_tensor(value)
         numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)
         whole = numbers.size > 0 and np.array_equal(numbers, np.round(numbers))
