@@ -229,3 +229,12 @@ HELD = {
 def test_positions_in_constants_and_branches_are_counts(case: str) -> None:
     inits = {"F": np.full((1, 64), 0.3, np.float32), "one": np.array([1]), "column": np.array([-1, 1])}
     assert net(f"{HELD[case]} y = MatMul(p, F)", "int64[k] n, bool c", inits) == ["high"]
+
+
+def test_whole_numbers_of_a_constant_to_which_a_product_is_added_stay_fp32() -> None:
+    draws = np.random.default_rng(0)
+    inits = {"W": draws.standard_normal((64, 64)).astype(np.float32) / 8, "V": draws.standard_normal((64, 8)).astype(np.float32)}
+    inits |= {"at": np.arange(1024)[:, None]}
+    model = "h = MatMul(x, W)\n f = Cast <to = 1> (at)\n a = Add(h, f)\n s = Sin(a)\n y = MatMul(s, V)"
+    given = parsed(model, "float[1024,64] x", "float[1024,8] y", inits, {"x": draws.standard_normal((1024, 64)).astype(np.float32)})
+    assert true_error(given, rewrite_onnx(given.model)) < 1e-3
