@@ -152,11 +152,7 @@ RANDOM = ops_with(Trait.RANDOM)
 def drawing_ops(model: ir.Model) -> list[str]:
     """Return the op types of `model` that draw random numbers in each run. A Dropout does if its third input may switch on training."""
     nodes = (node for graph in model.graphs() for node in graph if op_of(node) in RANDOM or node.op_type.startswith("Random"))
-    return sorted({node.op_type for node in nodes if node.op_type != "Dropout" or (len(node.inputs) > 2 and _is_set(node.inputs[2]))})
-
-
-def _is_set(flag: ir.Value | None) -> bool:
-    return flag is not None and scalar(flag) != 0
+    return sorted({node.op_type for node in nodes if node.op_type != "Dropout" or any(on and scalar(on) != 0 for on in node.inputs[2:])})
 
 
 BODIES = ("loop", "scan")
