@@ -309,3 +309,18 @@ def test_a_mask_is_bounded_as_its_opset_bounds(opset: int) -> None:
     result = rewrite_onnx(given.model, dtype="fp16", calibration=feed, overrides={"node:softmax": "low", "node:mask": "high"})
     assert "Clip" in [each.op_type for each in result.model.graph.node]
     assert true_error(given, result) < 2e-3
+
+
+def test_a_rotary_embedding_runs_low() -> None:
+    """It is an op of its own from opset 23 on."""
+    angles = np.outer(np.arange(1024), 10000.0 ** -np.linspace(0, 1, 8))
+    nodes = [
+        node("MatMul", ["x", "w0"], ["h"], name="first"),
+        node("RotaryEmbedding", ["h", "cos", "sin", "at"], ["r"], name="rotate", num_heads=1),
+        node("MatMul", ["r", "w1"], ["out"], name="last"),
+    ]
+    inits = [weight("w0", 16, 16), weight("w1", 16, 16), const("cos", np.cos(angles)), const("sin", np.sin(angles))]
+    inits += [const("at", np.arange(1024)[None], np.int64)]
+    given = net(nodes, [value("x", 1, 1024, 16)], [value("out", 1, 1024, 16)], inits, {"x": noise(1, 1024, 16)}, opset=23)
+    result = rewrite_onnx(given.model, dtype="fp16", calibration=given.feed)
+    assert colours(result.model)["rotate"] == "low" and true_error(given, result) < 1e-3
