@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import math
@@ -253,6 +254,44 @@ def test_an_optimizer_of_another_library_may_ask_for_its_parameters_in_a_skipped
         assert same(model.parameters(), control.parameters())
         assert (optimizer.calls, optimizer.state["step"]) == (plain.calls, plain.state["step"])
     assert (model.scale.report().steps, model.scale.report().skipped) == (3, 1)
+
+
+class Remembers(torch.optim.Optimizer):
+    """Divides by norms of gradients that it keeps in attributes, some of which its first step makes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.mean: Tensor | None = None
+        self.latest = collections.deque[float](maxlen=2)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        size = torch.stack([p.grad.norm() for p in self.param_groups[0]["params"]]).norm()
+        self.mean = size if self.mean is None else (self.mean + size) / 2
+        self.latest.append(float(size))
+        if not hasattr(self, "first"):
+            self.first = size.clone()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / (self.mean + self.first + sum(self.latest)), alpha=1e-2)
+
+
+@pytest.mark.parametrize("hot", [0, 2])
+def test_a_skipped_step_leaves_no_attribute_as_it_made_it(hot):
+    model, control = tiny(), tiny()
+    optimizer, plain = Remembers(model.parameters()), Remembers(control.parameters())
+    model.gate.attach(optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step, HUGE * 2.0**10 if step == hot else 1.0)
+        optimizer.step()
+        if step != hot:
+            plain.zero_grad()
+            backward(control, step)
+            plain.step()
+        assert vars(optimizer).keys() == vars(plain).keys()
+        assert list(optimizer.latest) == pytest.approx(list(plain.latest), rel=1e-3)
+    for p, q in zip(model.parameters(), control.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_after_one_that_raised_while_it_was_skipped_is_kept():

@@ -114,7 +114,7 @@ class Idle:
 
 
 class _Start:
-    """Copies of the weights, state and settings of one optimizer before a step.
+    """Copies of the weights, state and attributes of one optimizer before a step.
 
     `restore` writes the copies into the tensors themselves, which other attributes may hold, too.
     """
@@ -129,12 +129,10 @@ class _Start:
         keep = functools.partial(tree_map_only, Tensor, self._copy)
         self.state = {key: keep(value) for key, value in optimizer.state.items()}
         self.groups = [{name: keep(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        self.settings = {
-            name: keep(value)
+        self.attributes = {
+            name: value if name in ("state", "param_groups") or name.endswith("_hooks") else keep(value)
             for name, value in optimizer.__dict__.items()
-            if name not in ("state", "param_groups", "defaults") and isinstance(value, int | float | Tensor | list | tuple | dict)
-            and not name.endswith("_hooks")
-        }  # fmt: skip
+        }
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self.tensors:
@@ -145,13 +143,14 @@ class _Start:
     def restore(self) -> None:
         for tensor, value in self.tensors.values():
             tensor.copy_(value)
+        self.optimizer.__dict__.clear()  # an attribute that the step has made must not keep what it learnt from zeros or infinities
+        self.optimizer.__dict__.update(self.attributes)
         self.optimizer.state.clear()
         self.optimizer.state.update(self.state)
         for group, kept in zip(self.optimizer.param_groups, self.groups, strict=False):
             for name in group.keys() - kept.keys() - {"params"}:
                 del group[name]
             group.update(kept)
-        self.optimizer.__dict__.update(self.settings)
 
 
 def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Iterator[Optimizer]:
