@@ -34,6 +34,7 @@ from amprewrite.runtime.compiler.heard import (
     breaking_at_hooks,
     recurrent_layers_whole,
     regions_around,
+    replaced,
     reporting_autocast_on,
     sharing_sizes,
 )
@@ -446,22 +447,12 @@ suspend_dispatch_modes = _Aside()
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
     """Context manager that suspends the user's dispatch modes, so that Dynamo can run. Rewritten graphs still run under them."""
-    outer = suspend_dispatch_modes.modes
-    suspend_dispatch_modes.modes = outer + user_modes()
-    try:
-        with disable_dispatch_modes():
-            yield
-    finally:
-        suspend_dispatch_modes.modes = outer
+    with replaced(suspend_dispatch_modes, "modes", suspend_dispatch_modes.modes + user_modes()), disable_dispatch_modes():
+        yield
 
 
 @contextmanager
 def unselective() -> Iterator[None]:
     """Context manager for a trial run of a graph: hide it from selective checkpoints, which would otherwise keep its results."""
-    outer = suspend_dispatch_modes.modes
-    suspend_dispatch_modes.modes = not_selective(outer)
-    try:
-        with unselected():
-            yield
-    finally:
-        suspend_dispatch_modes.modes = outer
+    with replaced(suspend_dispatch_modes, "modes", not_selective(suspend_dispatch_modes.modes)), unselected():
+        yield

@@ -167,6 +167,17 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context manager in which the attribute `name` of `owner` is `value`."""
+    given = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, given)
+
+
+@contextlib.contextmanager
 def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
     """Context manager in which Dynamo uses one symbol for equal dynamic sizes, of all dims that `shared(tensor)` returns for any tensor.
 
@@ -181,11 +192,8 @@ def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
                 context.dynamic_sizes[dim] = DimDynamic.DUCK
         return context
 
-    builder._automatic_dynamic = sizes_of  # type: ignore[assignment]
-    try:
+    with replaced(builder, "_automatic_dynamic", sizes_of):
         yield
-    finally:
-        builder._automatic_dynamic = given  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -225,11 +233,8 @@ def breaking_at_hooks() -> Iterator[None]:
             raise Unsupported("a hook on a tensor that the captured code computes")
         return given(tensor, *args)
 
-    TensorVariable._method_register_hook = handle  # type: ignore[assignment]
-    try:
+    with replaced(TensorVariable, "_method_register_hook", handle):
         yield
-    finally:
-        TensorVariable._method_register_hook = given  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
