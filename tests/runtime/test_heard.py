@@ -135,6 +135,17 @@ def test_code_of_pytorch_is_told_the_truth() -> None:
     assert "_transformer_encoder_layer_fwd" in {node.op for node in amp.plan.nodes}
 
 
+def test_a_warning_of_pytorch_breaks_no_graph_and_is_given_in_each_call() -> None:
+    """After a break in code of PyTorch, Dynamo leaves the rest of it as written."""
+    attention, x, padding, mask = nn.MultiheadAttention(64, 4), torch.randn(8, 2, 64), torch.zeros(2, 8).bool(), torch.zeros(8, 8)
+    amp = amprewrite.rewrite(attention, dtype="bf16")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="mismatched key_padding_mask and attn_mask") as told:
+            amp(x, x, x, padding, attn_mask=mask)
+        assert len(told) == 1
+    assert [node.colour for node in amp.plan.nodes if node.flops] == [Colour.LOW]
+
+
 def test_an_op_that_autocast_refuses_runs() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:

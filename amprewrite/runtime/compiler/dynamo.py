@@ -37,6 +37,7 @@ from amprewrite.runtime.compiler.heard import (
     replaced,
     reporting_autocast_on,
     sharing_sizes,
+    warnings_after_graphs,
 )
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, ambient_autocast, plain_reason
 from amprewrite.runtime.weights.half_values import TwoDtypes
@@ -105,6 +106,7 @@ def compile_afresh(
     13. If `starts_again` returns True for the local variables of a call, the call can begin again with its half inputs in fp32. If an op
         then refuses its operands, or code asks whether autocast is on, TwoDtypes is raised before any code of `function` runs.
     14. Before torch 2.13 a hook on a tensor that the code computes breaks the graph, because Dynamo would lose gradients of the hook.
+    15. Warnings of PyTorch's own code break no graph. They are given when the graph has run.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
     """
@@ -147,14 +149,14 @@ def compile_afresh(
                 now["recompile_limit"] = RECOMPILE_LIMIT + more
                 now["accumulated_recompile_limit"] = torch._dynamo.config.accumulated_recompile_limit + more
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
-            hooks, layers = breaking_at_hooks(), recurrent_layers_whole()
+            hooks, layers, told = breaking_at_hooks(), recurrent_layers_whole(), warnings_after_graphs()
             quick = no_collection() if eager else contextlib.nullcontext()  # a compiler may run for minutes: keep collecting garbage
             again = own and starts_again(frame[0].f_locals)
             if again:  # let Dynamo raise errors, so that the call starts again before its code has run
                 now["suppress_errors"] = False
             reporting = reporting_autocast_on(root, frame[0].f_locals, around(), again)
             try:
-                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, hooks, layers, quick:
+                with torch._dynamo.config.patch(now), Listener(failed), reporting, gradients, shared, hooks, layers, told, quick:
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None and _breaks_at_disabled() == breaks)

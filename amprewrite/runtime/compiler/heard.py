@@ -22,6 +22,7 @@ functions (`handling`). The context managers of this file change Dynamo for all 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -74,9 +76,8 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
             if again:
                 raise Unseen(TwoDtypes())
             given = [each.as_python_constant() for each in (*args, *kwargs.values())]
-            own = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch"
             device = str(given[0]) if given else default
-            return ConstantVariable.create(asked(*given) if own or not heard(device) else told)
+            return ConstantVariable.create(asked(*given) if _is_of_torch(tx) or not heard(device) else told)
 
         return handle
 
@@ -90,6 +91,11 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
     }
     with handling(answers):
         yield
+
+
+def _is_of_torch(tx: Any) -> bool:
+    """True if the code that Dynamo is reading is PyTorch's own. `tx`: the InstructionTranslator that reads it."""
+    return str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 def exported_under_autocast(
@@ -234,6 +240,26 @@ def breaking_at_hooks() -> Iterator[None]:
         return given(tensor, *args)
 
     with replaced(TensorVariable, "_method_register_hook", handle):
+        yield
+
+
+@contextlib.contextmanager
+def warnings_after_graphs() -> Iterator[None]:
+    """Context manager in which a `warnings.warn` of PyTorch's own code breaks no graph: it is called after the graph, in each call.
+
+    Dynamo captures code of PyTorch only inside other code. After a break in it the rest runs as written: an nn.MultiheadAttention warns of
+    masks whose dtypes differ, and would run in fp32.
+    """
+    given: Callable[..., Any] = SkipFunctionVariable.call_function
+
+    def handle(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if function.value is not warnings.warn or not _is_of_torch(tx):
+            return given(function, tx, args, kwargs)
+        said = [*args, *(kwargs[name] for name in ("message", "category") if name in kwargs)]  # `stacklevel` counts frames that are gone
+        tx.output.root_tx.debug_locals.append((function, said))
+        return ConstantVariable.create(None)
+
+    with replaced(SkipFunctionVariable, "call_function", handle):
         yield
 
 
