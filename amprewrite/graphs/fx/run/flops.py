@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,10 +42,14 @@ def flops(op: str, node: torch.fx.Node) -> int:
         return 2 * out[0] * shapes[0][-1] // (hints(tensors(example_value(node))[0])[0] if grouped else 1)
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
-    if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:
-        return _attention_flops(*(hints(tensors(example_value(node.args[place]))[0]) for place in (0, 1)))  # type: ignore[arg-type]
-    if op == "_transformer_encoder_layer_fwd":
-        return _encoder_flops(shapes[0], [shape for shape in shapes[1:] if len(shape) == 2][:4])
+    if op == "_transformer_encoder_layer_fwd":  # products with its four weights, the scores and the weighted values
+        rows, sizes = math.prod(shapes[0][:-1]), [math.prod(shape) for shape in shapes[1:] if len(shape) == 2]
+        return 2 * rows * sum(sizes[:4]) + 4 * rows * shapes[0][-2] * shapes[0][-1]
+    if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:  # four projections, the scores and the weighted values
+        query, key = (hints(tensors(example_value(each))[0]) for each in node.args[:2])  # type: ignore[arg-type]
+        # their shapes are (length, batch, width) or (length, width)
+        asked, keys = math.prod(query[:-1]), math.prod(key[:-1])
+        return 4 * (asked + keys) * query[-1] ** 2 + 4 * asked * key[0] * query[-1]
     if op in ops_with(Trait.ATTENDS) and len(shapes) > 1:
         return 4 * math.prod(shapes[0]) * shapes[1][-2]
     if op == "linear_cross_entropy" and len(shapes) > 1:
@@ -61,27 +64,6 @@ def flops(op: str, node: torch.fx.Node) -> int:
         given = named_arguments(node)
         weights = (tensors(example_value(given[name]))[0] for name in ("w_ih", "w_hh"))
         return 2 * math.prod(shapes[0][:-1]) * sum(math.prod(hints(weight)) for weight in weights)
-    return _product_flops(op, node)
-
-
-def _attention_flops(query: Shape, key: Shape) -> int:
-    """Return the FLOPs of multi-head attention: four projections (query, key, value, result), the scores and the weighted values.
-
-    The shapes `query` and `key` are (length, batch, width); the batch may be missing.
-    """
-    width, asked, given = query[-1], math.prod(query[:-1]), math.prod(key[:-1])
-    return 4 * (asked + given) * width**2 + 4 * asked * key[0] * width
-
-
-def _encoder_flops(source: Shape, weights: Sequence[Shape]) -> int:
-    """Return the FLOPs of a transformer encoder layer on an input of shape `source`: products with its four weights, and attention."""
-    rows = math.prod(source[:-1])
-    return 2 * rows * sum(map(math.prod, weights)) + 4 * rows * source[-2] * source[-1]
-
-
-def _product_flops(op: str, node: torch.fx.Node) -> int:
-    """Return the FLOPs of `einsum`, `tensordot`, `bilinear`, or a product of many matrices (`chain_matmul`); 0 for any other op."""
-    shapes = _operands(node)
     if op == "einsum":
         return einsum_flops(_equation(node), shapes)
     if op == "tensordot":
