@@ -99,7 +99,7 @@ TRAITS: dict[Trait, str] = {
     Trait.RECURRENT_STEP: "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
     Trait.ATTENDS: "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention flex_attention",
-    Trait.ATTENDS_AND_PROJECTS: "multi_head_attention_forward _native_multi_head_attention",
+    Trait.ATTENDS_AND_PROJECTS: "multi_head_attention_forward _native_multi_head_attention _transformer_encoder_layer_fwd",
     # padding: these traits say what the op returns for zeros and for other numbers in the padding
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
     Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
