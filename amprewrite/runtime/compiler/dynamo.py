@@ -298,8 +298,7 @@ def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
         return backend
     if backend == EXACT:
         return load_extra("exact rounding", f"backend={EXACT!r}").compile_exactly  # type: ignore[no-any-return]
-    found: Callable[..., Any] = torch._dynamo.backends.registry.lookup_backend(backend)
-    return found
+    return torch._dynamo.backends.registry.lookup_backend(backend)  # type: ignore[no-any-return]
 
 
 _ROUNDINGS: dict[Any, str] = {

@@ -20,7 +20,6 @@ from amprewrite.tables.ops.products import chain_flops, einsum_flops, pair_flops
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.trees import tree_leaves
 
-Shape = tuple[int, ...]
 _PRODUCTS = {name for name, row in OPS.items() if row.kind is OpKind.ALLOW} | ops_with(Trait.SUMS_LAST_DIM, Trait.ADDS_PRODUCT)
 """Names of the ops that may have FLOPs. An unlisted convolution has FLOPs, too: it is known by "conv" in its name."""
 
@@ -32,7 +31,8 @@ def flops(op: str, node: torch.fx.Node) -> int:
     """
     if op not in _PRODUCTS and "conv" not in op:
         return 0
-    shapes = _operands(node)
+    leaves = tree_leaves((node.args, dict(node.kwargs)))  # an operand that is passed twice is there twice
+    shapes = [hints(t) for leaf in leaves if isinstance(leaf, torch.fx.Node) for t in tensors(example_value(leaf))[:1]]
     out = [math.prod(hints(t)) for t in tensors(example_value(node))[:1]]
     if not out or not shapes or not shapes[0]:
         return 0
@@ -73,12 +73,6 @@ def flops(op: str, node: torch.fx.Node) -> int:
     if op in ops_with(Trait.MULTIPLIES_ALL):
         return chain_flops(shapes)
     return 0
-
-
-def _operands(node: torch.fx.Node) -> list[Shape]:
-    """Return the shapes of the tensor operands of `node`, in order. An operand that is passed twice is listed twice."""
-    leaves = tree_leaves((node.args, dict(node.kwargs)))
-    return [hints(t) for leaf in leaves if isinstance(leaf, torch.fx.Node) for t in tensors(example_value(leaf))[:1]]
 
 
 def _equation(node: torch.fx.Node) -> str:
