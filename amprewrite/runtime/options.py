@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.ranges import Calibration, KeepHigh
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.policy import Override, PadPolicy, Policy, ProductPolicy
@@ -174,6 +175,8 @@ class Options:
     """Rules for the products (matmuls) that may read fp8 copies of their operands; None: no product runs in fp8."""
     frozen: tuple[str, ...] | None = None
     """Names of the fp32 parameters that took gradients before the model was frozen; None: the model is not frozen."""
+    agreed: Agreed = NOTHING_AGREED
+    """The colours by which a frozen model was stored, from which a copy of it starts: frozen weights do not tell which ops trained them."""
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:

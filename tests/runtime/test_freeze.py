@@ -547,6 +547,16 @@ def test_copies_are_frozen(copied: Callable[[nn.Module], nn.Module]) -> None:
     assert twin.first.weight.requires_grad
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda amp: pickle.loads(pickle.dumps(amp))], ids=["deep", "pickle"])
+def test_copies_compute_the_same_bits_though_no_weight_says_that_it_was_trained(copied: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)  # the norm is fp32 for the gradients of its weights
+    amp = amprewrite.rewrite(nn.Sequential(nn.Embedding(12, 64), nn.LayerNorm(64), nn.Linear(64, 12)).eval(), dtype="bf16")
+    tokens = torch.arange(12).reshape(2, 6)
+    amp.freeze(tokens)
+    for twin in (copied(amp), copied(copied(amp))):
+        assert alike(run(twin, tokens), run(amp, tokens)) and torch.equal(copied(twin)(tokens), amp(tokens))
+
+
 def test_it_moves_to_another_device_and_format() -> None:
     amp = frozen()
     want = run(amp, data())

@@ -70,7 +70,7 @@ class GraphRewriter(CallRecord):
         # True once a graph would have overflowed in one of its first calls (see LookAhead), so that it was planned with observed ranges.
         # Exports are then planned with observed ranges, too, even if nothing overflows on their inputs.
         self.overflowed = False
-        self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
+        self.agreement = Agreement(self.options.parity is not None and self.options.given is None, self.options.agreed)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale = parse_loss_scale(self.options.loss_scale, low)
         kept = self.options.keep_high
@@ -323,8 +323,8 @@ class GraphRewriter(CallRecord):
 class Agreement:
     """The colours (low or high) of ops that all graphs of one model share. If `on` is False, each graph is planned separately."""
 
-    def __init__(self, on: bool) -> None:
-        self.on, self.colours = on, Agreed()
+    def __init__(self, on: bool, colours: Agreed) -> None:
+        self.on, self.colours = on, colours
 
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
         """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Mark graphs that contradict these.

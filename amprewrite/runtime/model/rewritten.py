@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from amprewrite.ir.evidence.agreed import NOTHING_AGREED
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.in_place import BEFORE, SESSION, Before, clone_of, original_of, subclass_of
 from amprewrite.runtime.model.part_calls import (
@@ -245,9 +246,10 @@ def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _options_with_scale(model: nn.Module) -> Options:
-    """Return the options of a model with its current loss scale, so that a copy continues with this scale."""
+    """Return the options of a model with its current loss scale and, if it is frozen, its colours, so that a copy continues with them."""
     session = session_of(model)
-    return replace(session.options, loss_scale=session.loss_scale)
+    agreed = NOTHING_AGREED if session.options.frozen is None else session.agreement.colours
+    return replace(session.options, loss_scale=session.loss_scale, agreed=agreed)
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
