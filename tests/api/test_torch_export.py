@@ -120,6 +120,17 @@ def test_the_plan_of_the_exported_graph():
     assert len(copies) == len(plan.casts)
 
 
+@torch.no_grad()
+def test_an_export_follows_the_plan_that_the_model_follows():
+    """torch.export lists inputs, weights and unread buffers, and operands of a batch norm, in an order of its own."""
+    model, args, _ = cnn()
+    plan = amprewrite.plan(model, args, dtype="bf16").edit({"linear": "high"})
+    amp = amprewrite.rewrite(model, plan=plan)
+    exported, followed = export_with_plan(amp, args)
+    assert torch.equal(exported.module()(*args), amp(*args))
+    assert {node.name: node.colour for node in followed.nodes if node.role == "op"}["linear"] is Colour.HIGH
+
+
 def test_gradients_flow_through_an_exported_program():
     model, args, _ = mlp()
     module = amprewrite.rewrite(model, dtype="bf16").export_program(args).module()
