@@ -97,13 +97,10 @@ def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
     shown: dict[object, RegionPlan] = {}
     for plan in plans:
         first = shown.setdefault(key := _kind(plan), plan)
-        said = (f"in {_mode(plan)}: {note}" if plan.training != first.training else note for note in plan.notes if note not in first.notes)
+        mode = "" if plan.training == first.training else "in training: " if plan.training else "in inference: "
+        said = (f"{mode}{note}" for note in plan.notes if note not in first.notes)
         shown[key] = replace(first, notes=tuple(dict.fromkeys((*first.notes, *said))))
     return tuple(shown.values())
-
-
-def _mode(plan: RegionPlan) -> str:
-    return "training" if plan.training else "inference"
 
 
 def _kind(plan: RegionPlan) -> object:

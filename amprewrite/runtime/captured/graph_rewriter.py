@@ -258,16 +258,10 @@ class GraphRewriter(CallRecord):
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
-        return self.cache if wanted and not self._sharded() else None
-
-    def _sharded(self) -> bool:
-        """True if FSDP2 shards a module. Then also note in the plan that low copies of weights are not kept.
-
-        Copies would go stale: FSDP2 writes the weights anew for every forward, and their version counters do not show it.
-        """
-        if found := any(map(is_sharded, self.root.modules())):
+        if wanted and any(map(is_sharded, self.root.modules())):  # the version counters do not show that FSDP2 writes the weights
             self.note("low copies of weights are not kept here: FSDP gathers the weights anew for every forward")
-        return found
+            return None
+        return self.cache if wanted else None
 
     def weight_names(self) -> dict[int, str]:
         """Return the name of each weight, by the `id()` of the parameter. A tied weight has the last of its names."""
