@@ -9,6 +9,7 @@ An `Entry` is a module that is called from outside of graphs: the model, or one 
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,8 @@ from amprewrite.tables.errors import AmpRewriteError, CaptureError, PolicyError,
 from amprewrite.tables.formats import BASE, WIDE
 from amprewrite.tables.vocabulary import Colour, Edit
 from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_backward
+
+_PLACE = operator.attrgetter("place")
 
 
 @dataclass
@@ -103,7 +106,7 @@ class Session(GraphRewriter):
             self._follow_forward(entry, ran, result)
         if not captured and not entry.graphs.left_out:
             self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
-        elif entry.captured and (failures or dynamo.frames_given_up() != given_up or entry.place not in [each.place for each in ran]):
+        elif entry.captured and (failures or dynamo.frames_given_up() != given_up or entry.place not in map(_PLACE, ran)):
             self._say_failures(entry, ran, failures)
             if not failures or dynamo.frames_given_up() - given_up > len(failures):
                 said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))
