@@ -20,6 +20,9 @@ no harm either if five conditions hold:
    many elements, and a low op rounds this sum. The sums of two ops may cancel. An example is the scale `s` of a quantiser, which divides
    and multiplies by it: `(x / s).round() * s`. Then 0.2 % of one sum may be 20 % of their difference.
 
+Uniform draws stay fp32, whoever reads them: in a low format PyTorch rounds the bounds, too, and turns a draw that rounds up to the upper
+bound into the lower bound. So the mean of `uniform_(0.99, 1.01)`, with which routers of experts jitter their inputs, is 0.994 in bf16.
+
 A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Forced colours and overrides stay. Tied nodes
 (with shared memory or a shared kernel) get one colour.
 
@@ -33,7 +36,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from amprewrite.ir.held_wide import AVERAGES, AWAY, CONVERTS, FACTORS, LOGS, NORMS, data_of, held, is_product, rounds
+from amprewrite.ir.held_wide import AVERAGES, AWAY, CONVERTS, DRAWS, FACTORS, LOGS, NORMS, data_of, held, is_product, rounds
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Decisions, Pass, Problem
 from amprewrite.tables.ops.op_lists import Trait, ops_with
@@ -55,7 +58,7 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
                 continue
             if node.name in found.sums:
                 decisions.keep_high(problem, node.name, Reason.LOW_BACKWARD, because_of=found.sums[node.name])
-            elif not found.is_free(node):
+            elif node.op in DRAWS or not found.is_free(node):
                 reader = found.magnifies.get(node.name, "")
                 decisions.keep_high(problem, node.name, Reason.MAGNIFIED if reader else Reason.UNROUNDED, because_of=reader)
             elif node.name in problem.read_by_many:

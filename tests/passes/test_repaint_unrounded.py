@@ -127,6 +127,25 @@ def test_a_uniform_draw_before_a_logarithm_is_exact(name: str, of: str) -> None:
         assert worst(amp(x), want) < FLOOR["bf16"]
 
 
+NOISES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "router jitter": lambda net, x: net.b(net.a(x) * torch.empty_like(x).uniform_(0.99, 1.01)),
+    "jitter of a stream": lambda net, x: net.b(F.layer_norm(x + net.a(x), (16,)) * torch.empty_like(x).uniform_(0.99, 1.01)),
+    "a latent": lambda net, x: net.b(F.relu(net.a(torch.empty_like(x).uniform_(-1, 1)))),
+    "rand": lambda net, x: net.b(F.relu(net.a(torch.rand_like(x)))),
+}
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_a_uniform_draw_is_not_rounded_to_its_other_end(name: str) -> None:
+    """PyTorch turns a draw that rounds up to the upper bound into the lower bound: 30 % of (0.99, 1.01) in bf16."""
+    net, x = Net(NOISES[name]), torch.randn(ROWS, 16)
+    amp = amprewrite.rewrite(net, dtype="bf16")
+    torch.manual_seed(3)
+    want = net(x)
+    torch.manual_seed(3)
+    assert worst(amp(x), want) < FLOOR["bf16"]
+
+
 NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
     "argmin": lambda distances: distances.argmin(1),
     "the places of min": lambda distances: distances.min(1).indices,
