@@ -109,9 +109,10 @@ class Roundings:
         readers: dict[str, set[str]] = defaultdict(set)
         for node in self.graph:
             given = [each for each in node.operands if each.value in behind]
+            moves = node.kind is OpKind.CLEAR and len(node.operands) == 1 and node.op not in LOOKS_UP  # rows of a table are no view of it
             if node.role == "parameter" and node.name in self.trained:
                 behind[node.name] = {node.name}
-            elif given and (node.name in self.of_weights or self._is_view(node)):
+            elif given and (node.name in self.of_weights or moves):
                 behind[node.name] = set().union(*(behind[each.value] for each in given))
             elif node.name in self.trained and not is_product(node):
                 for each in given:
@@ -119,10 +120,6 @@ class Roundings:
                         for weight in behind[each.value]:
                             readers[weight].add(node.name)
         return {name: weight for weight, names in readers.items() if len(names) > 1 for name in names}
-
-    def _is_view(self, node: OpNode) -> bool:
-        """True if `node` only moves or selects elements of its one operand, as a view does. Rows looked up in a table do not count."""
-        return node.kind is OpKind.CLEAR and len(node.operands) == 1 and node.op not in LOOKS_UP
 
     def is_free(self, node: OpNode) -> bool:
         """True if an op may run in the low format, because rounding its result and its operands does no harm."""
