@@ -132,11 +132,12 @@ NOISES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "jitter of a stream": lambda net, x: net.b(F.layer_norm(x + net.a(x), (16,)) * torch.empty_like(x).uniform_(0.99, 1.01)),
     "a latent": lambda net, x: net.b(F.relu(net.a(torch.empty_like(x).uniform_(-1, 1)))),
     "rand": lambda net, x: net.b(F.relu(net.a(torch.rand_like(x)))),
+    "whole numbers": lambda net, x: net.b(net.a(x) * torch.randint_like(x, 0, 1000) / 1000),
 }
 
 
 @pytest.mark.parametrize("name", NOISES)
-def test_a_uniform_draw_is_not_rounded_to_its_other_end(name: str) -> None:
+def test_a_uniform_draw_is_that_of_fp32(name: str) -> None:
     """PyTorch turns a draw that rounds up to the upper bound into the lower bound: 30 % of (0.99, 1.01) in bf16."""
     net, x = Net(NOISES[name]), torch.randn(ROWS, 16)
     amp = amprewrite.rewrite(net, dtype="bf16")

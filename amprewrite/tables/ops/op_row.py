@@ -51,7 +51,7 @@ class Trait(Enum):
     SCALES = "multiplies or divides its first operand by its second"
     EXCHANGES_INFINITIES = "returns a finite value for an infinity, or tests for infinities"
     TAKES_EPSILON = "a small constant among its operands keeps its result from zero"
-    DRAWS = "draws uniformly from below one"
+    DRAWS = "draws uniformly from below a bound"
     DRAWS_NORMAL = "draws from a normal distribution"
     RANDOM = "its numbers are drawn anew in each call, or are uninitialised memory"
     UNSET = "returns uninitialised memory"

@@ -42,7 +42,7 @@ TRAITS: dict[Trait, str] = {
     Trait.EXCHANGES_INFINITIES: "nan_to_num isfinite isinf isnan isposinf isneginf",
     Trait.TAKES_EPSILON: "add sub clamp maximum",
     # these ops draw random numbers, take logarithms, or return numbers between zero and one
-    Trait.DRAWS: "rand rand_like uniform",
+    Trait.DRAWS: "rand rand_like randint_like uniform",
     Trait.DRAWS_NORMAL: "randn randn_like normal",
     Trait.RANDOM: "rand rand_like randn randn_like randint randint_like random bernoulli uniform normal multinomial poisson exponential "
     "geometric cauchy log_normal gumbel_softmax binomial _standard_gamma _sample_dirichlet dropout dropout1d dropout2d dropout3d empty "
