@@ -132,7 +132,7 @@ NOISES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "jitter of a stream": lambda net, x: net.b(F.layer_norm(x + net.a(x), (16,)) * torch.empty_like(x).uniform_(0.99, 1.01)),
     "a latent": lambda net, x: net.b(F.relu(net.a(torch.empty_like(x).uniform_(-1, 1)))),
     "rand": lambda net, x: net.b(F.relu(net.a(torch.rand_like(x)))),
-    "whole numbers": lambda net, x: net.b(net.a(x) * torch.randint_like(x, 0, 1000) / 1000),
+    "whole numbers": lambda net, x: net.b(net.a(x) * torch.randint_like(net.a(x), 0, 1000) / 1000),
 }
 
 
