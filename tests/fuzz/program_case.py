@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 import amprewrite
 from amprewrite.accuracy.verify import verify
+from tests.fuzz.modes import HeavyOps, Hooked, Rounded, Scattered, ToldHooks
 from tests.fuzz.oracle import (
     FLOOR,
     LOW,
     Draws,
-    HeavyOps,
     Problem,
     Record,
-    Rounded,
-    Scattered,
     compare,
     failure,
     left_on,
@@ -88,11 +85,11 @@ def _checked(program: Program) -> Problem | None:
         numbers = lists in WHOLLY_LOW
         mode = Rounded(low, numbers=numbers, counts=lists is not None)
         whole = 1 / program.factor  # without a scale a tiny loss would be lost
-        rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode, scale=whole))
+        rounded = _tried(lambda: run(program, initialised(program, plain=True), ToldHooks, lambda: mode, whole))
         exact = rounded is not None and mode.exact and not program.huge
-        beside = partial(torch.autocast, program.device, low)
+        beside = partial(_autocast, program)
         counts = lists is None and any(each.tag.startswith("count") for each in program.body)
-        autocast = None if exact or counts else _tried(lambda: run(program, initialised(program, plain=True), within=beside, scale=whole))
+        autocast = None if exact or counts else _tried(lambda: run(program, initialised(program, plain=True), beside, scale=whole))
         bounds = [_spread(rounded) if lists in LOWER else None, _scaled(program, want)]
 
     def draw(seed: int) -> Record | None:
@@ -124,6 +121,12 @@ def _checked(program: Program) -> Problem | None:
         where = re.sub(r"\\d+|%\\w+", "N", refused[0].partition("PassError")[2])[:60]
         return Problem("PyTorch alone: refused" if alone else "refused", where, refused[0])
     return _further(program, amp, got, exact)
+
+
+@contextlib.contextmanager
+def _autocast(program: Program) -> Iterator[None]:
+    with torch.autocast(program.device, LOW[program.dtype]), ToldHooks():
+        yield
 
 
 def _overflow_untold(want: Record, got: Record, autocast: Record | None, program: Program) -> Problem | None:
@@ -166,7 +169,7 @@ def _scaled(program: Program, want: Record) -> Record | None:
     if not isinstance(scale, int | float):
         return None
     low = LOW[program.dtype]
-    found = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: Rounded(low), scale=scale)) or Record()
+    found = _tried(lambda: run(program, initialised(program, plain=True), ToldHooks, lambda: Rounded(low), scale)) or Record()
     for name, value in want.values.items():
         if " gradient" in name and value.numel() and float(value.abs().max()) * scale * program.factor > torch.finfo(low).max:
             found.values[name] = torch.full_like(value, torch.inf)
@@ -180,7 +183,7 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
     """
     start_clean()
     raised: list[BaseException] = []
-    hooked = _Hooked()
+    hooked = Hooked()
     with _quiet():
         eager = _tried(lambda: run(program, initialised(program), within=lambda: hooked))
         with torch._dynamo.config.patch(suppress_errors=True):  # as the rewrite does: code that Dynamo fails on runs as written
@@ -197,7 +200,7 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
         if asked.get("lists") in WHOLLY_LOW or "granularity" in asked:  # they have copies where autocast has none
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
         with _quiet():
-            low = _tried(lambda: run(program, initialised(program), within=lambda: torch.autocast(program.device, LOW[program.dtype])))
+            low = _tried(lambda: run(program, initialised(program), partial(_autocast, program)))
         beside = None if low is None or got is None else judged(replace(low, facts=got.facts))
         if beside is not None and (beside.kind, beside.where) == (problem.kind, problem.where):
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
@@ -206,19 +209,6 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
         if alone is not None and (alone.kind, alone.where) == (problem.kind, problem.where):
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
     return problem
-
-
-class _Hooked(TorchFunctionMode):
-    """Collects the tensors on which the model registers hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[torch.Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.register_hook:
-            self.tensors.append(args[0])
-        return func(*args, **(kwargs or {}))
 
 
 def _compiled(model: nn.Module) -> nn.Module:

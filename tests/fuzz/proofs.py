@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import amprewrite
 from tests.fuzz.__main__ import hush
-from tests.fuzz.oracle import HeavyOps, untold
+from tests.fuzz.modes import HeavyOps
+from tests.fuzz.oracle import untold
 from tests.fuzz.states import Ahead
 from tests.support.path_programs import Bounded, Product, product_gradients
 

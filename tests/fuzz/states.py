@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 import amprewrite
 from amprewrite.runtime.training.loss_scale import LossScaleError
+from tests.fuzz.modes import Moved
 from tests.fuzz.nets import NETS, WIDTH
-from tests.fuzz.oracle import FLOOR, LOW, Draws, Moved, Problem, failure, left_on, start_clean, thread_modes
+from tests.fuzz.oracle import FLOOR, LOW, Draws, Problem, failure, left_on, start_clean, thread_modes
 
 OPTIMIZERS = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor",
