@@ -23,6 +23,10 @@ HEAVY = frozenset([
 """Ops that do most of the work. In the bodies of loops and conditions a dispatch mode sees composite ones whole, elsewhere their parts."""
 SUMS = ("add", "sub", "rsub", "add_", "sub_")
 """Ops that may add a number."""
+SHAPED = frozenset([
+    "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+])  # fmt: skip
+"""Ops that take the shape and the dtype of a tensor, and none of its numbers."""
 
 
 class Rounded(TorchDispatchMode):
@@ -47,6 +51,8 @@ class Rounded(TorchDispatchMode):
 
     def _counts(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an op reads no number that is made of anything but integers; a write of such a number may reach any view."""
+        if func.overloadpacket.__name__ in SHAPED:
+            return True
         given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor) and each.dtype.is_floating_point]
         if all(each in self.counted for each in given):
             return True

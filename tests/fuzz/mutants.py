@@ -288,6 +288,64 @@ MUTANTS = (
         (("passes/normalise/free_backwards.py", "    if all(mode is not None for mode in modes.values()):", "    if True or all(mode is not None for mode in modes.values()):"),),
     ),
     Mutant(
+        "views-without-gradients", "results that share memory lose their gradients behind a compiler", ("programs",), ("'aot_eager'", "'fp16'", "('grad',"),
+        (("passes/lower/suit_compiler.py", "        part_views(edited.module.graph)\n", ""),),
+    ),
+    Mutant(
+        "views-apart", "results that share memory in the model leave a compiled graph by a cast each", ("programs",), ("'aot_eager'",),
+        (("passes/lower/suit_compiler.py", "        if any(held[storage] > 1 for storage in memory_of(result)):\n            continue", "        if False:\n            continue"),),
+    ),
+    Mutant(
+        "none-becomes-zeros", "a head that no loss reads gets zeros as its gradient, which an optimizer decays", ("programs",), ("loss='unread'", "'fp16'"),
+        (("amprewrite/graphs/fx/ops/scale_ops.py", "        ctx.set_materialize_grads(False)\n        ctx.factor, ctx.by = factor, by\n", "        ctx.factor, ctx.by = factor, by\n"),),
+    ),
+    Mutant(
+        "region-without-gradients", "code that torch.compile is asked to compile once has no backward", ("programs",), ("region",),
+        (("amprewrite/runtime/captured/graph_rewriter.py", "        open_compile_regions(module)\n", ""),
+         ("passes/normalise/open_grad_regions.py", "        open_compile_regions(edited.module)\n", "")),
+    ),
+    Mutant(
+        "copied-part-runs-original", "a copy of a part whose class copies itself runs the original's weights", ("states",), ("net='Copying'", "part_copy"),
+        (("amprewrite/runtime/model/part_calls.py", "    return types.MethodType(own, module) if alone or copies_itself(type(module)) else made\n", "    return made\n"),),
+    ),
+    Mutant(
+        "copies-torn-apart", "a copy of an object that holds a model and a part of it has a part that is no module of the model", ("states",), ("'holder'",),
+        (("amprewrite/runtime/model/rewritten.py", "        if copies_itself(cls):\n", "        if True:\n"),),
+    ),
+    Mutant(
+        "number-kept", "a graph that is compiled after its capture keeps a float argument of a call", ("states",), ("net='Guided'", "'aot_eager'", "'fp16'"),
+        (("amprewrite/runtime/compiler/sizes.py", "        with outside_capture(ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)):\n", "        if True:\n"),),
+    ),
+    Mutant(
+        "one-bound-small", "positions with one bound are taken for small ones", ("programs",), ("count_bound",),
+        (("amprewrite/ir/evidence/counts.py", "(len(numbers) > 1 if op in BOUNDS else min(numbers, default=-1) >= 0)", "True"),),
+    ),
+    Mutant(
+        "like-uncounted", "what has the shape or the dtype of an input counts as made of it", ("programs",), ("count_like",),
+        (("amprewrite/ir/evidence/counts.py", "    given = given[:1] if op in READS_FIRST else () if op in UNSET | (UNIFORM - FILLS) else given\n", ""),),
+    ),
+    Mutant(
+        "new-memory-uncounted", "new memory counts as drawn at random, whatever is written into it", ("programs",), ("count_written",),
+        (("amprewrite/ir/evidence/counts.py", "RANDOM = ops_with(Trait.RANDOM) - UNSET", "RANDOM = ops_with(Trait.RANDOM)"),),
+    ),
+    Mutant(
+        "lengths-small", "lengths that a norm or a sum by groups gives are taken for small ones", ("programs",), ("count_lengths",),
+        (("amprewrite/tables/ops/rows/traits.py", "scatter_add scatter_reduce segment_reduce trace norm \"\n    \"linalg_norm linalg_vector_norm dot", "scatter_add segment_reduce trace \"\n    \"dot"),),
+    ),
+    Mutant(
+        "joined-statistics", "a batch norm of joined padded channels updates its statistics where padding is", ("programs",), ("Joined(", "'always'"),
+        (("amprewrite/graphs/fx/ops/pad_ops.py", "(pad_dims(buffer.detach(), channels) for buffer in (running_mean, running_var))", "(F.pad(buffer.detach(), (0, x.shape[1] - len(buffer))) for buffer in (running_mean, running_var))"),
+         ("amprewrite/graphs/fx/ops/pad_ops.py", "        running_mean.copy_(slice_dims(mean, channels))\n        running_var.copy_(slice_dims(var, channels))\n", "        running_mean.copy_(mean[: len(running_mean)])\n        running_var.copy_(var[: len(running_var)])\n")),
+    ),
+    Mutant(
+        "held-half", "half tensors in an object stay half where code needs fp32", ("programs",), ("holder='", "'bf16'"),
+        (("amprewrite/runtime/weights/half_values.py", "    return known and hasattr(value, \"__dict__\")\n", "    return False\n"),),
+    ),
+    Mutant(
+        "clamped-overflow", "a hook that clamps gradients hides an overflow", ("states",), ("'clamp'", "'fp16'", "make_optimizer"),
+        (("amprewrite/graphs/fx/ops/scale_ops.py", "    return gradient + (gradient - gradient)\n", "    return gradient\n"),),
+    ),
+    Mutant(
         "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),
         (("amprewrite/tables/boundary/arguments.py", "_QUOTE.repr(value)", "repr(value)"),
          ("amprewrite/tables/boundary/arguments.py", "    return text if len(text) <= most else", "    return text if True else")),

@@ -94,6 +94,27 @@ class Recurrent(Plain):
         return out
 
 
+class Copying(Plain):
+    """An LSTM over pairs of numbers and a layer with a weight norm, whose classes copy themselves in ways of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.normed = nn.LSTM(2, WIDTH, batch_first=True), nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.normed(self.cell(x.view(x.shape[0], -1, 2))[0][:, -1])
+        out: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out
+
+
+class Guided(Plain):
+    """It takes a number, which Dynamo makes a tensor of once it has changed."""
+
+    def forward(self, x: Tensor, number: float = 1.0) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x * number)) * number))) / number
+        return out
+
+
 class Checkpointed(Plain):
     """Its second layer is recomputed in backward; its first is used twice."""
 
@@ -125,4 +146,4 @@ class Forces(Plain):
         return -force[..., :4]
 
 
-NETS = {net.__name__: net for net in (Plain, Residual, Broken, Adapter, Stateful, Recurrent, Checkpointed, Single, Forces)}
+NETS = {net.__name__: net for net in (Plain, Residual, Broken, Adapter, Stateful, Recurrent, Checkpointed, Single, Forces, Copying, Guided)}

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 import amprewrite
+from tests.fuzz.programs import FORMATS
 
 T = TypeVar("T")
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = FORMATS
 FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
 PRODUCTS = frozenset(["linalg_matrix_power", "kron", "cdist"])
 """Ops that run products inside, of which a plan does not count the FLOPs."""
@@ -133,6 +134,19 @@ def memory_of(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
             elif a.numel() and b.numel() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
                 found.append((one, f"shares with {other}"))
     return tuple(found)
+
+
+def learns(value: torch.Tensor) -> bool:
+    """Whether it takes a gradient: a view that was made under no_grad says as its base does that it requires one, and passes none on."""
+    base = value._base
+    return value.requires_grad and (value.grad_fn is not None or base is None or not base.requires_grad)
+
+
+def is_cut(value: torch.Tensor) -> bool:
+    """Whether it is a view that took a new history: the write is not in the history, so it was made where none is recorded."""
+    if not value._is_view() or value.grad_fn is None or value.grad_fn.name() != "AsStridedBackward0":
+        return False
+    return all(before is not None and before.name() != "CopySlices" for before, _ in value.grad_fn.next_functions)
 
 
 def compare(

@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import re
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.utils._pytree import tree_flatten
 
 import amprewrite
 from amprewrite.accuracy.verify import verify
+from amprewrite.runtime.model.rewritten import is_rewritten
+from tests.fuzz.helpers import Sink
 from tests.fuzz.modes import HeavyOps, Hooked, Rounded, Scattered, ToldHooks
 from tests.fuzz.oracle import (
     FLOOR,
@@ -26,13 +30,15 @@ from tests.fuzz.oracle import (
     Record,
     compare,
     failure,
+    is_cut,
+    learns,
     left_on,
     memory_of,
     start_clean,
     thread_modes,
     untold,
 )
-from tests.fuzz.programs import Program, batch, initialised, load_unfit
+from tests.fuzz.programs import Program, batch, initialised, load_unfit, passed
 
 DRAWS = 64
 """Runs with other roundings, for results that are further off than one of them explains."""
@@ -85,11 +91,10 @@ def _checked(program: Program) -> Problem | None:
         numbers = lists in WHOLLY_LOW
         mode = Rounded(low, numbers=numbers, counts=lists is not None)
         whole = 1 / program.factor  # without a scale a tiny loss would be lost
-        rounded = _tried(lambda: run(program, initialised(program, plain=True), ToldHooks, lambda: mode, whole))
+        rounded = _plainly(program, ToldHooks, lambda: mode, whole)
         exact = rounded is not None and mode.exact and not program.huge
-        beside = partial(_autocast, program)
         counts = lists is None and any(each.tag.startswith("count") for each in program.body)
-        autocast = None if exact or counts else _tried(lambda: run(program, initialised(program, plain=True), beside, scale=whole))
+        autocast = None if exact or counts else _plainly(program, partial(_autocast, program), scale=whole)
         bounds = [_spread(rounded) if lists in LOWER else None, _scaled(program, want)]
 
     def draw(seed: int) -> Record | None:
@@ -97,7 +102,7 @@ def _checked(program: Program) -> Problem | None:
             return Scattered(low, seed, numbers, products=seed % 4 == 3, counts=lists is not None)
 
         with _quiet():
-            return _tried(lambda: run(program, initialised(program, plain=True), around=rounding, scale=whole))
+            return _plainly(program, around=rounding, scale=whole)
 
     draws = Draws(draw, DRAWS)
 
@@ -112,12 +117,12 @@ def _checked(program: Program) -> Problem | None:
     except Exception as error:
         problem = left_on(modes) or failure(error)
     if problem is not None:
-        return _ours(program, problem, got, judged)
+        return problem if problem.kind == "rounding" else _ours(program, problem, got, judged)
     refused = [each for each in got.warnings if "PassError" in each or "report" in each]
     if refused:
         with _quiet():
             start_clean()
-            alone = _tried(lambda: run(program, _compiled(initialised(program)))) is None  # it refuses the program without any rewrite
+            alone = _tried(lambda: run(program, _compiled(program))) is None  # it refuses the program without any rewrite
         where = re.sub(r"\\d+|%\\w+", "N", refused[0].partition("PassError")[2])[:60]
         return Problem("PyTorch alone: refused" if alone else "refused", where, refused[0])
     return _further(program, amp, got, exact)
@@ -168,10 +173,13 @@ def _scaled(program: Program, want: Record) -> Record | None:
     scale = dict(program.options).get("loss_scale")
     if not isinstance(scale, int | float):
         return None
-    low = LOW[program.dtype]
-    found = _tried(lambda: run(program, initialised(program, plain=True), ToldHooks, lambda: Rounded(low), scale)) or Record()
+    found = _plainly(program, ToldHooks, lambda: Rounded(LOW[program.dtype]), scale) or Record()
     for name, value in want.values.items():
-        if " gradient" in name and value.numel() and float(value.abs().max()) * scale * program.factor > torch.finfo(low).max:
+        if (
+            " gradient" in name
+            and value.numel()
+            and float(value.abs().max()) * scale * program.factor > torch.finfo(LOW[program.dtype]).max
+        ):
             found.values[name] = torch.full_like(value, torch.inf)
     return found
 
@@ -187,10 +195,10 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
     with _quiet():
         eager = _tried(lambda: run(program, initialised(program), within=lambda: hooked))
         with torch._dynamo.config.patch(suppress_errors=True):  # as the rewrite does: code that Dynamo fails on runs as written
-            compiled = _tried(lambda: run(program, _compiled(initialised(program))), raised)
+            compiled = _tried(lambda: run(program, _compiled(program)), raised)
     if eager is None or judged(eager) is not None or REENTRANT in problem.text:
         return None
-    if "gradient" in problem.where and any(map(_is_cut, hooked.tensors)):  # it drops these hooks, against its notes on in-place writes
+    if "gradient" in problem.where and any(map(is_cut, hooked.tensors)):  # it drops these hooks, against its notes on in-place writes
         return replace(problem, kind=f"PyTorch alone: {problem.kind}")
     alike = any(failure(each).text == problem.text for each in raised)
     if compiled is None and (alike or "region." in problem.where or "outside" in problem.where):
@@ -211,8 +219,10 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
     return problem
 
 
-def _compiled(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
+def _compiled(program: Program) -> nn.Module:
+    """The fp32 model under torch.compile; "eager" runs marked regions without a backward."""
+    model, compiler = initialised(program), dict(program.options).get("backend", "eager")
+    model.compile(backend="aot_eager" if "region" in program.tags() else compiler)
     return model
 
 
@@ -331,7 +341,10 @@ def run(
             stack.enter_context(around())
             stack.enter_context(torch.enable_grad() if grad else torch.inference_mode() if how == "inference" else torch.no_grad())
             with within():
-                result = model(*inputs)
+                result = model(*passed(program, inputs, half=is_rewritten(model)))
+            record.facts[f"{index} type"] = type(result).__name__
+            result = vars(result) if isinstance(result, UserDict | SimpleNamespace) else result
+            inputs = inputs[: 1 if program.holder else None]
             _keep_results(record, index, result, model, inputs)
             record.facts[f"{index} draws"] = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
             if grad:
@@ -353,22 +366,15 @@ def run(
 def _keep_results(record: Record, index: int, result: Any, model: nn.Module, inputs: list[torch.Tensor]) -> None:
     leaves, spec = tree_flatten(result)
     record.facts[f"{index} structure"] = str(spec)
-    record.facts[f"{index} type"] = type(result).__name__
     tensors = {f"result {place}": each for place, each in enumerate(leaves) if isinstance(each, torch.Tensor)}
     for place, each in enumerate(leaves):
         record.keep(f"{index} result {place}", each)
         if isinstance(each, torch.Tensor):
-            record.facts[f"{index} result {place} requires_grad"] = _learns(each)
+            record.facts[f"{index} result {place} requires_grad"] = learns(each)
     tensors |= {f"input {place}": each for place, each in enumerate(inputs)}
     tensors |= {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
     record.facts[f"{index} result memory"] = memory_of(tensors)
-
-
-def _learns(value: torch.Tensor) -> bool:
-    """Whether it takes a gradient: a view that was made under no_grad says as its base does that it requires one, and passes none on."""
-    base = value._base
-    return value.requires_grad and (value.grad_fn is not None or base is None or not base.requires_grad)
 
 
 def _unscaled(gradient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
@@ -377,9 +383,10 @@ def _unscaled(gradient: torch.Tensor | None, scale: float) -> torch.Tensor | Non
 
 def _backward(program: Program, record: Record, index: int, result: Any, inputs: list[torch.Tensor], scale: float) -> None:
     """Take the loss of the program, times `scale`; gradients of results are kept, too."""
-    found = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor) and each.is_floating_point() and _learns(each)]
+    found = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor) and each.is_floating_point() and learns(each)]
+    compiled = "backend" in dict(program.options)  # there results that share memory are views that the caller's side makes
     for each in found:
-        if not each.is_leaf:
+        if not each.is_leaf and not compiled:
             each.retain_grad()
     if not found:
         return
@@ -388,6 +395,8 @@ def _backward(program: Program, record: Record, index: int, result: Any, inputs:
     if program.loss in ("each", "each_reversed"):
         for place, term in enumerate(terms if program.loss == "each" else reversed(terms)):
             term.backward(retain_graph=place + 1 < len(terms))
+    elif program.loss == "unread":
+        Sink.apply(*found)[0].float().sum().mul(scale).backward()
     elif program.loss == "first":
         terms[0].backward()
     elif program.loss == "square":
@@ -409,17 +418,10 @@ def _backward(program: Program, record: Record, index: int, result: Any, inputs:
             (scale * grad.square().sum() + sum(terms)).backward()
     else:
         sum(terms).backward()  # type: ignore[union-attr]
-    for place, each in enumerate(found):
+    for place, each in enumerate([] if compiled else found):
         record.keep(f"{index} gradient_of_result kept{place}", _unscaled(each.grad, scale))
-        if _is_cut(each):
+        if is_cut(each):
             record.cut.add(f"{index} gradient_of_result kept{place}")
-
-
-def _is_cut(value: torch.Tensor) -> bool:
-    """Whether it is a view that took a new history: the write is not in the history, so it was made where none is recorded."""
-    if not value._is_view() or value.grad_fn is None or value.grad_fn.name() != "AsStridedBackward0":
-        return False
-    return all(before is not None and before.name() != "CopySlices" for before, _ in value.grad_fn.next_functions)
 
 
 def _write(record: Record, index: int, result: Any) -> None:
@@ -446,6 +448,11 @@ def _tried(call: Callable[[], Record], raised: list[BaseException] | None = None
         return None
 
 
+def _plainly(program: Program, *how: Any, **named: Any) -> Record | None:
+    """A run of the model as it is, with control flow in Python; `how` as of `run`."""
+    return _tried(lambda: run(program, initialised(program, plain=True), *how, **named))
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -465,6 +472,7 @@ def shown(program: Program) -> str:
     moved = "" if program.device == "cpu" else moved
     begins = f"torch.set_default_device({program.device!r})" if program.everything_there and moved else ""
     grads = [each.grad for each in program.inputs]
+    held = f"        inputs = programs.passed({program!r}, inputs, half=low)\n" if program.holder else ""
     grouped = "group_weights.WITHOUT_LAUNCHES, group_weights.LEAST = set(), 2" if program.seed % 2 else ""
     return f"""{program.source()}
 
@@ -472,7 +480,7 @@ def shown(program: Program) -> str:
 if __name__ == "__main__":
     import amprewrite
     from amprewrite.passes.lower import group_weights
-
+{"    from tests.fuzz import programs; from tests.fuzz.programs import *" if held else ""}
     {grouped}
     {begins}
 {"    torch._dynamo.config.trace_autograd_ops = True" if program.traced else ""}
@@ -481,7 +489,7 @@ if __name__ == "__main__":
         model = M()
 {integers}        inputs = [{inputs}]
 {moved}        inputs = [each.requires_grad_() + 0 if grad else each for each, grad in zip(inputs, {grads})]
-        result = (amprewrite.rewrite(model, {options}) if low else model)(*inputs)
+{held}        result = (amprewrite.rewrite(model, {options}) if low else model)(*inputs)
         print(result)
         found = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         [t.retain_grad() for t in found]

@@ -14,15 +14,17 @@ import random
 import re
 import sys
 import warnings
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.fuzz.vocabulary import COUNTED, HELPERS, MODULES, PAIRED_MODULES, THEMES, Template
+from tests.fuzz.helpers import HELPERS, Held
+from tests.fuzz.vocabulary import COUNTED, MODULES, PAIRED_MODULES, THEMES, Template
 
 MOST_ENTRIES = 400
 LONG_ENTRIES = 70_000
@@ -36,6 +38,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import types
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +47,21 @@ from torch._higher_order_ops import map as hop_map, scan, while_loop
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 """
 SHAPES = ((2, 4), (2, 4), (3, 4), (2, 3, 4), (2, 4, 4), (4, 4), (1, 4), (2, 4, 4, 4))
-STRUCTURES = ("bare", "bare", "tuple", "tuple", "list", "dict", "nested", "dataclass", "named")
-LOSSES = ("sum", "sum", "square", "mean", "first", "each", "each_reversed", "outputs", "inner")
+STRUCTURES = ("bare", "bare", "tuple", "tuple", "list", "dict", "nested", "dataclass", "named", "userdict", "namespace")
+LOSSES = ("sum", "sum", "square", "mean", "first", "each", "each_reversed", "outputs", "inner", "unread")
 CALLS = (("grad",),) * 8 + (("no_grad",), ("grad", "grad"), ("no_grad", "grad"), ("eval", "grad"), ("grad", "inference"), ("grad", "wide"))
 CALLS_OF_RANGE = (
     ("grad", "grad"), ("grad", "grad", "grad"), ("no_grad", "grad"), ("grad", "wide"), ("grad",), ("grad", "load", "grad"), ("load",),
     ("eval", "load"),
 )  # fmt: skip
 """How a program with values beyond fp16's range is called: what was seen in one call holds for the next ones."""
+VIEWS = (
+    "{}.view(-1)", "{}.mT", "{}[..., :1]", "{}.detach()", "{}.view_as({})", "{}[-1]", "{}[:-1]", "{}[:, 0]", "{}.half()", "{}.bfloat16()",
+)  # fmt: skip
+"""What is returned beside a value: parts of its memory, and low copies."""
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HOLDERS: dict[str, type] = {each.__name__: each for each in (UserDict, OrderedDict, SimpleNamespace, Held)}
+"""Objects in which a caller passes half tensors."""
 OPS_WITH_BODIES = re.compile(r"\b(?:cond|while_loop|scan|hop_map|func)\b")
 NUMBER = itertools.count()
 SPACE = compile(HEADER + "".join(code for code in HELPERS.values() if "register_dataclass" not in code), "<names>", "exec")
@@ -102,6 +112,9 @@ class Program:
     everything_there: bool = True
     """Whether tensors that the program makes are there, too, as torch.set_default_device has it; otherwise they are on the CPU."""
 
+    holder: str = ""
+    """The object in which all inputs but the first are passed, in half precision; the reference gets their numbers in fp32."""
+
     @property
     def dtype(self) -> str:
         return str(dict(self.options)["dtype"])
@@ -117,12 +130,19 @@ class Program:
         lines = [f"        self.{name} = {made}" for name, made in modules.items()]
         body = [line for each in self.body for line in each.text.splitlines()]
         ending = structured(self.structure, self.results)
-        text = "\n".join([*body, ending])
-        helpers = "".join(f"\n{code}" for name, code in HELPERS.items() if re.search(rf"\b{name}\b", text))
         names = ", ".join(each.name for each in self.inputs)
+        if self.holder:
+            names = f"{self.inputs[0].name}, given"
+            body = [f"{name} = given{f'[{name!r}]' if 'Dict' in self.holder else f'.{name}'}" for name in self.held] + body
+        text = "\n".join([*lines, *body, ending])
+        helpers = "".join(f"\n{code}" for name, code in HELPERS.items() if re.search(rf"\b{name}\b", text))
         forward = "\n".join(f"        {line}" for line in [*body, f"return {ending}"])
         made = "\n".join(["        super().__init__()", "        self.count = 0", *lines])
         return f"{HEADER}{helpers}\n\nclass M(nn.Module):\n    def __init__(self):\n{made}\n\n    def forward(self, {names}):\n{forward}\n"
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.inputs[1:]) if self.holder else ()
 
     def tags(self) -> tuple[str, ...]:
         return tuple(sorted({each.tag for each in self.body}))
@@ -140,6 +160,8 @@ def structured(structure: str, results: tuple[str, ...]) -> str:
         "nested": f"{{'a': [{first}, ({others}, 3)], 'b': None}}",
         "dataclass": f"Out({first}, ({others},))",
         "named": f"Named({first}, [{others}])",
+        "userdict": f"collections.UserDict(first={first}, rest=[{others}])",
+        "namespace": f"types.SimpleNamespace(first={first}, rest=({others},))",
     }[structure]
 
 
@@ -238,8 +260,18 @@ def batch(program: Program, wide: bool = False) -> list[torch.Tensor]:
         value = torch.randint(-2, 3, shape, **plain).float() if program.exact else torch.randn(shape, **plain)
         if program.huge:
             value *= 0.1  # what the huge weight gives stays in range
+        if each.name in program.held:
+            value = value.to(FORMATS[program.dtype]).float()
         found.append(value.to(program.device).requires_grad_(each.grad))
     return found
+
+
+def passed(program: Program, inputs: list[torch.Tensor], half: bool) -> list[Any]:
+    """The arguments of a call; `half`: what a holder holds is in half precision."""
+    if not program.holder:
+        return inputs
+    held = {name: value.to(FORMATS[program.dtype]) if half else value for name, value in zip(program.held, inputs[1:], strict=True)}
+    return [inputs[0], HOLDERS[program.holder](**held)]
 
 
 @dataclass
@@ -441,6 +473,10 @@ def generate(seed: int) -> Program | None:
     if parts and choose.random() < (0.5 if again else 0.15):
         program = replace(program, options=(*program.options, ("granularity", [choose.choice(again or parts)])))
     traced = any(each.tag in ("autograd_grad", "large_grad") for each in builder.body) and choose.random() < 0.5
+    later = random.Random(f"later {seed}")  # and others again, of what was added to programs that are known
+    program = _passed_on(program, builder, later)
+    if program.holder:
+        checks = ()
     structure, loss = choose.choice(STRUCTURES), choose.choice(LOSSES)
     gradients_inside = loss == "inner" or any("grad" in each.tag or "func" in each.text for each in builder.body)
     if low == "fp16" and seed % 3 == 1 and not (of_range or huge or gradients_inside) and "loss_scale" not in dict(program.options):
@@ -450,6 +486,19 @@ def generate(seed: int) -> Program | None:
         program, body=tuple(builder.body), results=results, structure=structure, loss=loss,
         calls=calls, checks=checks, huge=huge, traced=traced, trained=not exact and large.random() < 0.5,
     )  # fmt: skip
+
+
+def _passed_on(program: Program, builder: Builder, choose: random.Random) -> Program:
+    """The program with a compiler, with padding, or with inputs in an object, now and then."""
+    added: list[tuple[str, Any]] = []
+    if choose.random() < 0.12:
+        added.append(("backend", "aot_eager"))
+    if any(each.tag in ("nn.Joined", "batch_norm") for each in builder.body) and choose.random() < 0.6:
+        added += [("pad", "always"), ("memory", 1e6)]
+    known = dict(added)
+    program = replace(program, options=(*(each for each in program.options if each[0] not in known), *added))
+    fits = len(program.inputs) > 1 and any(each.modules for each in builder.body) and not any(each.grad for each in program.inputs[1:])
+    return replace(program, holder=choose.choice(list(HOLDERS))) if fits and choose.random() < 0.3 else program
 
 
 def _long_shapes(size: int) -> tuple[tuple[int, ...], ...]:
@@ -477,7 +526,7 @@ def _results(choose: random.Random, builder: Builder) -> tuple[str, ...]:
         elif kind < 0.6:
             found.append(choose.choice(builder.names))
         elif kind < 0.85:
-            view = choose.choice(("{}.view(-1)", "{}.mT", "{}[..., :1]", "{}.detach()", "{}.view_as({})"))
+            view = choose.choice(VIEWS)
             found.append(view.replace("{}", choose.choice((last, choose.choice(builder.names)))))
         else:
             found.append(
@@ -529,11 +578,13 @@ def smaller(program: Program) -> Iterator[Program]:
         yield replace(program, traced=False)
     if program.trained:
         yield replace(program, trained=False)
+    if program.holder:
+        yield replace(program, holder="")
     for index, each in enumerate(program.inputs):
         if each.grad:
             yield replace(program, inputs=(*program.inputs[:index], replace(each, grad=False), *program.inputs[index + 1 :]))
         used = any(re.search(rf"\b{each.name}\b", text) for text in (*(s.text for s in program.body), *program.results))
-        if not used and len(program.inputs) > 1:
+        if not used and len(program.inputs) > 1 + bool(program.holder):
             yield replace(program, inputs=program.inputs[:index] + program.inputs[index + 1 :])
         for place, size in enumerate(each.shape):
             if size > 2:

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import amprewrite
 from tests.fuzz.__main__ import hush
+from tests.fuzz.helpers import Held, Sink
 from tests.fuzz.modes import HeavyOps
 from tests.fuzz.oracle import untold
-from tests.fuzz.states import Ahead
+from tests.fuzz.states import Ahead, Sequence, check
 from tests.support.path_programs import Bounded, Product, product_gradients
 
 PROOFS: dict[str, Callable[[], bool]] = {}
@@ -681,6 +682,128 @@ def _() -> bool:
         net(x).sum().backward()
         found.append(x.grad)
     return near(found[1], found[0])
+
+
+@proof("views-without-gradients")
+def _() -> bool:
+    def pooled(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.a(x)
+        return hidden, hidden[:, 0]
+
+    return gradients_agree(pooled, lambda y: y[0].square().sum() + y[1].sum(), dtype="fp16", loss_scale=8, backend="aot_eager")
+
+
+@proof("views-apart")
+def _() -> bool:
+    _, amp = pair(lambda self, x: (y := self.a(x), y[:, 0]), backend="aot_eager")
+    whole, part = amp(batch())
+    with torch.no_grad():
+        whole.zero_()
+    return not part.any()
+
+
+@proof("none-becomes-zeros")
+def _() -> bool:
+    _, amp = pair(lambda self, x: (self.a(x), self.b(x)), dtype="fp16", loss_scale=8)
+    Sink.apply(*amp(batch()))[0].sum().backward()
+    return amp.b.weight.grad is None  # type: ignore[union-attr]
+
+
+@proof("region-without-gradients")
+def _() -> bool:
+    return gradients_agree(lambda self, x: region(region(self.a(x), self.b.weight), self.b.weight), lambda y: y.square().sum())
+
+
+@torch.compiler.nested_compile_region
+def region(x: Tensor, w: Tensor) -> Tensor:
+    return torch.relu(x @ w) + x
+
+
+def trial_is_right(net: str, options: dict[str, Any], *operations: tuple[Any, ...]) -> bool:
+    """Whether a sequence of operations shows nothing."""
+    return (
+        check(Sequence(0, net, False, tuple({"dtype": "bf16", **options}.items()), tuple((name, given) for name, *given in operations)))
+        is None
+    )
+
+
+@proof("copied-part-runs-original")
+def _() -> bool:
+    return trial_is_right("Copying", {}, ("call", "no_grad", 4), ("part_copy", "cell", "deepcopy"))
+
+
+@proof("copies-torn-apart")
+def _() -> bool:
+    return trial_is_right("Plain", {}, ("duplicate", "holder"))
+
+
+@proof("number-kept")
+def _() -> bool:
+    steps = [step for number in (1.0, 2.0, 3e5, 3.0, 4e5) for step in (("argument", number), ("call", "grad", 4))]
+    return trial_is_right("Guided", {"dtype": "fp16", "backend": "aot_eager"}, *steps)
+
+
+@proof("clamped-overflow")
+def _() -> bool:
+    steps = (("make_optimizer", "SGD", "plain", True), ("parameter_hook", "first", "clamp"), ("train_step", 4, 1, "", True))
+    return trial_is_right("Plain", {"dtype": "fp16"}, *steps)
+
+
+def angles_agree(places: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Whether cosines of positions are right; `places` takes an input and plain positions."""
+
+    def turned(self: Any, x: Tensor) -> Tensor:
+        found = places(x, torch.arange(3000).float())
+        return x + (found[:, None].expand(-1, 32) @ torch.full((32, 4), 2.0**-5)).cos()[-3:]
+
+    plain, amp = pair(turned, memory=1e6)
+    return near(amp(batch()), plain(batch()))
+
+
+@proof("one-bound-small")
+def _() -> bool:
+    return angles_agree(lambda x, t: (t - 3).clamp(min=0))
+
+
+@proof("like-uncounted")
+def _() -> bool:
+    return angles_agree(lambda x, t: t.long().type_as(x))
+
+
+@proof("new-memory-uncounted")
+def _() -> bool:
+    return angles_agree(lambda x, t: torch.empty_like(t).fill_(1001.0))
+
+
+@proof("lengths-small")
+def _() -> bool:
+    return angles_agree(lambda x, t: (t > 3).float().norm(p=1, dim=0, keepdim=True).expand(9) / 1)
+
+
+@proof("joined-statistics")
+def _() -> bool:
+    class Statistics(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other, self.norm = nn.Conv1d(4, 5, 1), nn.Conv1d(4, 5, 1), nn.BatchNorm1d(10)
+            self.last = nn.Conv1d(10, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.norm(torch.cat((self.one(x), self.other(x)), 1)).relu())
+            return out
+
+    plain, amp = Statistics(), amprewrite.rewrite(Statistics(), dtype="bf16", pad="always", memory=1e6)
+    for net in (plain, amp):
+        net(batch().expand(8, 3, 4).mT)
+    return near(amp.norm.running_mean, plain.norm.running_mean) and near(amp.norm.running_var, plain.norm.running_var)
+
+
+@proof("held-half")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: F.scaled_dot_product_attention(self.a(x[0]), x[1].y, x[1].y))
+    y = batch().bfloat16()
+    return near(amp((batch(), Held(y))), plain((batch(), Held(y.float()))))
 
 
 def refused(**options: Any) -> str:

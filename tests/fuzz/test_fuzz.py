@@ -32,7 +32,7 @@ from tests.fuzz.mutants import MUTANTS, Mutant, prove
 from tests.fuzz.open_findings import OPEN
 from tests.fuzz.oracle import Problem, Record, compare, start_clean, thread_modes, untold
 from tests.fuzz.program_case import run
-from tests.fuzz.programs import generate, initialised, smaller
+from tests.fuzz.programs import Program, generate, initialised, smaller
 from tests.fuzz.proofs import PROOFS
 from tests.fuzz.shrink import shrink
 from tests.fuzz.states import Sequence, Trial, WrongError, check
@@ -269,7 +269,9 @@ def test_a_mode_that_a_case_leaves_on_is_a_finding(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_error_of_an_op_that_torch_compile_meets_alone_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(model: nn.Module) -> nn.Module:
+    def compiled(program: Program) -> nn.Module:
+        model = initialised(program)
+
         def forward(*_: Any) -> None:
             try:
                 raise TypeError("no tangent")

@@ -111,6 +111,9 @@ WRITTEN = (
     ("write_complex", "{v} = {lin}({x})[..., :2] * 1\ntorch.view_as_complex({v}).mul_(1j)", 1), ("write_bits", "{v} = {lin}({x})\n{v}.detach().view(torch.int32).bitwise_and_(-1)", 1),
     ("write_between", "{v} = {x} * 1\n{u} = {v} - {v}.mean(-1, keepdim=True)\n{v}.zero_()\n{v} = {u} * torch.rsqrt({u}.pow(2).mean(-1, keepdim=True) + 1e-2)"),
     ("fixed_statistics", "with torch.no_grad():\n    {u} = torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + 1e-2)\n{v} = {x} * {u}"),
+    # batch norm in training, by its other names, and with statistics that it makes or changes
+    ("batch_norm", "{v} = torch.batch_norm({lin}({x}), {w}, {w}, {buf}, {buf} + 1, True, 0.1, 1e-5, False)"), ("batch_norm", "{v} = F.batch_norm({x}, None, None, training=True)"),
+    ("batch_norm", "{v} = F.batch_norm(torch.cat(({lin}({x})[..., :3], {lin}({x})), -1), None, None, training=True)"), ("batch_norm", "{v} = F.batch_norm(training=True, momentum=0.5, running_var={buf} + 1, running_mean={buf}, input={lin}({x}))"),
     # products
     ("linear", "{v} = {lin}({x})", 1), ("linear", "{v} = {lin}({lin}({x}))", 1), ("linear", "{v} = F.linear({x}, {lin}.weight)", 1),
     ("linear", "{v} = {lin}({x}) + {x}", 1), ("linear", "{v} = torch.relu({lin}({x}))", 1), ("linear", "{v} = {x} @ {lin}.weight.t()", 1),
@@ -186,6 +189,14 @@ CONTROL = (
     ("scan", "{u}, {v} = scan(lambda c, t: (c + t, (c + t) @ {lin}.weight), torch.zeros_like({x}[0]), {x})", 1), ("map", "{v} = hop_map(lambda t: t @ {lin}.weight, {x})", 1),
 )  # fmt: skip
 
+REGIONS = (
+    ("region", "{v} = {lin}({x})\nfor _ in range(2):\n    {v} = region({v}, {lin}.weight)", 1), ("region", "t{n} = {lin}({x})\n{v} = region(t{n}, {lin}.weight) + region(t{n} + 1, {lin}.weight)", 1),
+    ("region", "t{n} = {lin}({x})\n{u} = {lin}({x} + 1)\n{v} = region_writing(t{n}, {lin}.weight) + region_writing({u}, {lin}.weight) + t{n} + {u}", 1), ("region", "{v} = region({x}, {lin}.weight)", 1),
+    ("region", "{v} = {lin}({x})\nfor _ in range(2):\n    {v}, _, {u} = region_of_more({v}, {lin}.weight)\n{u}.mul_(2)", 1), ("region", "t{n} = {lin}({x})\n{v}, _, _ = region_of_more(t{n}, {lin}.weight)\n{u} = region_of_more(t{n} * 2, {lin}.weight)[2] + {v}", 1),
+    ("region", "{v} = {lin}({x})\nfor _ in range(2):\n    {v} = checkpoint(region, {v}, {lin}.weight, use_reentrant=False)", 1), ("region", "{v} = checkpoint(lambda t: region(region({lin}(t), {lin}.weight), {lin}.weight), {x}, use_reentrant=False)", 1),
+)  # fmt: skip
+"""Code that `torch.compile` is asked to compile once for all of its calls; it inlines code that is called once, or with another kind of value."""
+
 CHECKPOINTS = (
     ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)", 1), ("checkpoint", "{v} = checkpoint(lambda t: torch.relu({lin}(t)), {x}, use_reentrant=False)", 1),
     ("checkpoint", "{v} = checkpoint({lin}, {x} * {w}, use_reentrant=True)", 1), ("checkpoint_sequential", "{v} = checkpoint_sequential([{lin}, nn.ReLU()], 2, {x}, use_reentrant=False)", 1),
@@ -196,6 +207,11 @@ CHECKPOINTS = (
 )  # fmt: skip
 
 DERIVATIVES = (
+    # gradients of None: what a Function does not learn, what a caller's Function does not read, hooks that give nothing
+    ("unread", "{v} = Unlearnt.apply({x}, {lin}.weight)", 1), ("unread", "{v}, {u} = Sink.apply({x} * 2, {lin}({x}))", 1), ("unread", "{v}, {u} = Sink.apply({lin}({x}), torch.relu({x} @ {lin}.weight))", 1),
+    ("unread", "t{n} = {lin}({x})\nif t{n}.requires_grad:\n    t{n}.register_hook(lambda g: None if g is None else g * 2)\n{v}, {u} = Sink.apply({x} * 2, t{n})", 1),
+    ("unread", "t{n} = {lin}({x})\ntorch._dynamo.graph_break()\n{v}, {u} = Sink.apply({x} * 2, t{n}.relu())", 1), ("unread", "{v}, {u} = Sink.apply({lin}({x}), F.cross_entropy({lin}({x}), {x}.argmax(-1)))"),
+    ("hook_none", "{u} = {lin}({x})\nif {u}.requires_grad:\n    {u}.register_hook(lambda g: None)\n{v} = {u} * 2", 1), ("hook_none", "if {x}.requires_grad:\n    {x}.register_hook(lambda g: None)\n{v} = {lin}({x})", 1),
     ("function", "{v} = Square.apply({x})", 1), ("function", "{v} = Product.apply({x}, {lin}.weight)", 1), ("function", "{v} = Product.apply(Product.apply({x}, {lin}.weight), {lin}.weight)", 1),
     ("function", "{v} = Through.apply({x})", 1), ("function", "{v} = Bounded.apply({x}, {lin}.weight)", 0), ("function", "{v}, {u} = Two.apply({x}, {lin}.weight)", 1), ("hook", "if {x}.requires_grad:\n    {x}.register_hook(lambda g: g * 2)", 1),
     ("hook", "{v} = {lin}({x})\nif {v}.requires_grad:\n    {v}.register_hook(lambda g: g.clamp(-1, 1))", 1),
@@ -278,6 +294,7 @@ RANGE = (
 """Values beyond what fp16 holds, and below, on the way to ones that it holds: by themselves and in all bodies there are."""
 
 MODULES = (
+    ("Joined({C}, 5)", 0), ("Joined({C}, 3)", 0),
     ("nn.Linear({L}, 4)", 1), ("nn.Linear({L}, 3)", 1), ("nn.Linear({L}, 4, bias=False)", 1), ("nn.Sequential(nn.Linear({L}, 4), nn.ReLU(), nn.Linear(4, 4))", 1), ("nn.ReLU(inplace=True)", 1),
     ("nn.Conv1d({C}, 4, 3, padding=1)", 1), ("nn.Conv1d({C}, 4, 1, bias=False)", 1), ("nn.ConvTranspose1d({C}, 3, 2)", 1), ("nn.Conv2d({C}, 4, 3, padding=1)", 1), ("nn.Conv1d({C}, {C}, 1, groups={C})", 1), ("nn.Identity()", 1),
     ("nn.Flatten()", 1), ("nn.PReLU()", 0), ("nn.LayerNorm({L})", 0), ("nn.LayerNorm({L}, elementwise_affine=False)", 0), ("nn.RMSNorm({L})", 0), ("nn.BatchNorm1d({C})", 0), ("nn.BatchNorm2d({C})", 0), ("nn.GroupNorm(1, {C})", 0),
@@ -305,6 +322,16 @@ _TURNED = (
     "{v} = F.scaled_dot_product_attention(turned(3 * {lin}({x}), a{n}), turned(3 * {lin}({x}), a{n}), {x})",
 )  # fmt: skip
 _PLACES = "t{n} = torch.arange({x}.shape[-2], device={x}.device).float()\n"
+_PLACED = (
+    ("count_bound", "(t{n} - 3).clamp(min=0)"), ("count_bound", "(3 - t{n}).clamp(max=0)"), ("count_bound", "(t{n}.long() & -2).float()"), ("count_bound", "t{n}.clamp_min(2)"),
+    ("count_like", "t{n}.long().type_as({x})"), ("count_like", "torch.full_like(t{n}, 1001.0)"), ("count_like", "{x}.new_full(t{n}.shape, 1001.0)"), ("count_like", "torch.full(t{n}.shape, 1001.0, device={x}.device)"),
+    ("count_like", "torch.ones_like(t{n}).cumsum(0)"), ("count_like", "{x}.new_ones(t{n}.shape).cumsum(0)"), ("count_like", "torch.ones_like({x}[..., 0]).flatten()[: len(t{n})].cumsum(0)"),
+    ("count_written", "torch.zeros_like(t{n})\np{n}[1:] = t{n}[1:] + 7"), ("count_written", "torch.zeros_like(t{n})\np{n}[:] = 1001.0"), ("count_written", "{x}.new_empty(t{n}.shape)\np{n}.copy_(t{n})"),
+    ("count_written", "torch.empty_like(t{n})\np{n}[:] = t{n}"), ("count_written", "torch.empty_like(t{n}).fill_(1001.0)"), ("count_written", "torch.zeros_like(t{n}).scatter_(0, t{n}.long(), t{n})"),
+    ("count_lengths", "(({x} > 0).float().flatten(0, -2).norm(p=1, dim=0, keepdim=True)[:, :1] + t{n} * 0).flatten()"),
+    ("count_lengths", "torch.zeros(4, device={x}.device).scatter_reduce(0, {x}.flatten().long() % 4, torch.ones_like({x}.flatten()), 'sum')[t{n}.long() % 4]"),
+)  # fmt: skip
+"""Other ways to get at positions p{n} from t{n}: within one bound, of the shape or dtype of a tensor, written into memory, lengths."""
 COUNTS = (
     *(
         ("count_angles", f"{_PLACES}f{{n}} = frequencies({{x}})\n{region}a{{n}} = {angles}\n{use}")
@@ -320,115 +347,10 @@ COUNTS = (
     ("count_places", f"{_PLACES}{{v}} = {{x}} + {{lin}}(torch.log2(t{{n}}[:, None].expand(-1, {{x}}.shape[-1]) + 1))"),
     ("count_time", "t{n} = 901.0 + torch.arange({x}.shape[0], device={x}.device)\n{v} = {x} + {lin}((t{n}.view(-1, *[1] * ({x}.dim() - 1)) * frequencies({x})).sin())"),
     ("count_buckets", f"{_PLACES}{{u}} = torch.bucketize(t{{n}}[:, None] - t{{n}}, torch.tensor([-300.0, -20.0, 0.0, 20.0, 300.0], device={{x}}.device))\n{{v}} = torch.softmax(4 * {{x}} @ {{x}}.mT + {{u}}, -1) @ {{x}}"),
+    *((tag, f"{_PLACES}p{{n}} = {text}\na{{n}} = p{{n}}[:, None].expand(-1, 32) @ torch.full((32, {{x}}.shape[-1]), 2.0**-5, device={{x}}.device) * frequencies({{x}})\n{use}")
+      for tag, text in _PLACED for use in _TURNED),
 )  # fmt: skip
 """Whole numbers that fp32 holds, and low formats do not from 257 or 2049 on, on their way to angles, distances, counts and times."""
-
-HELPERS = {
-    "maybe_autocast": '''
-def maybe_autocast(device, enabled):
-    on = torch.is_autocast_enabled(device) or enabled
-    return torch.autocast(device, enabled=enabled) if on else contextlib.nullcontext()
-''',
-    "frequencies": '''
-def frequencies(t):
-    width = t.shape[-1]
-    return 100.0 ** (-torch.arange(width, device=t.device) / width)
-''',
-    "turned": '''
-def turned(t, angles):
-    half = t.shape[-1] // 2
-    return t * angles.cos() + torch.cat((-t[..., half:], t[..., :half]), -1) * angles.sin()
-''',
-    "Square": '''
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        ctx.save_for_backward(t)
-        return t * t
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g * ctx.saved_tensors[0]
-''',
-    "Product": '''
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t, w):
-        ctx.save_for_backward(t, w)
-        return t @ w
-
-    @staticmethod
-    def backward(ctx, g):
-        t, w = ctx.saved_tensors
-        return g @ w.mT, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
-''',
-    "Bounded": '''
-class Bounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t, w):
-        ctx.save_for_backward(t, w)
-        return t @ w
-
-    @staticmethod
-    def backward(ctx, g):
-        t, w = ctx.saved_tensors
-        g = g.clamp(-0.5, 0.5)
-        return g @ w.mT, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
-''',
-    "Through": '''
-class Through(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t.sign()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
-''',
-    "Two": '''
-class Two(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t, w):
-        ctx.save_for_backward(t, w)
-        return t @ w, t + 1
-
-    @staticmethod
-    def backward(ctx, g, h):
-        t, w = ctx.saved_tensors
-        return g @ w.mT + h, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
-''',
-    "Wide": '''
-class Wide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t, w):
-        ctx.save_for_backward(t, w)
-        return (t * 2.0**17) @ w * 2.0**-17
-
-    @staticmethod
-    def backward(ctx, g):
-        t, w = ctx.saved_tensors
-        return (g * 2.0**17) @ w.mT * 2.0**-17, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
-''',
-    "Out": '''
-@dataclasses.dataclass
-class Out:
-    first: object
-    rest: object
-
-
-torch.utils._pytree.register_dataclass(Out)
-''',
-    "keep_products": '''
-keep_products = functools.partial(
-    torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-)
-''',
-    "Named": '''
-Named = collections.namedtuple("Named", ["first", "rest"])
-''',
-}
-"""Classes that statements use, by name; a program carries those that it names."""
-
 
 def _templates(table: tuple[tuple[object, ...], ...]) -> tuple[Template, ...]:
     return tuple(Template(str(row[0]), str(row[1]), len(row) > 2) for row in table)
@@ -455,6 +377,7 @@ THEMES: dict[str, tuple[Template, ...]] = {
     "control": _templates(CONTROL),
     "checkpoint": _templates(CHECKPOINTS),
     "derivative": _templates(DERIVATIVES),
+    "region": _templates(REGIONS),
     "odd": _templates(ODD),
     "range": (*_templates(RANGE), *(each for each in _templates(RANGE) if "checkpoint" in each.tag)),
     "product": tuple(each for each in _templates(WRITTEN) if "{lin}" in each.text or "@" in each.text),
