@@ -194,7 +194,8 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
     hooked = Hooked()
     with _quiet():
         eager = _tried(lambda: run(program, initialised(program), within=lambda: hooked))
-        with torch._dynamo.config.patch(suppress_errors=True):  # as the rewrite does: code that Dynamo fails on runs as written
+        falls_back = "backend" not in dict(program.options)  # as the rewrite does: code that Dynamo fails on runs as written
+        with torch._dynamo.config.patch(suppress_errors=falls_back):
             compiled = _tried(lambda: run(program, _compiled(program)), raised)
     if eager is None or judged(eager) is not None or REENTRANT in problem.text:
         return None

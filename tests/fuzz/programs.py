@@ -133,6 +133,8 @@ class Program:
         names = ", ".join(each.name for each in self.inputs)
         if self.holder:
             names = f"{self.inputs[0].name}, given"
+            mixed = [f"torch.dot({self.inputs[0].name}.flatten()[:1], {name}.flatten()[:1])" for name in self.held]
+            body = [*mixed, *body]  # products of two dtypes: without one PyTorch runs on half inputs, and so does the library
             body = [f"{name} = given{f'[{name!r}]' if 'Dict' in self.holder else f'.{name}'}" for name in self.held] + body
         text = "\n".join([*lines, *body, ending])
         helpers = "".join(f"\n{code}" for name, code in HELPERS.items() if re.search(rf"\b{name}\b", text))
@@ -497,7 +499,7 @@ def _passed_on(program: Program, builder: Builder, choose: random.Random) -> Pro
         added += [("pad", "always"), ("memory", 1e6)]
     known = dict(added)
     program = replace(program, options=(*(each for each in program.options if each[0] not in known), *added))
-    fits = len(program.inputs) > 1 and any(each.modules for each in builder.body) and not any(each.grad for each in program.inputs[1:])
+    fits = len(program.inputs) > 1 and "granularity" not in dict(program.options) and not any(each.grad for each in program.inputs[1:])
     return replace(program, holder=choose.choice(list(HOLDERS))) if fits and choose.random() < 0.3 else program
 
 
