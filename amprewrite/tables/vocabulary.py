@@ -136,7 +136,7 @@ class Reason(Enum):
     RUNNING_SUM = "it is a running sum, and each addition would round all of it"
     READ_BY_MANY = "many ops read it, and the low format would add their gradients up"
     SENSITIVE = "rounding it costs more accuracy than was asked for"
-    RETURNED = "it is returned and read: one fp32 value for both"
+    RETURNED = "it is returned and read, or has hooks: one fp32 value for all"
     SHARED = "it shares memory with a result of the graph"
     READ_BACK = "it is returned and its backward reads it: one fp32 value for both"
     TIED = "memory ties it to a node of that colour"

@@ -137,6 +137,30 @@ def test_hook_on_a_tensor_sees_its_whole_gradient_unscaled_in_fp32(dtype):
         assert amp(data()).dtype == torch.float32
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="the hook breaks the graph")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("where", ["inside", "same tensor", "returned"])
+def test_a_product_whose_result_has_a_hook_runs_low(where, dtype):
+    class Halved(MLP):
+        def forward(self, x):
+            y = self.first(x)
+            same = nn.functional.dropout(y, 0.0) if where == "same tensor" else y
+            if y.requires_grad:
+                same.register_hook(lambda gradient: gradient * 0.5)
+            found = self.second(torch.relu(same)).sum() + torch.relu(y).sum()
+            return (found, y) if where == "returned" else found
+
+    torch.manual_seed(0)
+    model, x = Halved(), data()
+    amp = low(copy.deepcopy(model), dtype=dtype)
+    for each in (model, amp):
+        found = each(x)
+        (found[0] + found[1].sum() if where == "returned" else found).backward()
+    assert {node.dtype for node in amp.plan.nodes if node.op == "linear"} == {dtype}
+    for want, got in zip(model.parameters(), amp.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=0.03, atol=0.02)
+
+
 @pytest.mark.parametrize("retained", [False, True])
 @pytest.mark.parametrize("order", ["h", "hw", "wh", "whw", "hwhw"])
 def test_a_hook_on_a_given_tensor_sees_it_as_it_was_when_it_was_hooked(order, retained):

@@ -40,8 +40,8 @@ BIT_VIEWS = ops_with(Trait.READS_BITS)
 LEAVES = "amprewrite_leaves"
 """Key in a node's meta for the reason why the node's result must be fp32 for the caller of the graph: RETURNED, SHARED or READ_BACK.
 
-RETURNED marks a value that the graph returns, SHARED a value in memory that the caller or a body graph uses, too, and READ_BACK an op
-whose result is returned and read by the op's own backward.
+RETURNED marks a value that the graph returns or that has hooks, SHARED a value in memory that the caller or a body graph uses, too, and
+READ_BACK an op whose result is returned and read by the op's own backward.
 """
 RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"

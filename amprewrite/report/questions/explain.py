@@ -221,7 +221,7 @@ _CONDITIONS = {
     Reason.COUNTS: "if its whole numbers were small, or with overrides={{'{op}': 'low'}}",
     Reason.READ_BY_MANY: "if eight or fewer read it, or with overrides={{'{op}': 'low'}}",
     Reason.SENSITIVE: "with a looser tolerance ({detail})",
-    Reason.RETURNED: "if it were returned only, or read only",
+    Reason.RETURNED: "without hooks, and if it were returned only, or read only",
     Reason.SHARED: "if no result of the graph shared its memory",
     Reason.READ_BACK: "if it were not returned, or in inference",
     Reason.BETWEEN: "with granularity='model', or in a part",

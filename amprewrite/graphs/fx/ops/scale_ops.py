@@ -29,7 +29,7 @@ takes 15 us as a plain `.to`, 19 us in the old style, and 31 us with `setup_cont
 
 A model may put hooks on tensors inside a captured graph: `hidden.register_hook(lambda gradient: gradient.clamp(-1, 1))`.
 Dynamo captures such a hook as a higher-order op, which fails on fake tensors and on a tensor that requires no gradient. The function
-`hooked` replaces this op and works with both. The op that makes the hooked tensor returns it in fp32, so that the hook gets
+`hooked` replaces this op and works with both. It is called on the fp32 tensor that all readers read, so that the hook gets
 the whole gradient in fp32. If gradients are multiplied by a loss scale, the hook gets them without the scale.
 """
 

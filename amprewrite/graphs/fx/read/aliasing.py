@@ -291,8 +291,9 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         if node.target is hooked:
             (inner,) = node.all_input_nodes[:1]
             union.join(node, inner)
-            # An op such as dropout with p=0 returns its operand itself, so that the hook is on the operand, too.
-            while (before := same_tensor(inner)) is not None:
+            # An op such as dropout with p=0 returns its operand itself, so that the hook is on the operand, too. Before an idle conversion,
+            # nothing else reads the operand.
+            while inner.meta.get(LEAVES) != RETURNED and (before := same_tensor(inner)) is not None:
                 union.join(inner, before)
                 inner = before
             with_hooks.add(node)

@@ -18,7 +18,7 @@ graph the conversion returns `x` itself. Every plan runs it in fp32, so in the e
    view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because autograd treats a view
    and a base differently after an in-place write. No view follows a result of a checkpoint whose body reads it (`_may_be_viewed` says why).
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
-   the result has hooks, the conversion precedes the hooks, so that the hooks are on the tensor that the caller gets.
+   a value has hooks, the conversion precedes the hooks, so that they get its whole gradient in fp32, and are on a result that leaves.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
    the result a gradient. If the graph returns such a result, the op itself runs in fp32 and gets no idle conversion.
 
@@ -75,7 +75,7 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
     if without_grad is not None:
-        left = dict.fromkeys((*map(_before_hooks, read_results(graph)), *_hooked_results(graph)))
+        left = dict.fromkeys((*map(_before_hooks, read_results(graph)), *_hooked_values(graph, memory, regions)))
         makers |= dict.fromkeys(node for node in left if node not in chains and node not in without_grad)
         own = {op for node in read_results_back(graph, without_grad) for op in _op_of(node)}
         makers = {maker: None for maker in makers if maker not in own}
@@ -191,15 +191,19 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
             yield node
 
 
-def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """For each result of the graph that has hooks, yield the value on which they are set: the cast to fp32 must go before the hooks.
+def _hooked_values(graph: torch.fx.Graph, memory: Memory, regions: Mapping[Node, Node]) -> Iterator[Node]:
+    """Yield the values on which hooks are set, except those that are written in place or that the backward of their op reads.
 
-    A cast after the hooks would return a tensor without hooks, and `retain_grad` on it would store a gradient without their effect.
+    The cast to fp32 must go before the hooks: a result cast behind them would be a tensor without hooks, and `retain_grad` on it would
+    store a gradient without their effect. An op such as dropout with p=0 returns its operand itself: then the hooks are on the operand.
     """
-    for node in _results(graph):
-        maker = _before_hooks(node)
-        if maker is not node and maker.op not in ("placeholder", "get_attr") and differentiable(example_value(node)):
-            yield maker
+    for hook in graph.find_nodes(op="call_function", target=hooked):
+        node = _before_hooks(hook)
+        while (given := same_tensor(node)) is not None:
+            node = _before_hooks(given)
+        made = node.op not in ("placeholder", "get_attr") and node not in regions and differentiable(example_value(node))
+        if made and memory.written.isdisjoint(memory_of(node)) and not _is_read_back(_maker(node)):
+            yield node
 
 
 def _before_hooks(node: Node) -> Node:
