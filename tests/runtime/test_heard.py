@@ -76,6 +76,55 @@ def test_a_region_of_the_model_is_heard(region: str, low: str) -> None:
     assert len(amp.plan.regions) == 1
 
 
+AGAIN: dict[str, Callable[[], Any]] = {
+    "both": lambda: torch.autocast("cpu", dtype=torch.get_autocast_dtype("cpu"), enabled=torch.is_autocast_enabled("cpu")),
+    "kept in a dict": lambda: torch.autocast("cpu", **{"enabled": torch.is_autocast_enabled("cpu"), "cache_enabled": False}),
+    "cpu.amp": lambda: torch.cpu.amp.autocast(torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("region", AGAIN)
+def test_a_region_that_is_entered_with_what_was_heard_is_none(region: str, low: str) -> None:
+    model, x = Asks(AGAIN[region]), torch.randn(64, 64)
+    amp = amprewrite.rewrite(model, dtype=low)
+    for _ in range(2):
+        got = amp(x)
+    assert [colour for colour, _ in products(amp).values()] == [Colour.LOW, Colour.LOW]
+    assert (got - model(x)).norm() < (0.02 if low == "bf16" else 0.002) * got.norm()
+
+
+@pytest.mark.parametrize("asked", [None, torch.float32])
+def test_the_backward_of_custom_bwd_runs_as_its_forward(asked: torch.dtype | None) -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=asked)
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = ctx.saved_tensors
+            return g @ w.t(), x.t() @ g
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Product.apply(self.a(x), self.a.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    amp = amprewrite.rewrite(Net(), dtype="bf16")
+    amp(torch.randn(64, 64)).sum().backward()
+    assert {node.dtype for region in amp.plan.regions if "body" in region.name for node in region.nodes if node.flops} == {
+        "fp32" if asked else "bf16"
+    }
+
+
 QUESTIONS: dict[str, tuple[Callable[[], Any], Any]] = {
     "on here": (lambda: torch.is_autocast_enabled("cpu"), True),
     "on for a device without the model": (lambda: torch.is_autocast_enabled("cuda"), False),

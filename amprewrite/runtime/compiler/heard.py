@@ -9,7 +9,9 @@ the regions. The reported dtype is fp32, so that a cast to this dtype in the mod
    in fp32 in any case.
 2. The true answer is given inside an autocast region that the model itself entered, and for a device that the model is not on.
 3. The true answer is given to PyTorch's own code, which asks in order to choose kernels or, in `custom_fwd`, to convert inputs.
-4. The true answer is given to a model that holds half values or gets half inputs. Such a model asks whether autocast will make dtypes
+4. A region that code enters with these answers, as in `torch.autocast(device, enabled=torch.is_autocast_enabled(device))`, is left out of
+   the graph: under torch.autocast it would change nothing.
+5. The true answer is given to a model that holds half values or gets half inputs. Such a model asks whether autocast will make dtypes
    agree. Autocast will not, because it is off. If only inputs are half, the call starts again with these inputs in fp32 (`Widened`).
 
 Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32. It would widen half values
@@ -35,6 +37,7 @@ from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.ctx_manager import AutocastModeVariable, NullContextVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -66,7 +69,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
     `around`: number of autocast regions around the call of the model. If `again`, the call can restart with fp32 in place of half inputs:
     then code that asks whether autocast is on raises Unseen(TwoDtypes()).
     """
-    devices = _devices(root, inputs)
+    devices, said = _devices(root, inputs), list[Any]()
 
     def heard(device: str) -> bool:
         return device in devices and regions_around() == around
@@ -77,9 +80,19 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
                 raise Unseen(TwoDtypes())
             given = [each.as_python_constant() for each in (*args, *kwargs.values())]
             device = str(given[0]) if given else default
-            return ConstantVariable.create(asked(*given) if _is_of_torch(tx) or not heard(device) else told)
+            if not heard(device):
+                return ConstantVariable.create(asked(*given))
+            said.append(ConstantVariable(asked(*given) if _is_of_torch(tx) else told))
+            return said[-1]
 
         return handle
+
+    def region(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        answers = [each.value for each in (*args, *kwargs.values()) if any(each is one for one in said)]
+        dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+        made = enter(function, args, kwargs)  # empties kwargs
+        enabled, own = made.target_values[2], dtype is not None and dtype.value not in (None, *answers)
+        return NullContextVariable() if answers and (not own if enabled else enabled in answers) else made
 
     answers: dict[Any, Callable[..., Any]] = {
         torch.is_autocast_enabled: answer(torch.is_autocast_enabled, True, "cuda"),
@@ -89,8 +102,12 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
         torch.get_autocast_cpu_dtype: answer(torch.get_autocast_cpu_dtype, torch.float32, "cpu"),
         is_any_autocast_enabled: answer(is_any_autocast_enabled, True, min(devices, default="")),
     }
-    with handling(answers):
-        yield
+    enter, AutocastModeVariable.create = AutocastModeVariable.create, staticmethod(region)  # type: ignore[method-assign]
+    try:
+        with handling(answers):
+            yield
+    finally:
+        AutocastModeVariable.create = staticmethod(enter)  # type: ignore[method-assign]
 
 
 def _is_of_torch(tx: Any) -> bool:
