@@ -103,6 +103,12 @@ def test_a_custom_op_that_refuses_runs_in_fp32_and_says_so(dtype: str, recompute
     assert (node.colour, node.reason) == (Colour.HIGH, Reason.REFUSED) and "not implemented" in node.detail
 
 
+def test_a_custom_op_takes_an_override_by_its_name() -> None:
+    amp = rewritten(Model(False), dtype="bf16", overrides={"refusing::mix": "deny"})
+    amp(torch.randn(1024, 64))
+    assert set(CALLS) == {torch.float32} and Reason.ON_DENYLIST in {node.reason for node in amp.plan.nodes if node.op == "refusing::mix"}
+
+
 class Pooled(nn.Module):
     """A pool whose low kernel a CPU lacks, between two products."""
 
