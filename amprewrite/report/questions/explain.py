@@ -392,7 +392,8 @@ def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None)
     forced = asked.forced(bare)
     cause = asked.cause(bare) if forced is not None and not condition else None
     if cause is not None:
-        lines.append(f"it would run {other} if {_and(cause.nodes)} did: {_change(cause)}")
+        names = " and ".join(filter(None, (", ".join(cause.nodes[:-1]), cause.nodes[-1])))
+        lines.append(f"it would run {other} if {names} did: {_change(cause)}")
     elif forced is not None and not condition:
         lines.append("no small set of other nodes decides it: its colour is the cheapest")
     if forced is not None:
@@ -402,10 +403,6 @@ def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None)
 
 def _change(change: Change) -> str:
     return f"overrides={change.overrides} gives {change.price()}"
-
-
-def _and(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def heavy(plan: ModelPlan) -> list[str]:

@@ -207,20 +207,18 @@ def copied(leaf: Any) -> Any:
     return made if leaf.is_leaf else made.clone()
 
 
-def can_be_copied(value: Any) -> bool:
-    """True if arguments consist only of plain data and of dense tensors that have values (not on the meta device)."""
-    return all(_is_dense(each) if isinstance(each, Tensor) else isinstance(each, _PLAIN) for each in tree_leaves(value))
-
-
 def _is_dense(tensor: Tensor) -> bool:
     dense = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested)
     return dense and type(tensor) in (Tensor, nn.Parameter) and not is_traceable_wrapper_subclass(tensor)
 
 
 def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call of `root` with these arguments can be repeated on copies, and no other ranks take part."""
-    held = (*parameters_in(root), *buffers_in(root))
-    return not several_ranks() and can_be_copied((args, kwargs)) and all(_is_dense(each) for each in held)
+    """True if a call of `root` with these arguments can be repeated on copies, and no other ranks take part.
+
+    The arguments must be plain data and dense tensors that have values (not on the meta device), and the tensors of `root` such tensors.
+    """
+    given = (_is_dense(each) if isinstance(each, Tensor) else isinstance(each, _PLAIN) for each in tree_leaves((args, kwargs)))
+    return not several_ranks() and all(given) and all(map(_is_dense, (*parameters_in(root), *buffers_in(root))))
 
 
 class CaptureCheck:

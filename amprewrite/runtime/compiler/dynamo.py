@@ -130,7 +130,9 @@ def compile_afresh(
     def with_settings(convert: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(convert)  # copies the attributes by which Dynamo recognises the backend of a compiled function
         def convert_with_settings(*frame: Any, **state: Any) -> Any:
-            if frame[0].f_code is not code and (frame_id() is not None or _is_of_python(frame[0].f_code.co_filename)):
+            file = frame[0].f_code.co_filename
+            of_python = file.startswith((_PYTHON, "<frozen ")) and not file.startswith(_PACKAGES)  # these lie in a folder of the former
+            if frame[0].f_code is not code and (frame_id() is not None or of_python):
                 return skip_once()
             with compile_lock:  # all threads share the functions that are replaced below and, before torch 2.12, Dynamo's config
                 return convert_locked(frame, state)
@@ -188,11 +190,6 @@ def compile_afresh(
                 calls_that_captured, captured = calls_that_captured + 1, False
 
     return call
-
-
-def _is_of_python(file: str) -> bool:
-    """True if `file` belongs to Python's own library. Installed packages, in a folder inside the library's, do not count."""
-    return file.startswith((_PYTHON, "<frozen ")) and not file.startswith(_PACKAGES)
 
 
 def _breaks_at_disabled() -> int:

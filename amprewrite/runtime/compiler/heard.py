@@ -91,7 +91,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
         answers = [each.value for each in (*args, *kwargs.values()) if any(each is one for one in said)]
         dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
         made = enter(function, args, kwargs)  # empties kwargs
-        enabled, own = made.target_values[2], dtype is not None and dtype.value not in (None, *answers)
+        enabled, own = made.target_values[2], dtype is not None and dtype.as_python_constant() not in (None, *answers)
         return NullContextVariable() if answers and (not own if enabled else enabled in answers) else made
 
     answers: dict[Any, Callable[..., Any]] = {
@@ -102,12 +102,9 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
         torch.get_autocast_cpu_dtype: answer(torch.get_autocast_cpu_dtype, torch.float32, "cpu"),
         is_any_autocast_enabled: answer(is_any_autocast_enabled, True, min(devices, default="")),
     }
-    enter, AutocastModeVariable.create = AutocastModeVariable.create, staticmethod(region)  # type: ignore[method-assign]
-    try:
-        with handling(answers):
-            yield
-    finally:
-        AutocastModeVariable.create = staticmethod(enter)  # type: ignore[method-assign]
+    enter = AutocastModeVariable.create
+    with handling(answers), replaced(AutocastModeVariable, "create", staticmethod(region)):
+        yield
 
 
 def _is_of_torch(tx: Any) -> bool:
@@ -168,8 +165,6 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignore[assignment]
 """Functions that Dynamo evaluates as constants, before it looks for a handler."""
-_CAPTURES_HOOKS = find_spec("torch._higher_order_ops.register_hook") is not None
-"""True if Dynamo captures a hook on a tensor as a separate op, as in torch 2.13 and later."""
 
 
 @contextlib.contextmanager
@@ -192,7 +187,7 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Context manager in which the attribute `name` of `owner` is `value`."""
-    given = getattr(owner, name)
+    given = vars(owner).get(name, getattr(owner, name))  # a staticmethod as such
     setattr(owner, name, value)
     try:
         yield
@@ -246,7 +241,7 @@ def breaking_at_hooks() -> Iterator[None]:
     PyTorch then sets the hook. Dynamo would capture it as an autograd Function of this tensor alone: without an error, a hook on
     `x.contiguous()` would miss other gradients of `x`, and the first of two hooks would run last. Does nothing in later versions.
     """
-    if _CAPTURES_HOOKS:
+    if find_spec("torch._higher_order_ops.register_hook") is not None:  # Dynamo captures such a hook as a separate op
         yield
         return
     given: Callable[..., Any] = TensorVariable._method_register_hook

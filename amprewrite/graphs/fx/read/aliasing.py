@@ -198,13 +198,10 @@ def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[tor
         if {source.dtype, fact.dtype} != {"fp32", low} or not own or not own.isdisjoint(leaving) or not own.isdisjoint(last_write):
             continue
         written_later = any(last_write.get(storage, -1) > fact.position for storage in memory_of(source.node))
-        if not written_later and isinstance(fact.value, torch.Tensor) and _strides_alike(fact.value, source.value):
+        if written_later or not isinstance(fact.value, torch.Tensor) or fact.value.dim() != source.value.dim():
+            continue
+        if all(statically_known_true(a == b) for a, b in zip(fact.value.stride(), source.value.stride(), strict=True)):  # adds no guard
             yield node
-
-
-def _strides_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if both tensors are known to have the same strides, without adding a guard."""
-    return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.stride(), b.stride(), strict=True))
 
 
 def _runs_as_python(node: torch.fx.Node) -> bool:

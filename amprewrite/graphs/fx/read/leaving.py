@@ -146,11 +146,8 @@ def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
     example, another transform reads a wrapped tensor.
     """
     regions = transform_regions(graph)
-    return {node for node, region in regions.items() if _wrapped(node) or all(regions.get(user) == region for user in node.users)}
-
-
-def _wrapped(node: Node) -> bool:
-    return any(map(is_wrapped_by_transform, tensors(example_value(node))))
+    wrapped = {node for node in regions if any(map(is_wrapped_by_transform, tensors(example_value(node))))}
+    return wrapped | {node for node, region in regions.items() if all(regions.get(user) == region for user in node.users)}
 
 
 def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) -> Node:

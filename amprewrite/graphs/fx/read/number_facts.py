@@ -30,7 +30,7 @@ from amprewrite.graphs.fx.node_facts import (
 from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.ir.evidence.counts import EXACT, FILLS, HOLDS, UNIFORM, Count, keep_counts, made_of, written_over
 from amprewrite.ir.evidence.range_rules import ADDS_UP, BLOCKS, added_values, has_offset, rows_have_offset, tables
-from amprewrite.ir.op_graph import OpGraph, OpNode
+from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.dispatch import FakeTensor
@@ -188,12 +188,8 @@ def find_counts(graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[C
 def _kept(captured: Captured, counts: Counts) -> Any:
     """Return the op graph with `counted` set on every matrix product that must stay fp32 because it multiplies whole numbers."""
     by_name = {name: counts[node] for name, node in captured.nodes.items() if node in counts}
-    return keep_counts(captured.problem.graph, by_name, _summed)
-
-
-def _summed(node: OpNode) -> int:
-    """Return the number of elements over which a matrix product sums: half its FLOPs for each element of its result."""
-    return node.flops // (2 * max(node.numel, 1))
+    # a product sums as many elements as half its FLOPs for each element of its result
+    return keep_counts(captured.problem.graph, by_name, lambda node: node.flops // (2 * max(node.numel, 1)))
 
 
 def _held(graph: torch.fx.Graph, inputs: Sequence[Any]) -> dict[torch.fx.Node, Any]:

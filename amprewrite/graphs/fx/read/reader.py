@@ -230,7 +230,8 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
         return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the picked result may be integers, such as the indices of max
     if fact.dtype != "fp32":
-        answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
+        reads_bits = fact.op in BIT_VIEWS and any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((fact.node.args, fact.node.kwargs)))
+        answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not reads_bits  # `x.view(torch.int32)` reads bits, no value
         if fact.may_be_idle:
             return Demand.ANY  # a conversion that may return its operand itself takes either format
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
@@ -241,11 +242,6 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
         device = device_of(feeder.value)
         return Demand.HIGH if device in row.mixed_on else Demand.COLOUR
     return Demand.PROMOTE if row.promotes else Demand.COLOUR
-
-
-def _reads_bits(fact: Fact) -> bool:
-    """True if the op reads the bits of its operand instead of its value: `x.view(torch.int32)`."""
-    return fact.op in BIT_VIEWS and any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((fact.node.args, fact.node.kwargs)))
 
 
 # -- 3. pins -----------------------------------------------------------------------------
