@@ -189,7 +189,7 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_values(graph: torch.fx.Graph, memory: Memory, regions: Mapping[Node, Node]) -> Iterator[Node]:
-    """Yield the values on which hooks are set, except those that are written in place or that the backward of their op reads.
+    """Yield the values on which hooks are set, without values written in place and values that the backward of their op reads.
 
     The cast to fp32 must go before the hooks: a result cast behind them would be a tensor without hooks, and `retain_grad` on it would
     store a gradient without their effect. An op such as dropout with p=0 returns its operand itself: then the hooks are on the operand.
