@@ -133,8 +133,9 @@ class Program:
         names = ", ".join(each.name for each in self.inputs)
         if self.holder:
             names = f"{self.inputs[0].name}, given"
-            mixed = [f"torch.dot({self.inputs[0].name}.flatten()[:1], {name}.flatten()[:1])" for name in self.held]
-            body = [*mixed, *body]  # products of two dtypes: without one PyTorch runs on half inputs, and so does the library
+            lines.append("        self.wide = nn.Parameter(torch.ones(1))")
+            mixed = [f"torch.dot(self.wide, {name}.flatten()[:1])" for name in self.held]
+            body = [*mixed, *body]  # products with an fp32 weight: without one PyTorch runs on half inputs, and so does the library
             body = [f"{name} = given{f'[{name!r}]' if 'Dict' in self.holder else f'.{name}'}" for name in self.held] + body
         text = "\n".join([*lines, *body, ending])
         helpers = "".join(f"\n{code}" for name, code in HELPERS.items() if re.search(rf"\b{name}\b", text))
