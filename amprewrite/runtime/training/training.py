@@ -229,7 +229,7 @@ class StepGate(StepRecord):
         own = self._own()
         if any(id(p) in own for p in params_of(optimizer)):
             return True
-        if all(isinstance(p, nn.Parameter) for p in self.parameters()):  # FSDP1 puts plain tensors in place of those that it takes out
+        if all(isinstance(p, nn.Parameter) for p in self.parameters()):  # FSDP1 puts plain tensors in their place for a forward
             return False  # none is out, and an old id may belong to a parameter of another model by now
         return any(id(p) in self.first and is_flattened(p) for p in params_of(optimizer))
 
