@@ -95,7 +95,7 @@ def _checked(program: Program) -> Problem | None:
         exact = rounded is not None and mode.exact and not program.huge
         counts = lists is None and any(each.tag.startswith("count") for each in program.body)
         autocast = None if exact or counts else _plainly(program, partial(_autocast, program), scale=whole)
-        bounds = [_spread(rounded) if lists in LOWER else None, _scaled(program, want)]
+        bounds = [_spread(rounded) if lists in LOWER or (autocast is None and not exact) else None, _scaled(program, want)]
 
     def draw(seed: int) -> Record | None:
         def rounding() -> Scattered:
