@@ -294,6 +294,33 @@ def test_a_skipped_step_leaves_no_attribute_as_it_made_it(hot):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+class LooksAhead(torch.optim.Optimizer):
+    """Holds the state of the optimizer inside it by another name, as Lookahead of torch_optimizer does, and one list by two names."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.fast_state = inner, inner.param_groups, inner.state
+        self.sizes = self.known = list[float]()
+
+    def step(self, closure=None):
+        self.sizes.append(float(self.param_groups[0]["params"][0].grad.norm()))
+        self.inner.step()
+
+
+@pytest.mark.parametrize("hot", [0, 2])
+def test_a_container_with_two_names_is_one_after_a_skipped_step(hot):
+    model = tiny()
+    optimizer = LooksAhead(torch.optim.Adam(model.parameters()))
+    model.gate.attach(optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step, HUGE * 2.0**10 if step == hot else 1.0)
+        optimizer.step()
+    assert {float(each["step"]) for each in optimizer.fast_state.values()} == {3.0}
+    assert optimizer.fast_state is optimizer.inner.state
+    assert len(optimizer.known) == 3
+
+
 def test_a_step_after_one_that_raised_while_it_was_skipped_is_kept():
     class Refuses(torch.optim.SGD):
         def step(self):

@@ -18,7 +18,8 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.runtime.training.nonfinite import params_of
-from amprewrite.torch_internals.trees import tree_map_only
 
 Look = Callable[[Optimizer], Tensor | None]
 """A function that returns an overflow flag for the gradients of an optimizer: above 0 for an overflow; None without gradients."""
@@ -116,41 +116,42 @@ class Idle:
 class _Start:
     """Copies of the weights, state and attributes of one optimizer before a step.
 
-    `restore` writes the copies into the tensors themselves, which other attributes may hold, too.
+    `restore` writes the copies into the tensors and containers themselves, which other attributes and other objects may hold, too.
     """
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        """For each tensor, by its id: (the tensor itself, a copy of it)."""
-        for p in params_of(optimizer):
-            self._copy(p)
-        keep = functools.partial(tree_map_only, Tensor, self._copy)
-        self.state = {key: keep(value) for key, value in optimizer.state.items()}
-        self.groups = [{name: keep(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        self.attributes = {
-            name: value if name in ("state", "param_groups") or name.endswith("_hooks") else keep(value)
-            for name, value in optimizer.__dict__.items()
-        }
+        self.optimizer, self.attributes = optimizer, dict(optimizer.__dict__)
+        self.kept: dict[int, tuple[Any, Any]] = {}
+        """For each tensor and container, by its id: (the tensor or container itself, a copy of it)."""
+        held = [value for name, value in self.attributes.items() if not name.endswith("_hooks")]
+        for each in (params_of(optimizer), optimizer.state, optimizer.param_groups, held):
+            self._keep(each)
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self.tensors:
-            self.tensors[id(tensor)] = tensor, tensor.detach().clone()
-        return tensor
+    def _keep(self, value: Any) -> None:
+        if id(value) in self.kept:
+            return
+        if isinstance(value, Tensor):
+            self.kept[id(value)] = value, value.detach().clone()
+        elif isinstance(value, MutableMapping | list | deque | set):
+            copied = dict(value) if isinstance(value, MutableMapping) else list(value)
+            self.kept[id(value)] = value, copied
+            for each in copied.values() if isinstance(copied, dict) else copied:
+                self._keep(each)
+        elif isinstance(value, tuple):
+            for each in value:
+                self._keep(each)
 
     @torch.no_grad()
     def restore(self) -> None:
-        for tensor, value in self.tensors.values():
-            tensor.copy_(value)
         self.optimizer.__dict__.clear()  # an attribute that the step has made must not keep what it learnt from zeros or infinities
         self.optimizer.__dict__.update(self.attributes)
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self.state)
-        for group, kept in zip(self.optimizer.param_groups, self.groups, strict=False):
-            for name in group.keys() - kept.keys() - {"params"}:
-                del group[name]
-            group.update(kept)
+        for value, copied in self.kept.values():
+            if isinstance(value, Tensor):
+                value.copy_(copied)
+            else:
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(copied)
 
 
 def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Iterator[Optimizer]:
