@@ -294,6 +294,17 @@ def test_a_skipped_step_leaves_no_attribute_as_it_made_it(hot):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+def test_a_hook_after_a_skipped_step_finds_what_a_hook_before_it_has_left():
+    model, found = tiny(), []
+    optimizer = Remembers(model.parameters())
+    model.gate.attach(optimizer)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: setattr(optimizer, "began", len(found)))
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: found.append(optimizer.began))
+    backward(model, 0, HUGE * 2.0**10)
+    optimizer.step()
+    assert found == [0]
+
+
 class LooksAhead(torch.optim.Optimizer):
     """Holds the state of the optimizer inside it by another name, as Lookahead of torch_optimizer does, and one list by two names."""
 
