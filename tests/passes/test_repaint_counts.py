@@ -10,7 +10,6 @@ from rotary import ANGLES, Rotary, product
 from tiers import long_beyond
 from torch import Tensor, nn
 from torch.nn import functional as F
-from versions import differs_in_2_11
 
 import amprewrite
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -159,7 +158,6 @@ def test_a_product_of_counts_stays_high(case: str) -> None:
     assert (Colour.HIGH, Reason.COUNTS) in colours(function, torch.randn(64, 64), **buffers)
 
 
-@differs_in_2_11("Dynamo captures no fused layer")
 def test_a_mask_is_no_factor_of_a_fused_layer_of_an_encoder() -> None:
     """The layer gets the mask as zeros and -inf, which it adds to scores."""
     layer, x, padding = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval(), torch.randn(2, 6, 16), torch.zeros(2, 6).bool()
