@@ -146,7 +146,7 @@ class _Start:
     def restore(self) -> None:
         hooks = self.attributes.get("_optimizer_step_pre_hooks", ())
         if len(hooks) < 2:  # an attribute that the step has made must not keep what it learnt from zeros or infinities
-            self.optimizer.__dict__.clear()  # but one that a hook behind ours has made is for another hook, which runs after this
+            self.optimizer.__dict__.clear()  # a hook behind ours may have made one for another hook, which runs after this
         self.optimizer.__dict__.update(self.attributes)
         for value, copied in self.kept.values():
             if isinstance(value, Tensor):
