@@ -238,3 +238,12 @@ def test_whole_numbers_of_a_constant_to_which_a_product_is_added_stay_fp32() -> 
     model = "h = MatMul(x, W)\n f = Cast <to = 1> (at)\n a = Add(h, f)\n s = Sin(a)\n y = MatMul(s, V)"
     given = parsed(model, "float[1024,64] x", "float[1024,8] y", inits, {"x": draws.standard_normal((1024, 64)).astype(np.float32)})
     assert true_error(given, rewrite_onnx(given.model)) < 1e-3
+
+
+def test_a_constant_mask_of_whole_numbers_keeps_scores_low() -> None:
+    """Zeros and ones are exact in low formats, as those of a boolean mask are."""
+    scores = "k = Transpose(x)\n s = MatMul(x, k)\n f = Cast <to = 1> (mask)\n m = Mul(f, far)\n a = Add(s, m)"
+    model = f"{scores}\n p = Softmax(a)\n y = MatMul(p, x)"
+    inits = {"mask": np.triu(np.ones((64, 64), np.int64), 1), "far": np.float32(-10000)}
+    made = rewrite_onnx(parsed(model, "float[64,64] x", "float[64,64] y", inits, {}).model, dtype="bf16", verify=False)
+    assert {each.colour.value for each in made.plan.nodes if each.role == "op"} == {"low"}

@@ -28,7 +28,7 @@ import onnx_ir as ir
 import torch
 
 from amprewrite.graphs.mask_rules import FILLS, MaskRules
-from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, format_of, is_float, op_of, scalar
+from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, format_of, is_float, op_of
 from amprewrite.graphs.onnx.run.samples import Samples
 from amprewrite.ir.evidence.constants import BORDERS, TAKES_EPSILON, ConstantRead, Loss
 from amprewrite.ir.evidence.counts import BYTES
@@ -472,17 +472,18 @@ class Kinds:
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail) for a Cast that must cast to fp32; None if it may cast to the low format instead.
 
-        The low format is allowed for booleans, bytes and a small constant integer, since it holds them exactly. It is not allowed for other
-        integers, even if they are small: they may be positions, to which an op adds fractions, and samples may be short. It is allowed for
-        inputs of fp32 and half precision, since rounding fp16 to bf16 is no worse than rounding fp32. A bf16 input may exceed fp16's
-        range, so that it becomes fp16 only if samples show its range.
+        The low format is allowed for booleans, bytes, a small constant integer, and constant masks of zeros and ones, since it holds them
+        exactly. It is not allowed for other integers, even if they are small: they may be positions, to which an op adds fractions, and
+        samples may be short. It is allowed for inputs of fp32 and half precision, since rounding fp16 to bf16 is no worse than rounding
+        fp32. A bf16 input may exceed fp16's range, so that it becomes fp16 only if samples show its range.
         """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in BYTES or source in ("fp32", self.low.name):
             return None
         if source in LOW_NAMES and (FORMATS[source].narrow or seen is not None):
             return None  # from bf16 to fp16 only if samples show the range: the pass `repaint-by-range` tests if fp16 holds it
-        number = scalar(node.inputs[0]) if source.startswith(("int", "uint")) and node.inputs[0] is not None else None
-        if number is not None and abs(number) <= 2 / self.low.eps:
+        held = constant_tensor(node.inputs[0]) if source.startswith(("int", "uint")) and node.inputs[0] is not None else None
+        most = 2 / self.low.eps if held is not None and held.size == 1 else 1
+        if held is not None and np.abs(held.numpy().astype(np.float64)).max(initial=0) <= most:
             return None
         return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"
