@@ -45,7 +45,8 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
     # do not compare ops without a dtype: their value is a size (SymInt), and a graph captured with fixed sizes has no such nodes. Compare
-    # inputs and weights where ops read them: torch.export lists them in another order, and unread ones, too
+    # inputs and weights where ops read them: torch.export lists them in another order, and unread ones, too. It also gives the operands of
+    # a batch norm after the first in another order
     here = [node for node in problem.graph if node.role == "output" or (node.role == "op" and node.dtype)]
     there = [planned for planned in region.nodes if planned.role == "output" or (planned.role == "op" and planned.dtype)]
     ops = {planned.name for planned in there}
@@ -54,8 +55,8 @@ def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
             return f"it has a node {planned.name} where the model has {node.name}"
         if planned.op != node.op:
             return f"{planned.name} is {planned.op} in the plan and {node.op} in the model"
-        names = planned.inputs, [operand.value for operand in node.operands]
-        read, reads = (sorted(some, key=lambda name: "" if name in ops else name) for some in names)
+        names = planned.inputs, tuple(operand.value for operand in node.operands)
+        read, reads = ((some[:1], sorted(some[1:], key=lambda name: "" if name in ops else name)) for some in names)
         if read != reads:
             return f"{planned.name} reads {', '.join(planned.inputs)} in the plan and other values in the model"
     if len(there) != len(here):

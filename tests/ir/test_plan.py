@@ -312,6 +312,20 @@ def test_a_plan_that_does_not_fit_names_the_first_mismatch(
         applied(LINEAR, model, change or (lambda p: p), **options)
 
 
+class Difference(nn.Module):
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.fc, self.turned = nn.Linear(4, 4), turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) - x if self.turned else x - self.fc(x)
+
+
+def test_a_plan_does_not_fit_a_model_that_exchanges_an_input_and_a_result() -> None:
+    with pytest.raises(PlanError, match=r"for another model.*sub reads x, linear in the plan"):
+        applied(Difference(False), Difference(True))
+
+
 class Moded(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x @ x) if self.training else torch.sigmoid(x @ x)
