@@ -31,6 +31,7 @@ from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import Outcome, StrictRun
 from amprewrite.accuracy.trial import Loss
 from amprewrite.accuracy.verify import percentage, table_of
+from amprewrite.ir.evidence.agreed import NOTHING_AGREED
 from amprewrite.ir.policies.policy import Override, parse_overrides
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.counts import op_table
@@ -369,7 +370,8 @@ def _with_neighbours(plan: CastPlan, kept: list[str], low: set[str]) -> list[str
 def _real_error(amp: nn.Module, run: StrictRun, overrides: Mapping[str, str]) -> float:
     """Rewrite the model anew with these `overrides`, run it with emulated rounding, and return its output error."""
     assert isinstance(amp, RewrittenBase)
-    options = replace(session_of(amp).options, overrides=parse_overrides(overrides, FORMATS[run.low]), given=None)
+    asked = parse_overrides(overrides, FORMATS[run.low])
+    options = replace(session_of(amp).options, overrides=asked, given=None, agreed=NOTHING_AGREED)
     trial = wrap(plain_of(amp), options, face_of(amp))
     trial.train(amp.training)
     return StrictRun(trial, run.args, run.kwargs).rounded().error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 
@@ -180,6 +181,15 @@ def test_own_overrides_with_a_wildcard_give_way_to_nodes_that_must_be_kept() -> 
     asked = debug(amp, (x,)).suggest_overrides(0.02)
     assert asked["node:linear*"] == asked["node:relu"] == "low" and asked["node:add"] == asked["node:sub"] == "fp32"
     assert report_of_overrides(model, x, "bf16", asked) <= 0.02
+
+
+def test_a_copy_of_a_frozen_model_has_the_same_suggestions() -> None:
+    """They are for a rewrite of its own, which does not start from the colours of the frozen model."""
+    layers = nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 32)
+    amp, x = amprewrite.rewrite(nn.Sequential(*layers).eval(), dtype="bf16"), torch.randn(8, 32)
+    amp.freeze(x)
+    wanted, found = (debug(model, (x,)).suggest_overrides(1e-5) for model in (amp, copy.deepcopy(amp)))
+    assert found == wanted
 
 
 def test_a_target_beyond_any_rounding_keeps_everything_high() -> None:
