@@ -247,3 +247,11 @@ def test_a_constant_mask_of_whole_numbers_keeps_scores_low() -> None:
     inits = {"mask": np.triu(np.ones((64, 64), np.int64), 1), "far": np.float32(-10000)}
     made = rewrite_onnx(parsed(model, "float[64,64] x", "float[64,64] y", inits, {}).model, dtype="bf16", verify=False)
     assert {each.colour.value for each in made.plan.nodes if each.role == "op"} == {"low"}
+
+
+def test_a_convolution_of_grey_images_runs_low() -> None:
+    """Exporters write the 255 into a Constant node."""
+    model = "f = Cast <to = 1> (x)\n d = Constant <value = float {255}> ()\n s = Div(f, d)\n y = Conv(s, K)"
+    inits = {"K": np.random.default_rng(0).standard_normal((8, 1, 3, 3)).astype(np.float32)}
+    made = rewrite_onnx(parsed(model, "uint8[1,1,32,32] x", "float[1,8,30,30] y", inits, {}).model, dtype="bf16", verify=False)
+    assert [each.colour.value for each in made.plan.nodes if each.flops] == ["low"]

@@ -4,7 +4,8 @@
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised to fp8.
 3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). All constants are judged by
    their values, even weights, because a file does not say which are learnt. So a product with a factor of fractions counts as one with a
-   weight, whose result is not counted, unless it multiplies positions by at most `FEW` frequencies. `OneHot` is read as "one_hot", whose
+   weight, whose result is not counted, unless it multiplies positions by at most `FEW` frequencies, which the filters of a `conv2d` or
+   `conv_transpose2d` are not. `OneHot` is read as "one_hot", whose
    results are at most 1; `op_of` would name it "scatter". A `Gather` is read as `index` if its table holds whole numbers. The number that
    fills a `ConstantOfShape` is an attribute; those of a `Constant` are looked at when it is read, as the branches of an `If` are.
 4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
@@ -98,6 +99,8 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
     found = {value: _entering(value) for value in model.graph.inputs}
 
     def summed(node: OpNode) -> int:
+        if node.op in ("conv2d", "conv_transpose2d"):
+            return FEW + 1  # filters are learnt: they are no frequencies of positions, even those of one channel
         return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
 
     for node in model.graph.all_nodes():
