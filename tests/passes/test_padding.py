@@ -815,3 +815,16 @@ def test_what_padding_holds_is_known_for_odd_calls(name: str, dtype: str) -> Non
         assert torch.equal(p, q), "no forward writes to a parameter"
     for p, q in zip(amp.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_a_batch_norm_reads_what_was_padded_without_gaps(low: torch.dtype) -> None:
+    """PyTorch's CPU kernel rounds the mean gradient of a strided low operand, so that the gradients no longer add up to 0, as they do."""
+    torch.manual_seed(0)
+    plain, x, weights = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4097, 4), torch.randn(4097, 4)
+    amp = amprewrite.rewrite(copy.deepcopy(plain), dtype=low, pad="always", memory=1e6, loss_scale=None)
+    with torch.autocast("cpu", low):
+        (plain(x) * weights).sum().backward()
+    (amp(x) * weights).sum().backward()
+    assert pads_of(amp).copies
+    assert amp[0].bias.grad.norm() <= 1.5 * plain[0].bias.grad.norm()

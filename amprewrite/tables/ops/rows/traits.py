@@ -12,7 +12,7 @@ TRAITS: dict[Trait, str] = {
     Trait.LIKE_SECOND: "to type_as expand_as view_as reshape_as",
     Trait.READS_BITS: "view view_copy",
     Trait.FRESH: "linear matmul mm bmm addmm baddbmm add sub mul div relu gelu silu tanh sigmoid softmax log_softmax layer_norm rms_norm "
-    "group_norm batch_norm sum mean cross_entropy nll_loss cat scaled_dot_product_attention conv1d conv2d conv3d logsumexp argmax "
+    "group_norm sum mean cross_entropy nll_loss cat scaled_dot_product_attention conv1d conv2d conv3d logsumexp argmax "
     "embedding dropout pow",
     Trait.STOPS_GRADIENT: "detach _get_data_attr",
     Trait.HIDES_WRITES: "_get_data_attr",
