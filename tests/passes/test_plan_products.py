@@ -150,9 +150,10 @@ def test_a_graph_without_gradients_is_decided_as_one_with_them() -> None:
 def test_graphs_agree_on_results_whatever_their_sizes() -> None:
     large = planned(block, [(16, 1024, 4096), (16384, 4096), (4096, 16384)], "fp8")
     fp8 = {each.node for each in large.quantised.chosen if each.takes(OUT)}
+    from amprewrite.ir.evidence.agreed import NOTHING_AGREED
     from amprewrite.runtime.captured.graph_rewriter import Agreement
 
-    agreement = Agreement(True)
+    agreement = Agreement(True, NOTHING_AGREED)
     agreement.join(large, [], lambda text: None)
     assert agreement.colours.products is not None
     small = planned(block, [(1, 8, 4096), (16384, 4096), (4096, 16384)], "fp8", False, agreed=agreement.colours).quantised
