@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from path_programs import WIDTH, integers
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import amprewrite
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -83,6 +85,30 @@ def seen(model: nn.Module) -> list[Tensor]:
         assert model.weight.grad is not None and leaf.grad is not None
         found += [result.detach(), x.detach(), model.weight.grad.clone(), leaf.grad]  # type: ignore[operator]
     return found
+
+
+class Attends(nn.Module):
+    """Writes what its backward keeps and what it returns, through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        v = F.scaled_dot_product_attention(h, h, h)
+        v.data.mul_(2)
+        return v
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_backward_keeps_a_result_that_is_written(dtype):
+    torch.manual_seed(0)
+    model, x, found = Attends(), torch.randn(2, 300, 32), []
+    for each in (model, amprewrite.rewrite(copy.deepcopy(model), dtype=dtype)):
+        each(x).square().sum().backward()
+        found.append(each.linear.weight.grad)
+    assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -297,7 +297,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         elif not with_hooks.isdisjoint(node.all_input_nodes) and (hooked_too := same_tensor(node)) is not None:
             union.join(node, hooked_too)  # a gradient that the model takes of this tensor passes the hook, too
             with_hooks.add(node)
-        for storage in _memory(fact) if writes else ():
+        for storage in _memory(fact) or _lies_in(fact) & hidden.keys() if writes else ():  # what is written through `.data` may be kept
             # A value made after the last write never changes, nor does any if all writes may write to cast copies: these need no group.
             if fact.position <= max(writes.get(storage, (-1,))) and set(writes[storage]) != set(moves.get(storage, ())):
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
