@@ -181,3 +181,15 @@ def test_exported_regions_run_low(strict):
     products = [node for node in exported.graph.nodes if node.target is torch.ops.aten.linear.default]
     assert [node.meta["val"].dtype for node in products] == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert (torch.export.unflatten(exported)(x) - model(x)).norm() < 1e-2 * model(x).norm()
+
+
+class Pulled(Summed):
+    """The same behind a pullback, for which a graph needs the gradients of its weights on."""
+
+    def forward(self, x):
+        return super().forward(torch.func.vjp(lambda t: t * t, x)[1](x)[0])
+
+
+def test_a_region_that_writes_is_verified():
+    amp = amprewrite.rewrite(Pulled(Writing), dtype="bf16")
+    assert 0 < amprewrite.verify(amp, (torch.rand(8, 16),)).output_error < 0.02

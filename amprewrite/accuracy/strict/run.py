@@ -24,6 +24,7 @@ from amprewrite.accuracy.trial import Loss, deep_copy, loss_of
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
+from amprewrite.passes.normalise.open_grad_regions import open_compile_regions
 from amprewrite.passes.weigh_plans import weighed
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
@@ -161,6 +162,7 @@ class StrictRun:
         return lambda module, example_inputs: self._capture(module, example_inputs, path, names)
 
     def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+        open_compile_regions(module)
         found = frame_path(module.graph, example_inputs, self.model)
         captured = self.session.read(module, example_inputs, f"graph{len(self.regions)}", path if found is None else found, names)
         self.low = captured.problem.policy.low.name
