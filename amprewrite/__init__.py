@@ -11,7 +11,7 @@ from typing import Any as _Any
 from amprewrite.tables.extras import EXTRAS as _EXTRAS
 from amprewrite.tables.version import VERSION as _VERSION
 
-# In a checkout, `passes/` is a sibling of this folder; an installed wheel holds it as amprewrite/passes.
+# In a checkout, `passes/` is a sibling of this folder, so the parent folder joins the package path. A wheel holds amprewrite/passes.
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").is_file():
     __path__.append(str(_root))
@@ -87,5 +87,5 @@ __all__ = [
     "TrainingLog", "calibrate", "compile_backend", "compiled", "debug", "gather_low", "plan", "restore", "rewrite", "rewrite_onnx",
     "sensitivity", "verify",
 ]  # fmt: skip
-_LEFT_OUT = {name for name in __all__ if name not in _HOME}  # public names of parts (extras) that this copy does not contain
+_LEFT_OUT = {name for name in __all__ if name not in _HOME}  # public names of optional parts (extras) that this copy does not contain
 __all__[:] = [name for name in __all__ if name in _HOME]

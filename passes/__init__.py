@@ -70,15 +70,15 @@ NORMALISE: tuple[Normalising, ...] = (
     FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
     PartSummands(),  # split baddbmm and addmm if the summand holds counts: the product may then run low, and the sum stays exact
     FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each, whose kernel computes in fp32 inside
-    MarkLeaving(),  # insert a no-op conversion after returned values that share memory or have other readers; a cast there serves all
+    MarkLeaving(),  # insert a no-op conversion after returned values that share memory or have other readers, so that one cast serves all
 )
 EVIDENCE: tuple[Deciding, ...] = (
     RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, as calibration, weights and constants show
     RepaintByError(),  # keep in fp32 the ops that the accuracy search (`tolerance=`) found too inexact in the low format
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # plan a cast wherever an op reads a value of the other format; in training, group the readers of a value that many read
-    PlanPads(),  # choose the dims to round up for Tensor Cores, and where the graph needs pads and slices for that
+    PlanCasts(),  # plan a cast where an op reads a value of the other format; in training, group the readers if one value has many
+    PlanPads(),  # choose the dims to round up for Tensor Cores, and the places of the pads and slices that this needs
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanEdits(),  # clamp constants of low ops that would become infinities, and change ops whose low CPU kernels are inexact
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
@@ -107,7 +107,7 @@ APPLY: tuple[Applying, ...] = (
     KeepViews(),  # return a result as a view if the fp32 graph returns a view, because autograd treats views differently
 )
 TIDY: tuple[Applying, ...] = (
-    Tidy(),  # erase conversions that became no-ops; needs the example values that the dry run computed
+    Tidy(),  # erase conversions that became no-ops; this needs the example values that the dry run computed
 )
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory

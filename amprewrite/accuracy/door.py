@@ -106,7 +106,7 @@ def calibrate(
                 try:
                     with torch.set_grad_enabled(differentiable):
                         trial.run(batch, watch, then)
-                except RuntimeError:  # the model may take gradients itself, as one of forces does: then it runs with gradients
+                except RuntimeError:  # a model may compute gradients in its forward, such as forces: run it again with gradients
                     if differentiable or count:
                         raise
                     differentiable, watch = True, Observer()

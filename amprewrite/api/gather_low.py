@@ -99,7 +99,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
         sizes[0] += count * sum(each.numels) * FP32.bytes
         sizes[1] += count * sum(numel * (low.bytes if ok else FP32.bytes) for numel, ok in zip(each.numels, agreed, strict=True))
         if each.group.is_unsharded:
-            each.module.reshard()  # drop gathered weights: after a call that raised, they may still be rounded
+            each.module.reshard()  # drop the gathered weights, which may still be rounded after a call that raised an error
         if any(agreed):
             gathers[each.path] = LowGather(each, agreed, low)
             each.module.set_custom_all_gather(gathers[each.path])

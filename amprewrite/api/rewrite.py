@@ -252,7 +252,7 @@ def checked_options(
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     if plan is not None:
         dtype = plan.low if dtype is None else dtype
-        # take the lists of the plan by default, since a plan fits only graphs that are read with the same lists
+        # by default take the op lists of the plan, because the plan fits only graphs that are read with these lists
         lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists
     cache_weights = cache_weights if isinstance(cache_weights, str) else bool(cache_weights)
     strict = flag("strict", strict)

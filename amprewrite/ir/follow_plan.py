@@ -28,8 +28,8 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     found = {region: _first_mismatch(region, problem) for region in plan.regions}
     fitting = [region for region, mismatch in found.items() if not mismatch]
     if fitting:
-        # Several regions may fit, such as those of training and of inference, or of two branches with the same ops: the mode decides, then
-        # the module that is called, then the name.
+        # Several regions may fit, such as those of training and of inference, or of two branches with the same ops. The mode decides first,
+        # then the module that is called, then the name.
         def alike(region: RegionPlan) -> tuple[bool, bool, bool]:
             named = region.name.rpartition(".")[2] == problem.name
             return region.training == problem.training, region.entry == problem.entry, named
@@ -45,8 +45,8 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
     # do not compare ops without a dtype: their value is a size (SymInt), and a graph captured with fixed sizes has no such nodes. Compare
-    # inputs and weights where ops read them: torch.export lists them in another order, and unread ones, too. It also gives the operands of
-    # a batch norm after the first in another order
+    # inputs and weights where ops read them: torch.export lists inputs and weights in another order, and includes unread ones. Sort the
+    # operands after the first, because torch.export lists them in another order for a batch norm
     here = [node for node in problem.graph if node.role == "output" or (node.role == "op" and node.dtype)]
     there = [planned for planned in region.nodes if planned.role == "output" or (planned.role == "op" and planned.dtype)]
     ops = {planned.name for planned in there}
@@ -110,7 +110,7 @@ def _kind(plan: RegionPlan) -> object:
     Nodes whose value is a size (SymInt) instead of a tensor do not count, because a graph captured with fixed sizes has no such nodes.
     """
     if not plan.nodes:
-        return object()  # an object equals no other key: each graph that was left in fp32 is shown with its own reason
+        return object()  # a new object equals no other key, so each graph that was left in fp32 is shown with its own reason
     parts = plan.flat("")
     nodes = (node for part in parts for node in part.nodes if node.dtype or node.role == "output")
     padded = (value.value for part in parts for value in part.pads.values)

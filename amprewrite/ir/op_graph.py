@@ -102,7 +102,7 @@ class OpNode:
 
 
 def _empty() -> nx.DiGraph:
-    import networkx as nx  # imported late because it is slow to import, and users who only read a plan need no graph
+    import networkx as nx  # import networkx late: it is slow to import, and users who only read a plan need no graph
 
     return nx.DiGraph()
 

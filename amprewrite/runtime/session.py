@@ -65,8 +65,8 @@ class Session(GraphRewriter):
             with widened:
                 return self.call(entry, widened.args, widened.kwargs)
         state, nested = self.state, self.state.depth > 0
-        recomputes = current_backward() >= 0  # True inside a backward: an activation checkpoint repeats a forward
-        again = recomputes and (not nested or state.recomputed != asking_number())  # true for the outermost call of a recomputation
+        recomputes = current_backward() >= 0  # True inside a backward: then an activation checkpoint repeats a forward
+        again = recomputes and (not nested or state.recomputed != asking_number())  # True for the outermost call of a recomputation
         inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
         if not recomputes and (inside or entry.regions.changes):
             entry.regions.note(inside)
@@ -187,7 +187,7 @@ class Session(GraphRewriter):
             return result, tuple(ran), failures
         except Exception as error:
             if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
-                entry.capture_anew(Anew.FAILED)  # capture anew next time: perhaps only these inputs were wrong, not the code
+                entry.capture_anew(Anew.FAILED)  # in the next call, capture anew: perhaps only these inputs were wrong, not the code
                 note_half_inputs(error, self.root, (args, kwargs))
             raise
         finally:

@@ -120,7 +120,7 @@ def device_row(device: str | torch.device) -> Device:
     if capability < (8, 0):
         return V100 if capability < (7, 5) else T4
     if capability < (9, 0):
-        return A100 if capability < (8, 9) else L4  # sm_86 and sm_87 multiply no fp8, as the A100
+        return A100 if capability < (8, 9) else L4  # like the A100, sm_86 and sm_87 have no fp8 units
     return H100 if capability < (10, 0) else B200
 
 
@@ -137,7 +137,7 @@ def fp32_rate(row: Device, convolution: bool) -> str:
     """
     if row.type != "cuda":
         return "fp32"
-    cudnn: Any = torch.backends.cudnn  # Any, because type checkers do not see its properties, which torch creates at run time
+    cudnn: Any = torch.backends.cudnn  # Any: torch creates the properties at run time, so type checkers do not see them
     backend = cudnn.conv if convolution else torch.backends.cuda.matmul
     asked = backend.fp32_precision
     everywhere = torch.backends.fp32_precision  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ class KeepViews(Pass[RegionPlan, EditedGraph]):
         copies = [node for node in output.all_input_nodes if _is_copy(node) and list(node.users) == [output]]
         made = [node for node in copies if is_view(_copied(node))]
         for node in made:
-            with graph.inserting_after(node):  # right after the copy, so that both run in the same grad mode
+            with graph.inserting_after(node):  # insert it right after the copy, so that both run in the same grad mode
                 view = graph.call_method("view_as", (node, node))
             view.meta = {key: value for key, value in node.meta.items() if key not in (CAST, LEAVES, MEMORY)}
             output.replace_input_with(node, view)

@@ -54,16 +54,16 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder" and "val" not in n.meta:  # an input whose value is None has the key "val"
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # "val" is in n.meta if the input really is None
                 self.unknown.add(n)
             return value
         if n.op == "output":
             return super().run_node(n)
         op = op_name(n.target)
         if n in self.transformed or n.target in (torch.autograd.grad, PULL_BACK) or op in GRAD_SWITCHES:
-            return example_value(n)  # the value at capture: these nodes need gradients, which a dry run does not record
+            return example_value(n)  # keep the value of the capture: these nodes need gradients, which a dry run does not record
         want = self.expected.get(n)
-        always = op in (ENTER_AUTOCAST, EXIT_AUTOCAST) or is_opaque(n)  # run these in any case: their subgraph may have changed
+        always = op in (ENTER_AUTOCAST, EXIT_AUTOCAST) or is_opaque(n)  # run these in any case: they set autocast or have a subgraph
         changed = CAST in n.meta or PAD in n.meta or always or not self.touched.isdisjoint(n.all_input_nodes)
         if want is None and not changed:
             return example_value(n)

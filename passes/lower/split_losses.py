@@ -128,7 +128,7 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, reduction: str, read: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # a gradient of None, of a loss that is not read, becomes no zeros (see `scale_ops._Cross`)
+        ctx.set_materialize_grads(False)  # if nothing reads the loss, keep its gradient None, not zeros (see `scale_ops._Cross`)
         ignored = target == ignore_index
         chosen = target.masked_fill(ignored, 0).unsqueeze(1)
         picked = [torch.log_softmax(read[part], 1, dtype=torch.float32).gather(1, chosen[part]) for part in _parts(len(read))]

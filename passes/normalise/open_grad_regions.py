@@ -53,7 +53,7 @@ def _open_all(module: torch.fx.GraphModule, target: Any) -> None:
 
 
 def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
-    first, second, *operands = node.args  # (mode, body, *operands) of a grad region, (body, identifier, *operands) of a compiled one
+    first, second, *operands = node.args  # a grad region has (mode, body, *operands), a compiled one (body, identifier, *operands)
     enabled, body_node = (first, second) if node.target is _GRAD else (None, first)
     assert isinstance(body_node, torch.fx.Node)
     body = module.get_submodule(str(body_node.target))
@@ -75,7 +75,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
         if enabled is not None:
             graph.call_function(set_grad_enabled, (not enabled,))
     for user in list(node.users):  # each user is a getitem of one result, because the subgraph returns a tuple
-        result = results[user.args[1]]  # no node if it is None or a number
+        result = results[user.args[1]]  # may be None or a number, which is no node
         user.replace_all_uses_with(inner.get(result, result))
         graph.erase_node(user)
     graph.erase_node(node)
@@ -88,7 +88,7 @@ def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
     around, inner = call.meta.get("nn_module_stack") or {}, list((node.meta.get("nn_module_stack") or {}).items())
     outer = [module for _, module in inner[: len(around)]]
     if not around or [kind for _, kind in outer] != [kind for _, kind in around.values()]:
-        return around or dict(inner)  # the paths in the subgraphs of torch.export begin elsewhere
+        return around or dict(inner)  # paths in subgraphs of torch.export begin at another module
     (there, _), (here, _) = outer[-1], list(around.values())[-1]
     return {**around, **{key: (path.replace(there, here, 1), kind) for key, (path, kind) in inner[len(around) :]}}
 

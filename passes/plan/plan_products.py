@@ -91,7 +91,7 @@ def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, flo
     if given is not None and given.copies:
         return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
     samples = problem.calibration if not problem.training else None
-    # `model` is "" for an ONNX file, whose scales are computed later, and for ranges from first calls instead of sample batches
+    # if `model` is "", take no ranges: an ONNX file computes scales later, and ranges of first calls are not from sample batches
     seen = samples.of(problem.graph) if samples is not None and samples.model else None
     return {name: found.amax for name, found in seen.values.items() if found.amax} if seen is not None else {}
 

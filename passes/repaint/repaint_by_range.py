@@ -87,7 +87,7 @@ def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
     for node in problem.graph:
         if not node.carries_fp32 or node.may_saturate:
             continue
-        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a subgraph weights have the role of inputs
+        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a subgraph, weights have the role of inputs
         weight = weight or (node.name not in values and _of_weight(problem, node) != node.name)
         text = _too_large_weight(problem, node) if weight else _out_of_range(problem, node, values)
         if text:
@@ -111,7 +111,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: its subgraph fixed its format
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: the subgraph fixed the format
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
@@ -172,7 +172,7 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
         yield node.operands[1].value
-    elif node.op == "div" and node.name in found:  # a tensor and a Python number: the tensor may be the divisor, as in 1 / x
+    elif node.op == "div" and node.name in found:  # one operand is a Python number: the tensor may be the divisor, as in 1 / x
         yield from (operand.value for operand in node.operands)
 
 
@@ -185,7 +185,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
     if seen is None or not seen.nonzero:
         return ""
     flushed, thin = seen.underflow(low), seen.subnormal(low)
-    # the smallest element counts as well as the shares, because even one zero at a pole gives an infinity
+    # check the smallest element besides the shares, because even one zero at a pole gives an infinity
     if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:
         return ""
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
@@ -219,7 +219,7 @@ def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[
             continue
         for operand in node.operands:
             made, seen = graph[operand.value], values.get(operand.value)
-            exact = made.op == "to" and not made.operands and made.pinned is None  # made from integers: no rounding error to magnify
+            exact = made.op == "to" and not made.operands and made.pinned is None  # converted from integers: no rounding error to magnify
             if seen is None or exact or not MAGNIFIES * result.amax < seen.amax < MASK:
                 continue
             text = f"{node.name} stays within {result.amax:.3g}, {made.name} reaches {seen.amax:.3g}"

@@ -77,7 +77,7 @@ class StrictRun:
         refuse_ambient_autocast()
         self.amp, self.session = amp, session_of(amp)
         self.args, self.kwargs, self.backward, self.loss = args, kwargs, backward, loss
-        if half_beside_fp32(plain_of(amp), (args, kwargs)):  # a call of `amp` also converts half inputs to fp32
+        if half_beside_fp32(plain_of(amp), (args, kwargs)):  # convert half inputs to fp32, as a call of `amp` does
             self.args, self.kwargs = tree_map(lambda each: each.float() if is_half(each) else each, (args, kwargs))
         self.low = FP32.name
         self.regions: list[StrictRegion] = []
@@ -124,7 +124,7 @@ class StrictRun:
             notes += (f"results {', '.join(unset)} hold NaN in fp32, too; numbers that are NaN in both runs count as no error",)
         error = relative_error(outputs, self.exact)
         rows = [(number, row) for number, kept in self.runs for row in kept.rows]
-        # reversed, because backward visits the graphs in reverse order, and gradient rows are listed in the order of backward
+        # backward visits the graphs in reverse order, and the gradient rows follow the order of backward
         back = [(number, row) for number, kept in reversed(self.runs) for row in kept.gradient_rows]
         if len(self.plan.regions) > 1:
             rows, back = ([(number, _in_plan(row, self.regions[number].plan.name)) for number, row in each] for each in (rows, back))
@@ -200,7 +200,7 @@ class StrictRun:
         args, kwargs = deep_copy((self.args, dict(self.kwargs or {})))
         with state_kept(self.model):
             output = self.model(*args, **kwargs)
-            # before the buffers are restored, because autograd refuses a backward that needs the overwritten values
+            # run backward before `state_kept` restores the buffers: autograd refuses a backward that needs overwritten values
             return results_of(output), self._gradients(output) if self.backward else {}
 
     def _gradients(self, output: Any) -> dict[str, torch.Tensor]:

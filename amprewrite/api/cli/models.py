@@ -145,7 +145,7 @@ def _called(word: str, place: str, name: str, returns: str) -> Any:
         raise UsageError(f"{word} needs arguments ({', '.join(missing)}); name a callable that takes none")
     try:
         return factory()
-    except (Exception, SystemExit) as error:  # SystemExit is no Exception, and would end this command with the status of the model's code
+    except (Exception, SystemExit) as error:  # SystemExit is no Exception: uncaught, it would end this command with the model's exit status
         raise UsageError(f"{word} raised {type(error).__name__}: {first_line(error)}{_where(error)}") from error
 
 

@@ -177,7 +177,7 @@ class Job:
         self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
     ) -> None:
         self.name = name
-        self.policy = replace(policy, keeps_copies=True)  # casts of weights cost nothing: a file stores weights in their readers' format
+        self.policy = replace(policy, keeps_copies=True)  # casts of weights are free: the file stores a weight in the format of its readers
         self.low, self.keep_io = policy.low, keep_io
         self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)
@@ -263,7 +263,7 @@ class Job:
         except PolicyError as error:
             if not self.example_inputs:
                 raise
-            samples = Samples(problem=str(error))  # these inputs ran in PyTorch, so it is no error of the user if they do not fit the file
+            samples = Samples(problem=str(error))  # the inputs ran in PyTorch, so a mismatch with the file is not the user's error
         if samples.problem:
             self.notes.append(f"no sample run, so no ranges are known and range-bound ops stay fp32: {samples.problem}")
         elif samples.made_up:
@@ -446,7 +446,7 @@ def fp8_products(products: Any, policy: Policy, calibrated: bool) -> ProductPoli
     `calibrated` is True if the caller gave samples, which give the scales. Raises PolicyError without samples, if the low format is fp32,
     and for a preset that chooses products by cost if `policy.device` has no fp8 units.
     """
-    # fused=True, because the runtime of a file fuses casts, as a compiler of a graph does
+    # fused=True, because the runtime that runs the file fuses casts, as a graph compiler does
     checked = parse_products(products, fused=True, low=policy.low)
     if checked is None:
         return None
@@ -476,7 +476,7 @@ def decide_region(
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))
     region = plan_region(problem)
-    # one scale for each tensor: scales in a file are constants, and scales of rows would depend on the input
+    # use one scale per tensor: a file stores scales as constants, but scales of rows would depend on the input
     copies = tuple(replace(copy, scales=TENSOR) for copy in region.quantised.copies)
     return replace(region, quantised=replace(region.quantised, copies=copies))
 

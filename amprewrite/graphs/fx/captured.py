@@ -205,7 +205,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     for node in module.graph.nodes:
         copy = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        # set arguments after create_node, which would search them for symbolic numbers; skip empty ones to save time
+        # set arguments after create_node, which would search them for symbolic numbers. To save time, set no empty arguments
         if args:
             copy.args = args
         if kwargs:
@@ -215,6 +215,6 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     copied = LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)
     for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
-        if hasattr(module, attribute):  # attributes by which AOTAutograd recognises Dynamo's graphs and their static inputs
+        if hasattr(module, attribute):  # AOTAutograd finds static inputs by the first attribute; the second tells of a graph break
             setattr(copied, attribute, getattr(module, attribute))
     return copied, copies

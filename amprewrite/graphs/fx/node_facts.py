@@ -200,14 +200,14 @@ def comparable(size: Any) -> Any:
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
     """Return the `Fact` (value, dtype, role, writes) of `node`, which is at `position` in its graph."""
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
-    op = "autograd.grad" if node.target is torch.autograd.grad else op  # because "grad" is the name of the attribute `x.grad`
+    op = "autograd.grad" if node.target is torch.autograd.grad else op  # not "grad", which names the attribute `x.grad`
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
     if is_higher_order(node.target):
         fact.dtype = ""  # a higher-order op returns a tuple; the getitems that pick its results have dtypes
     fact.writes, fact.writes_unsaid = written(node), written_unsaid(node)
-    if value is None and fact.writes:  # setitem and similar ops return nothing, so take the tensor that they write
+    if value is None and fact.writes:  # an op such as setitem returns nothing, so take the tensor that it writes
         fact.value = example_value(fact.writes[0])
         fact.dtype = value_dtype(fact.value)
     return fact
@@ -277,7 +277,7 @@ def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
 def forget_inputs(graph: torch.fx.Graph) -> None:
     """Clear the weak references of fake modes to real inputs of `graph`, after capture: `torch.utils.swap_tensors` refuses such inputs."""
     modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
-    tracing = tracing_context()  # clear AOTAutograd's own fake mode, too
+    tracing = tracing_context()  # AOTAutograd has a fake mode of its own: clear it, too
     if tracing is not None:
         tracing.tensor_to_context.clear()
     for mode in modes | ({tracing.fake_mode} if tracing is not None and tracing.fake_mode is not None else set()):
@@ -325,7 +325,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
-    elif node.op == "call_function" and is_inplace(node.target):  # such as torch._foreach_mul_, which writes to all tensors of a list
+    elif node.op == "call_function" and is_inplace(node.target):  # an op such as torch._foreach_mul_ writes to all tensors of a list
         written += _nodes_in(first)
     if is_higher_order(node.target):
         written += _written_by_bodies(node)
@@ -503,13 +503,13 @@ def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
     """Return the names of the parameters of `target`, in order; () if they are unknown."""
     if isinstance(target, OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
-    of_operators = getattr(target, "__module__", "") == "_operator"  # its functions name their operands a and b
+    of_operators = getattr(target, "__module__", "") == "_operator"  # `operator` names its parameters a and b, unlike ATen
     if callable(target) and not isinstance(target, OpOverloadPacket) and not of_operators:
         try:
             names = tuple(inspect.signature(target).parameters)
         except (ValueError, TypeError):
-            names = ()  # a builtin has no signature
-        if names and names != ("args", "kwargs"):  # `F.max_pool2d` has these two, because it picks one of two functions
+            names = ()  # some builtins have no signature
+        if names and names != ("args", "kwargs"):  # `F.max_pool2d` has (*args, **kwargs), because it picks one of two functions
             return names
     packet = getattr(torch.ops.aten, op_name(target), None)
     return _parameters(getattr(packet, packet.overloads()[0])) if packet is not None else ()

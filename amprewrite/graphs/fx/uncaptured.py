@@ -99,7 +99,7 @@ def enters_regions(graph: torch.fx.Graph) -> bool:
     """
     calls = (node for node in graph.nodes if node.op == "call_function" and not node.all_input_nodes)
     inside = (body.graph for node in graph.nodes for body in bodies(node))
-    # a dry run gives the node that enters autocast the context as its value
+    # a call that enters autocast is found by name, because a dry run stores the context object as its value
     return any(example_value(node) is None or op_name(node.target) == ENTER_AUTOCAST for node in calls) or any(map(enters_regions, inside))
 
 
@@ -124,7 +124,7 @@ def closed_if_raised() -> Iterator[None]:
             traceback.clear_frames(error.__traceback__)  # inference mode ends when its guard, an object in these frames, is freed
         if not forward_mode:
             leave_forward_mode()
-        # close the transforms one by one: the function of torch 2.11 that closes a transform closes two at once
+        # close the transforms one by one with _CLOSES: torch 2.11's own function closes two transforms in one call
         while _functorch.get_dynamic_layer_stack_depth() > transforms:
             _CLOSES[current_transform().key()]()
         if not hooks_barred:

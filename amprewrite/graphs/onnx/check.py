@@ -39,7 +39,7 @@ def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
     """
     try:
         onnx.checker.check_model(str(model) if isinstance(model, Path) else model, full_check=full)
-    except Exception as error:  # raised by the checker, by protobuf, or by shape inference
+    except Exception as error:  # the checker, protobuf and shape inference raise errors of different classes
         return one_line(error).rstrip(".")
     return ""
 

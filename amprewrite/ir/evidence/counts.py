@@ -83,11 +83,11 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
         return Count.WHOLE
     if not whole and (row is None or op in RANDOM | LOOKS_UP or Count.NOT in given):
         return Count.NOT
-    # a single bound, as of `clamp(min=0)`, leaves the other side open, and so does a negative number, as in `x & -2`
+    # one bound, as in `clamp(min=0)`, does not limit the other side; neither does a negative number, as in `x & -2`
     bounded = op in BELOW and largest <= EXACT and (len(numbers) > 1 if op in BOUNDS else min(numbers, default=-1) >= 0)
     if op in WITHIN_ONE | INVERSE or bounded:
         return small
-    # a share, such as a mask divided by its sum, is no larger than what is divided
+    # a quotient, such as a mask divided by its sum, counts as no larger than its dividend
     large = given[:1] if op in DIVIDES and len(given) > 1 else given
     if Count.LARGE in large or op in TOTALS | RANKS or (row is not None and row.kind is OpKind.ALLOW):
         return Count.LARGE

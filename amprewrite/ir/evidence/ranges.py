@@ -339,7 +339,7 @@ def fingerprint(graph: OpGraph) -> str:
     lines = (
         f"{node.name} {node.op} {' '.join(operand.value for operand in node.operands)}"
         for node in graph
-        if node.dtype or node.role == "output"  # leave out sizes (SymInt), as a graph of fixed sizes has none and must get the same hash
+        if node.dtype or node.role == "output"  # leave out sizes (SymInt): a graph of fixed sizes has none and must get the same hash
     )
     return _digest(lines)
 

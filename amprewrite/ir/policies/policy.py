@@ -51,7 +51,7 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
     parsed: list[Override] = []
     for key, asked in overrides.items():
         scope, colon, pattern = key.partition(":")
-        if not colon or pattern.startswith(":"):  # an op of another library keeps its name: `mylib::op`
+        if not colon or pattern.startswith(":"):  # a key such as `mylib::op` names an op of another library and has no scope
             scope, pattern = "op", key
         if scope not in ("op", "module", "node"):
             raise PolicyError(f"overrides[{shown(key)}]: {shown(scope)} is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'")

@@ -282,12 +282,12 @@ class Regions:
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # a weight's low copy: a high price makes all readers take one size
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # a high price of a weight's low copy makes all readers take one size
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _picoseconds(prices.inside(numel * share)))
             ends = [vertex(variable) for _, variable in readers]
-            if "#" in value:  # "node#1" is one of several results, which no pad or slice can follow, so maker and readers must agree
+            if "#" in value:  # "node#1" is one of several results: no pad or slice can follow it, so maker and readers must agree
                 for end in ends:
                     network.arc(end, vertex(maker), INFINITE)
                     network.arc(vertex(maker), end, INFINITE)
@@ -335,7 +335,7 @@ class Regions:
                         ends = [
                             (reader, None if (value, reader) in self.barriers else self.variable(reader, value, dim, leaf))
                             for reader in readers[value]
-                        ]  # None for a reader behind a barrier: it gets the value without padding, and pads it anew if it needs padding
+                        ]  # None for a reader behind a barrier: the reader gets the value without padding, and pads it anew if needed
                         found[dim, value, leaf] = (self.variable(call.name, i, dim, leaf), ends)
         return found
 

@@ -65,7 +65,7 @@ class CallsInRegions:
         reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
         if not reentrant and not saved_tensors_are_hooked():
             return False
-        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes its node n, then calls the module: `note` stores n + 1
+        number = node._sequence_nr() + reentrant  # a reentrant checkpoint makes node n before it calls the module, so `note` stored n + 1
         return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 

@@ -188,12 +188,12 @@ class Graphs:
         where = reason.user_stack[-1] if reason.user_stack else None
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
         why = dynamo.first_line(reason.reason)
-        if why == dynamo.RECURRENT and self.entry.session.runs_recurrent_eagerly:  # since torch 2.15, where Dynamo breaks the graph there
+        if why == dynamo.RECURRENT and self.entry.session.runs_recurrent_eagerly:  # from torch 2.15 on, recurrent layers break the graph
             self.entry.session.note(dynamo.RUNS_RECURRENT)
             return
         self.left_out[place] = Skipped(place, f"graph break: {why}")
         # Warn only for a disabled function, because all of its code stays uncaptured. At other breaks Dynamo captures the code before and
-        # after. Functions that this package disables (DISABLE_REASON) need no warning.
+        # after the break. Functions that this package disables (DISABLE_REASON) need no warning.
         if "disable()" in why and DISABLE_REASON not in reason.reason:
             self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
@@ -262,7 +262,7 @@ class Entry:
         self.key = key
         self.place = f"{type(session.root).__name__}{'.' * bool(path)}{path}"
         """The name of this entry in messages: "Bert" or "Bert.encoder"."""
-        module = dict(session.root.named_modules()).get(path)  # None if it was taken out of the model and is called by itself
+        module = dict(session.root.named_modules()).get(path)  # None if the user took the module out of the model and calls it alone
         self.compiles = not (session.runs_recurrent_eagerly and isinstance(module, nn.RNNBase))
         self.captured = self._to_capture = captured
         self.widens = False

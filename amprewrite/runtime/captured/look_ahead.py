@@ -213,11 +213,11 @@ class LookAhead:
             return value
         learns = value.requires_grad and self.differentiates
         if value.requires_grad:
-            value = value.detach()  # needed under no_grad, too, because the graph itself may turn gradients on
+            value = value.detach()  # detach even under no_grad, because the graph itself may turn gradients on
         if not written:
             return value.requires_grad_() if learns else value
         value = value.clone()
-        return value.requires_grad_().clone() if learns else value  # clone again: a clone is no leaf, and the graph may not write to leaves
+        return value.requires_grad_().clone() if learns else value  # the second clone is no leaf, so the graph may write to it
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -287,7 +287,7 @@ def rewrite_for(
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # flattened, because the runs below skip the module's own flattening
+    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # the runs below skip the module's own flattening of inputs
     if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
         return edited, plan
 
@@ -324,7 +324,7 @@ def _floats(value: Any) -> list[torch.Tensor]:
     return [t for t in leaves if t.is_floating_point() and t.layout == torch.strided]
 
 
-@torch.no_grad()  # save no tensor for backward, because an activation checkpoint counts the saved tensors
+@torch.no_grad()  # the check must save no tensors for backward, because activation checkpoints count saved tensors
 def all_finite(value: Any) -> bool:
     """True if all elements of all floating tensors in a nested value are finite."""
     return all(bool(t.isfinite().all()) for t in _floats(value))

@@ -131,7 +131,7 @@ def compile_afresh(
         @functools.wraps(convert)  # copies the attributes by which Dynamo recognises the backend of a compiled function
         def convert_with_settings(*frame: Any, **state: Any) -> Any:
             file = frame[0].f_code.co_filename
-            of_python = file.startswith((_PYTHON, "<frozen ")) and not file.startswith(_PACKAGES)  # these lie in a folder of the former
+            of_python = file.startswith((_PYTHON, "<frozen ")) and not file.startswith(_PACKAGES)  # _PACKAGES lie inside _PYTHON
             if frame[0].f_code is not code and (frame_id() is not None or of_python):
                 return skip_once()
             with compile_lock:  # all threads share the functions that are replaced below and, before torch 2.12, Dynamo's config

@@ -100,7 +100,7 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if not gradient.requires_grad and gradient.numel():
-            values = gradient._values() if gradient.is_sparse else gradient  # not `coalesce`: writes to its copy would be lost
+            values = gradient._values() if gradient.is_sparse else gradient  # `coalesce` would return a copy: writes to it would be lost
             values = local_values(values)
             buckets[values.device, values.dtype].append(values)
     for values_of_a_kind in buckets.values():
@@ -202,5 +202,5 @@ def local_values(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.coalesce()._values()
     if gradient.is_conj():
-        gradient = gradient.conj()  # not `resolve_conj`: writes to its copy would be lost
+        gradient = gradient.conj()  # `resolve_conj` would return a copy: writes to it would be lost
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

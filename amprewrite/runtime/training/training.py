@@ -206,7 +206,7 @@ class StepGate(StepRecord):
             rest = [p for p in self.parameters() if id(p) not in known]
             strays = frozenset(id(p) for p in rest if p.requires_grad)
             self._stray = len(strays) > 0
-            if strays != self._strays:  # the model has other parameters now, so an optimizer may own some that owned none before
+            if strays != self._strays:  # the set of unowned parameters changed: an optimizer that owned none before may own some now
                 self._strays = strays
                 self._foreign.clear()
             moved = all(p.grad is None for p in rest)
@@ -229,8 +229,8 @@ class StepGate(StepRecord):
         own = self._own()
         if any(id(p) in own for p in params_of(optimizer)):
             return True
-        if all(isinstance(p, nn.Parameter) for p in self.parameters()):  # FSDP1 puts plain tensors in their place for a forward
-            return False  # none is out, and an old id may belong to a parameter of another model by now
+        if all(isinstance(p, nn.Parameter) for p in self.parameters()):  # during a forward, FSDP1 replaces parameters by tensors
+            return False  # FSDP1 replaced none, and an old id may belong to a parameter of another model by now
         return any(id(p) in self.first and is_flattened(p) for p in params_of(optimizer))
 
     def _own(self) -> set[int]:

@@ -82,7 +82,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
         handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
-                take_mode(scratch, target)  # before the file has content: only users who could read the old file can read it
+                take_mode(scratch, target)  # set the mode before writing: only users who could read the old file can read the new file
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -244,7 +244,7 @@ def sweep(folder: Path) -> None:
         return
     for path in found:
         if _is_left_over(path):
-            with contextlib.suppress(OSError):  # another process may have removed it in the meantime
+            with contextlib.suppress(OSError):  # another process may have removed the path in the meantime
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -281,10 +281,10 @@ def _started(pid: int) -> str:
     if Path("/proc/self/stat").exists():
         try:
             told = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            return "gone" if told[0] in "ZX" else told[19]  # Z and X: the process has ended, and its parent has not read its status yet
+            return "gone" if told[0] in "ZX" else told[19]  # Z and X: the process has ended, but its parent has not collected it yet
         except (OSError, IndexError):
             return "gone"
-    if os.name == "nt":  # on Windows signal 0 means Ctrl+C, so that os.kill is no test
+    if os.name == "nt":  # on Windows `os.kill(pid, 0)` sends Ctrl+C, so it is no test
         return "0"
     try:
         os.kill(pid, 0)

@@ -76,7 +76,8 @@ def _members(model: nn.Module, table: str, method: str, remove_duplicate: bool) 
 
     `table` and `method` are "_parameters" and "named_parameters", or "_buffers" and "named_buffers".
     """
-    if type(model).named_modules is not nn.Module.named_modules:  # PyTorch's methods call the override and list the members of its modules
+    # PyTorch's methods call an overridden `named_modules`, and list the members of the modules that it returns
+    if type(model).named_modules is not nn.Module.named_modules:
         found = list(getattr(nn.Module, method)(model, remove_duplicate=remove_duplicate))
         known = {id(member) for _, member in found}
     else:

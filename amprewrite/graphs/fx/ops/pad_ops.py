@@ -129,7 +129,7 @@ class _PadCast(torch.autograd.Function):
     @uncaptured
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
         # The forward of a model may itself compute gradients, for example of the bias of a convolution. The backward through these
-        # gradients then gives None to the weights on which they do not depend.
+        # gradients then gives None to each weight on which they do not depend.
         if gradient is None:
             return None, None, None, None, None
         inner = logical_part(gradient, ctx.layout)

@@ -79,7 +79,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     first: a CPU kernel would make a copy anyway (4 M elements take 1.26 ms, and 0.91 ms if cast first), and subclasses take 0-dim factors.
     """
     factor = on_device(factor, gradient.device)
-    if gradient.dtype.itemsize >= 4:  # not `.float().mul_()`: for fp32 it would write to the gradient itself
+    if gradient.dtype.itemsize >= 4:  # `.float()` returns an fp32 gradient itself, so `.mul_()` would overwrite it
         return (gradient * factor).to(dtype)
     if gradient.is_cpu or gradient.dim() == 0 or type(gradient) is not Tensor or gradient.is_sparse:
         product = gradient.float().mul_(factor)
@@ -280,7 +280,7 @@ def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *read
     gradient. If `body` returns None, the tensor that it got is used, because it may have changed this tensor in place.
     """
 
-    def hook(gradient: Tensor | None) -> Tensor | None:  # does not name `x`, which holds its hooks: the cycle would never be freed
+    def hook(gradient: Tensor | None) -> Tensor | None:  # must not refer to `x`, which holds this hook: the cycle would never be freed
         if gradient is None:
             return None
         true = nan_if_infinite(gradient * on_device(inverse, gradient.device))

@@ -39,7 +39,7 @@ def _rows_by(x: Tensor, w: Tensor) -> Tensor:
 class _Wide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # a gradient of None, of a result that no loss reads, becomes no zeros (see `scale_ops._Cross`)
+        ctx.set_materialize_grads(False)  # if no loss reads the result, keep its gradient None, not zeros (see `scale_ops._Cross`)
         ctx.save_for_backward(x, w)
         return _rows_by(x, w)
 

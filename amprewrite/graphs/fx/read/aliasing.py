@@ -123,7 +123,7 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
         return None
     shapes = [[hints(tensor) for tensor in tensors(example_value(each))] for each in (node, *node.all_input_nodes)]
     if shapes[0] not in shapes[1:]:
-        return None  # no operand has the result's shape, so none is returned unchanged: the op need not be run
+        return None  # no operand has the result's shape, so the op returns no operand: do not run it
     value = real_value(node)
     return next((operand for operand in node.all_input_nodes if isinstance(value, torch.Tensor) and example_value(operand) is value), None)
 
@@ -149,7 +149,7 @@ def _wanting(node: torch.fx.Node) -> Any:
 def _backward(value: torch.Tensor) -> Any:
     try:
         return value.grad_fn
-    except RuntimeError:  # PyTorch gives no grad_fn to a view that was made without gradients if its memory was written afterwards
+    except RuntimeError:  # PyTorch refuses to give the grad_fn of a view made without gradients if its memory was written later
         return None
 
 
@@ -176,7 +176,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
             if isinstance(node.target, str):
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
             return (in_one_step(node.target) if node.target in LAYERS else node.target)(*args, **kwargs)
-    except Exception:  # for example, some kernels do not accept symbolic sizes: return capture's example value
+    except Exception:  # some kernels refuse symbolic sizes, for example: then return capture's example value
         return said
 
 
@@ -200,7 +200,8 @@ def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[tor
         written_later = any(last_write.get(storage, -1) > fact.position for storage in memory_of(source.node))
         if written_later or not isinstance(fact.value, torch.Tensor) or fact.value.dim() != source.value.dim():
             continue
-        if all(statically_known_true(a == b) for a, b in zip(fact.value.stride(), source.value.stride(), strict=True)):  # adds no guard
+        # `statically_known_true` adds no guard, unlike a plain `==`
+        if all(statically_known_true(a == b) for a, b in zip(fact.value.stride(), source.value.stride(), strict=True)):
             yield node
 
 
@@ -288,17 +289,18 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         if node.target is hooked:
             (inner,) = node.all_input_nodes[:1]
             union.join(node, inner)
-            # An op such as dropout with p=0 returns its operand itself, so that the hook is on the operand, too. Before an idle conversion,
-            # nothing else reads the operand.
+            # An op such as dropout with p=0 returns its operand itself, so the operand has the hook, too.
+            # Stop at a conversion of MarkLeaving (RETURNED): nothing else reads the operand of this conversion.
             while inner.meta.get(LEAVES) != RETURNED and (before := same_tensor(inner)) is not None:
                 union.join(inner, before)
                 inner = before
             with_hooks.add(node)
         elif not with_hooks.isdisjoint(node.all_input_nodes) and (hooked_too := same_tensor(node)) is not None:
-            union.join(node, hooked_too)  # a gradient that the model takes of this tensor passes the hook, too
+            union.join(node, hooked_too)  # a gradient that the model computes for this tensor passes through the hook, too
             with_hooks.add(node)
-        for storage in _memory(fact) or _lies_in(fact) & hidden.keys() if writes else ():  # what is written through `.data` may be kept
-            # A value made after the last write never changes, nor does any if all writes may write to cast copies: these need no group.
+        # The memory of a returned value counts if a later write through `.data` changes it: a backward may keep this value.
+        for storage in _memory(fact) or _lies_in(fact) & hidden.keys() if writes else ():
+            # A value made after the last write never changes, and no value changes if all writes may go to cast copies: no group is needed.
             if fact.position <= max(writes.get(storage, (-1,))) and set(writes[storage]) != set(moves.get(storage, ())):
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
@@ -308,14 +310,14 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             if written_later and facts[operand].dtype == "fp32" and given.isdisjoint(_lies_in(fact)):
                 union.join(node, operand)
                 kept.add(node)
-    # A write to a complex or an integer view of fp32 values writes to these, which a low value's copy in fp32 would not be.
+    # A write to a complex or integer view of an fp32 tensor changes the tensor, so this stays fp32: the write would miss a cast copy.
     odd = [target for fact in facts.values() for target in fact.writes if facts[target].dtype != "fp32"]
     seen_otherwise = {storage for target in odd for storage in memory_of(target)}
     for node, fact in facts.items():
         inside = _lies_in(fact) if fact.dtype == "fp32" and writes else set()
         if (fact.role != "op" and any(storage in writes for storage in inside)) or not inside.isdisjoint(seen_otherwise):
             state.add(union.find(node))
-        if is_opaque(node):  # its body graph writes fp32 to these operands, so their groups must be fp32
+        if is_opaque(node):  # the body graph of this op writes fp32 to these operands, so their groups must be fp32
             state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}
     group = {node: union.find(node) for node in list(union.parent)}
 

@@ -79,7 +79,7 @@ def _call(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.f
     if any(is_traceable_wrapper_subclass(t) or t.layout != torch.strided for t in found):
         opaque = opaque or "its tensor is no plain strided one"
     args, kwargs = node.args, node.kwargs
-    if vertex.op == "batch_norm":  # torch.batch_norm and F.batch_norm take the same operands in two orders
+    if vertex.op == "batch_norm":  # pass operands by name: torch.batch_norm and F.batch_norm order them differently
         args, kwargs = (), {parameter: each for parameter, each in named_arguments(node).items() if each is not None}
     of_tuple = vertex.op == "getitem" and node.args and not isinstance(example_value(node.args[0]), torch.Tensor)  # type: ignore[arg-type]
     return Call(

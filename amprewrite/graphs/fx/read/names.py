@@ -79,7 +79,7 @@ _PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
 def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
     node = fact.node
     if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, HigherOrderOperator):
-        return f"size_{fact.op}" if fact.role == "op" else "size"  # separate names, so that sizes do not shift the counts in names of ops
+        return f"size_{fact.op}" if fact.role == "op" else "size"  # sizes have names of their own and so do not shift the numbers of ops
     if fact.role == "op":
         return fact.op
     if fact.role == "output":
@@ -202,7 +202,7 @@ def _call_with_own_dtype() -> tuple[str, int]:
 
     The first call in the wrapper runs a forward without `cast_inputs`.
     """
-    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` stands for any function: the wrapper's code is the same
+    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` can be any function: the wrapper's code is the same
     lines, first = inspect.getsourcelines(code)
     calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]
     return code.co_filename, calls[-1]
@@ -224,7 +224,7 @@ def _without_grad_at(file: str, line: int) -> bool:
     if (file, line) in _calls_once_differentiable():
         return True
     said: bool | None = None
-    for node in ast.walk(_file(file)):  # outermost first, so that the innermost grad mode decides
+    for node in ast.walk(_file(file)):  # `ast.walk` visits outer nodes first, so the innermost grad mode decides
         if isinstance(node, ast.FunctionDef | ast.With) and node.lineno <= line <= (node.end_lineno or 0):
             given = node.decorator_list if isinstance(node, ast.FunctionDef) else [item.context_expr for item in node.items]
             said = next((not _enables(each) for each in given if _names_of(each) & _GRAD_MODES), said)

@@ -228,12 +228,12 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.role == "output" or fact.autocast or fact.transformed or row is None or kind is None:
         return Demand.ANY if fact.role == "op" and fact.op == "getattr" else Demand.HIGH
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
-        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the picked result may be integers, such as the indices of max
+        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the item may hold integers, such as the indices of max
     if fact.dtype != "fp32":
         reads_bits = fact.op in BIT_VIEWS and any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((fact.node.args, fact.node.kwargs)))
-        answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not reads_bits  # `x.view(torch.int32)` reads bits, no value
+        answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not reads_bits  # `x.view(torch.int32)` reads bits, not values
         if fact.may_be_idle:
-            return Demand.ANY  # a conversion that may return its operand itself takes either format
+            return Demand.ANY  # the conversion may return its operand itself, so the operand may have either format
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     second = fact.op in LIKE_SECOND and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node
     if second or fact.op in TAKES_SHAPE_ONLY:

@@ -50,7 +50,7 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(layer)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 9:  # not the form in which `nn.RNNBase` passes arguments: run as given
+        if kwargs or len(args) != 9:  # `nn.RNNBase` passes nine positional arguments: run any other call unchanged
             return layer(*args, **kwargs)
         return (packed if is_packed_call(args) else padded)(*args)
 
@@ -65,7 +65,7 @@ def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
     exception: for a bf16 LSTM on a packed sequence, oneDNN's kernel runs the parts in which no sequence ends, and rounds less often.
     """
 
-    @functools.wraps(layer, assigned=())  # with the name of `layer`, generated code would call `layer` itself
+    @functools.wraps(layer, assigned=())  # do not take over the name of `layer`: generated code would then call `layer`
     def run(*args: Any) -> tuple[Tensor, ...]:
         if is_packed_call(args):
             rows, sizes, states, weights, biased, layers, dropout, training, both = args
@@ -101,7 +101,7 @@ def _run_direction(
     done, wide = [], [weight.float() for weight in weights]
     for part, *size in _parts(rows, sizes):
         low = [linked_copy(each, weight.dtype, (), weight) for each, weight in zip(wide, weights, strict=True)]
-        live = [each[:, : size[0][0]] if size else each for each in state]  # a packed sequence: drop the states of ended sequences
+        live = [each[:, : size[0][0]] if size else each for each in state]  # in a packed sequence, drop states of sequences that have ended
         options = (biased, 1, 0.0, training, False) if size else (biased, 1, 0.0, training, False, False)
         out, *new = layer(part, *size, live if len(live) > 1 else live[0], low, *options)
         state = [torch.cat([now, before[:, now.shape[1] :]], 1) for now, before in zip(new, state, strict=True)]

@@ -74,7 +74,7 @@ class FrozenWeight(Tensor):
     ) -> None:
         self.stored, self.padded, self.high, self.trains, self._stand_in = stored, layout, high, trains, None
         self.detached = stored.detach()
-        self._is_param = True  # makes isinstance(weight, nn.Parameter) true
+        self._is_param = True  # so that isinstance(weight, nn.Parameter) is true
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -245,7 +245,7 @@ def _rebuilt(
     stored: Tensor, size: Any, stride: Any, layout: Layout, high: Tensor | None, trains: bool, attributes: dict[str, Any] | None = None
 ) -> FrozenWeight:
     made = FrozenWeight(stored.requires_grad_(trains), size, stride, layout, high, trains)
-    vars(made).update(attributes or {})  # None in pickles of earlier versions
+    vars(made).update(attributes or {})  # `attributes` is None in pickles of earlier versions
     return made
 
 

@@ -129,7 +129,7 @@ class WeightCache:
 
         The block keeps the new copy if `weight` is plain strided memory (`is_plain`) and no inference tensor, whose writes are not counted.
         """
-        key, copies = (id(weight), dtype, layout, stream), block.copies  # read once: another thread may replace the dict
+        key, copies = (id(weight), dtype, layout, stream), block.copies  # read the dict once: another thread may replace it
         found = copies.get(key)
         if found is not None and found.counted_fresh(weight):
             return found.copy
@@ -138,7 +138,7 @@ class WeightCache:
                 _drop_dead(copies)
             block.searched_from = max(1, 2 * len(copies))
         state = _state(weight) if is_plain(weight) else None
-        with torch.inference_mode(False):  # no inference tensor, because a later call outside of inference mode may read the kept copy
+        with torch.inference_mode(False):  # a call outside of inference mode may read the copy: make no inference tensor
             copy = low_copy(weight, dtype, layout, linked=state is not None)
         if state is not None:
             with self._lock:

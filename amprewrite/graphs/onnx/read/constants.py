@@ -481,7 +481,7 @@ class Kinds:
         if source in BYTES or source in ("fp32", self.low.name):
             return None
         if source in LOW_NAMES and (FORMATS[source].narrow or seen is not None):
-            return None  # from bf16 to fp16 only if samples show the range: the pass `repaint-by-range` tests if fp16 holds it
+            return None  # bf16 may become fp16 only if samples show the range, which the pass `repaint-by-range` checks
         held = constant_tensor(node.inputs[0]) if source.startswith(("int", "uint")) and node.inputs[0] is not None else None
         most = 2 / self.low.eps if held is not None and held.size == 1 else 1
         if held is not None and np.abs(held.numpy().astype(np.float64)).max(initial=0) <= most:

@@ -345,7 +345,7 @@ def _dense(sparse: onnx.SparseTensorProto, where: str, most: int) -> onnx.Tensor
         places = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), dims)
         if min(dims, default=0) <= 0 or values.shape != places.shape or ((places < 0) | (places >= math.prod(dims))).any():
             raise ValueError(f"{values.size} values at {list(indices.shape)} indices of {dims}")
-    except Exception as error:  # errors of numpy and onnx for truncated data, or indices out of bounds
+    except Exception as error:  # numpy and onnx raise various errors for truncated data and for indices out of bounds
         raise CaptureError(f"{where} does not hold what its shape says: {one_line(error)}; export the model again") from error
     if size > most:
         raise CaptureError(f"{where} takes {size:.3g} bytes when it is dense, and {most:.3g} are free; use a machine with more memory")

@@ -291,7 +291,7 @@ class _Reader:
             if node.op_type == "Cast":
                 demand = Demand.COLOUR if gives_float else Demand.ANY
             elif not gives_float:
-                # a QuantizeLinear keeps its scale, since a compiler fuses it only with a DequantizeLinear of the same scale
+                # keep the scale of a QuantizeLinear: compilers fuse this op only with a DequantizeLinear of the same scale
                 alone = len(set(computed)) <= 1 and not misread and sig.allows(sig.input(index), self.low) and node.op_type not in QUANTISED
                 demand = Demand.ANY if alone else Demand.HIGH
             else:
@@ -299,7 +299,7 @@ class _Reader:
             if self.constant(value) and demand is not Demand.HIGH:
                 if gives_float:
                     self.reading.constants.append(self.held.read(made, value, name, node, op_of(node), node.outputs[0], index))
-                elif computed:  # the constant is stored in the format of the value that the op compares it with
+                elif computed:  # store the constant in the format of the value with which the op compares it
                     self.reading.constants.append(ConstantRead(constant=made, reader=name, follows=self.of[computed[0]]))
                 demand = Demand.ANY
             if demands.setdefault(made, demand) is not demand:

@@ -125,7 +125,7 @@ def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
             if size > memory() // 2:
                 raise ValueError(f"its arrays take {size:.3g} bytes, more than half of the memory that is free")
             return dict(archive)
-    except Exception as error:  # numpy, zipfile and zlib each have errors of their own for a damaged file
+    except Exception as error:  # numpy, zipfile and zlib raise different errors for a damaged file
         raise PolicyError(f"calibration file {printable(path)} cannot be read as .npz: {one_line(error)}") from error
 
 
@@ -287,7 +287,7 @@ def _fill_types(model: ir.Model, runnable: Runnable) -> None:
     untyped = {str(value.name): value for node in nodes for value in node.outputs if value.name and value.type is None}
     if not untyped:
         return
-    with contextlib.suppress(Exception):  # ignored: the next sample run reports why ONNX Runtime does not load the model
+    with contextlib.suppress(Exception):  # the next sample run reports why ONNX Runtime cannot load the model
         for found in runnable.session(untyped).get_outputs():
             kind = spelled_type(found.type)
             if found.name in untyped and kind is not None:
@@ -320,7 +320,7 @@ class _Observer:
         except Exception as error:
             self.too_slow = isinstance(error, TooSlow)
             return one_line(error)
-        ranges |= {} if samples.made_up else _ranges(feed)  # noise shows no range: an exp of an input may meet any number
+        ranges |= {} if samples.made_up else _ranges(feed)  # made-up inputs do not show the range of real inputs
         samples.ranges = merge(samples.ranges, ranges)
         samples.seen += 1
         samples.empty |= {name for name, given in feed.items() if isinstance(given, np.ndarray) and not has_numbers(given)}
@@ -334,7 +334,7 @@ class _Observer:
 def _ranges(arrays: Mapping[str, Any]) -> dict[str, ValueRange]:
     """Return the range of each fp32 array that has a finite element, by name."""
     held = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray) and array.dtype == np.float32}
-    # torch takes no negative strides, and warns of arrays that are read-only: `require` copies these
+    # torch refuses negative strides and warns of read-only arrays, so `require` copies both kinds
     found = {name: np.require(array, requirements=("C", "W")) for name, array in held.items() if has_numbers(array)}
     return {name: ValueRange.of(torch.from_numpy(array)) for name, array in found.items()}
 

@@ -114,7 +114,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
             before = scratch / f"{number}.before" if target.exists() else None
             if before is not None:
                 _link(target, before)
-            undo.append((target, before))  # before the move: an interrupt right after the move must also undo it
+            undo.append((target, before))  # record the move before it runs, so that an interrupt right after it undoes it, too
             source.replace(target)
     except BaseException:
         for target, before in reversed(undo):
@@ -141,7 +141,7 @@ def _link(source: Path, target: Path) -> None:
     """Make `target` a hard link to the file `source`, or a copy if the file system has no links."""
     try:
         os.link(source, target)
-    except OSError:  # different disks, or a file system without links
+    except OSError:  # the two paths are on different disks, or the file system has no links
         shutil.copy2(source, target)
 
 
@@ -167,7 +167,7 @@ def _remove(old: list[Path], model: Path, kept: str) -> None:
     others = [path for path in model.parent.iterdir() if path != model and path.suffix != ".data" and path.is_file()]
     for path in gone:
         if not any(_mentions(other, path.name) for other in others):
-            with contextlib.suppress(OSError):  # ignored: the new model is in place, and a leftover data file harms nobody
+            with contextlib.suppress(OSError):  # ignore errors: the new model is in place, and a leftover data file does no harm
                 path.unlink()
 
 
@@ -226,7 +226,7 @@ def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | 
     finally:
         for value, tensor in held:
             value.const_value = tensor
-    if not first.exists():  # no file was written: all weights are small enough to stay inside
+    if not first.exists():  # no data file was written: all weights are small enough to stay in the model file
         return proto, None
     with first.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH // 2)).hexdigest()

@@ -178,11 +178,12 @@ class Guard:
         gates, frames = self.gates(), frames_of_step(optimizer)
         if not (gates and frames):
             return None
-        if self._found is not None or self._closure is not None or self._idle is not None:  # the step before raised an error
+        if self._found is not None or self._closure is not None or self._idle is not None:  # the previous step raised an error
             self._clear(optimizer)
         refuse_grad_scaler(optimizer, frames, kwargs)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if callable(closure) and not isinstance(closure, torch.nn.Module):  # a step may take the model as its first argument
+        # an nn.Module is no closure: some steps take the model as their first argument
+        if callable(closure) and not isinstance(closure, torch.nn.Module):
             return self._before_closure(optimizer, args, kwargs, closure)
         params = params_of(optimizer)
         found = self.look(optimizer, gates, params)
@@ -302,7 +303,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
     idle = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
         idle.__dict__[name] = OrderedDict() if isinstance(value, OrderedDict) and name.endswith("_hooks") else value
-    idle.__dict__.pop("step", None)  # a scheduler may have stored here a `step` bound to the real optimizer
+    idle.__dict__.pop("step", None)  # a scheduler may have stored a `step` here that is bound to the real optimizer
     idle.param_groups, idle.state = [], defaultdict(dict)
     idle._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
     return idle

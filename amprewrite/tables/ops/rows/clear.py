@@ -14,8 +14,8 @@ ROWS = (
         "diagonal_copy", "chunk", "unsafe_chunk", "split", "split_copy", "unsafe_split", "split_with_sizes unsafe_split_with_sizes",
         "split_with_sizes_copy", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind", "unbind_copy", view=True),
     *rows(CLEAR, "moves or copies numbers, rounds none", "getitem", low_backward=("cpu",), view=True),
-    # low_backward=BOTH, because these backwards add up in the tensor's format on CUDA, too: that of `as_strided` by `index_add`, that of
-    # `Tensor.unfold` by itself (UnfoldBackwardKernel.cu)
+    # low_backward=BOTH, because these backwards add up gradients in the tensor's format on CUDA, too: the backward of `as_strided` calls
+    # `index_add`, and the kernel of `Tensor.unfold` adds (UnfoldBackwardKernel.cu)
     *rows(CLEAR, "only looks at the same numbers in another shape", "as_strided", "unfold im2col", low_backward=BOTH, view=True),
     *rows(CLEAR, "moves or copies numbers, rounds none", "detach", "_get_data_attr", view=True),
     *rows(CLEAR, "moves or copies numbers, rounds none",

@@ -41,7 +41,7 @@ TRAITS: dict[Trait, str] = {
     Trait.SCALES: "mul div",
     Trait.EXCHANGES_INFINITIES: "nan_to_num isfinite isinf isnan isposinf isneginf",
     Trait.TAKES_EPSILON: "add sub clamp maximum",
-    # these ops draw random numbers, take logarithms, or return numbers between zero and one
+    # these ops draw random numbers or leave memory unset, take logarithms, or return numbers between zero and one
     Trait.DRAWS: "rand rand_like randint_like uniform",
     Trait.DRAWS_NORMAL: "randn randn_like normal",
     Trait.RANDOM: "rand rand_like randn randn_like randint randint_like random bernoulli uniform normal multinomial poisson exponential "
@@ -84,8 +84,8 @@ TRAITS: dict[Trait, str] = {
     # these ops make constant tensors
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
-    # these ops are linear: if certain operands are multiplied by a factor, the result is multiplied by it. These are all operands for
-    # LINEAR_IN_ALL and JOINS, any one operand for LINEAR_IN_EACH, and the first operand for LINEAR_IN_FIRST
+    # these ops are linear: if certain operands are multiplied by a factor, the result is multiplied by it, too. The operands are all for
+    # LINEAR_IN_ALL and JOINS, any one for LINEAR_IN_EACH, and the first for LINEAR_IN_FIRST
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
     Trait.JOINS: "cat stack hstack vstack dstack column_stack index_add scatter_add",
     Trait.LINEAR_IN_EACH: "mul linear matmul mm bmm mv dot outer inner einsum kron tensordot conv1d conv2d conv3d conv_transpose1d "
