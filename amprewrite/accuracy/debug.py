@@ -211,7 +211,7 @@ def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
             yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
         elif _cancels(row, by_name, fmt.eps):
             before, lost = max(_errors(row, by_name), default=0.0), _lost_at(row, by_name)
-            if lost.largest > fmt.max:  # not a cancellation: the cast clamped a value beyond the range, such as a mask
+            if lost.largest > fmt.max:  # the cast clamped a value that is too large, such as a mask: an overflow, not a cancellation
                 yield Finding("overflow", lost, lost, f"the largest reaches {lost.largest:.3g} and is clamped to {fmt.max:.4g}")
                 continue
             yield Finding("cancellation", row, lost, f"the relative error grows from {before:.2g} to {row.inherited:.2g}")
@@ -291,7 +291,7 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         # The rewrite misses the target, because casts around the kept nodes round values. So also keep the neighbours in fp32.
         kept = _with_neighbours(run.plan, kept, set(low))
     if error <= target and len(kept) <= MOST_CHECKED:
-        for name in tuple(kept):  # drop the override of this node if the error meets the target without it
+        for name in tuple(kept):  # let each node run low again if the output error then still meets the target
             fewer = [each for each in kept if each != name]
             kept = fewer if _real_error(amp, run, asked(fewer)) <= target else kept
     if not error <= target:

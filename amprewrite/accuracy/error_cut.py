@@ -103,13 +103,13 @@ class GraphErrors:
 
     def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
         """Yield arcs (tail, head, capacity) that add the errors of roundings to the cost of a cut, at `price` per unit of squared error."""
-        # no cost exceeds `most`, because one arc of this cost already outweighs all finite arcs of the network together
+        # No arc needs a larger capacity than `most`: such an arc already outweighs all finite arcs of the network together.
         most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            # The error is infinite if rounding overflows. It is limited to 1e6, because capacities must be finite.
+            # The error is infinite if rounding overflows. Limit it to 1e6, because capacities must be finite.
             cost = min(round(price * min(squared, 1e6)), most)
             if reader.role == "op" and reader.kind is OpKind.CLEAR:
                 yield made.end(value), made.end(name), cost

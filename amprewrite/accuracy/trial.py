@@ -171,7 +171,7 @@ class Batches:
         """Number of batches; 0 if it is unknown."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else 0
-        except TypeError:  # a DataLoader over an IterableDataset has a `__len__` that raises TypeError
+        except TypeError:  # `len` of a DataLoader over an IterableDataset raises TypeError
             return 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -204,7 +204,7 @@ class Batches:
             return
         try:
             taken = inspect.signature(self.model.forward).parameters.values()
-        except (TypeError, ValueError):  # a forward without a signature
+        except (TypeError, ValueError):  # Python cannot tell the signature of this `forward`
             return
         names = [each.name for each in taken if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         if len(batch) > len(names) and all(each.kind is not each.VAR_POSITIONAL for each in taken):
@@ -222,7 +222,7 @@ MOST_KEPT = 8
 def tee(batches: Any, into: list[Any]) -> Any:
     """Return an iterable over `batches`. During iteration, it appends the first MOST_KEPT batches to `into`."""
     if _is_no_list(batches):
-        return batches  # returned unchanged: `Batches` then raises the error
+        return batches  # `Batches` raises the error for these `batches`, so return them unchanged
 
     def each() -> Iterator[Any]:
         for batch in batches:

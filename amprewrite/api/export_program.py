@@ -48,7 +48,7 @@ def export_with_plan(
     `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Parameters keep their
     names. Raises CaptureError if torch.export cannot capture the model.
     """
-    with ONE_EXPORT:  # hold the lock while planning, too: while another thread exports, ops that run here would annotate its graph
+    with ONE_EXPORT:  # plan under the lock, too: if another thread exported meanwhile, ops that run here would annotate its graph
         return _export_with_plan(amp, args, dict(kwargs or {}), options)
 
 
@@ -60,12 +60,12 @@ def _export_with_plan(
     plain = plain_of(amp)
     module = capture(plain, args, kwargs, **options)
     names = parameter_names(plain.forward)
-    # the graph must not stay fp32 even if this device gains nothing from a low format: the file may run elsewhere
+    # may_decline=False: use the low format even if this device gains nothing from it, because the exported file may run elsewhere
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    # `agree` gives the colours of this export to the model's other graphs, but only if the user chose dtype=. Otherwise graphs on this
-    # device may run in fp32, and must not take over the low colours of the exported file.
+    # `agree` makes the model's other graphs take over the colours of this export. Call it only if the user chose dtype=. Otherwise the
+    # graphs on this device may run in fp32, and must not take over the low colours of the exported file.
     if session.options.low is not None:
         with session.lock:
             session.agree(region)

@@ -28,7 +28,7 @@ class Quiet(logging.Filter):
 
     def __enter__(self) -> Self:
         for logger in self.loggers:
-            logger.filters.insert(0, self)  # in front, so that the filter of a nested block sees a record before this one drops it
+            logger.filters.insert(0, self)  # insert it first, so that it sees each record before the filter of an outer block drops it
         return self
 
     def __exit__(self, *_: object) -> None:

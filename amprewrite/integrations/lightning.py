@@ -76,8 +76,8 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
                 config.scheduler = HeldSchedule(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    # Precision's versions of the next four methods call callbacks of the module's trainer. Under Fabric a module has no trainer, so these
-    # methods then call Fabric's versions, in the base class of Precision.
+    # In `Precision`, each of the next four methods calls callbacks of the module's trainer. Under Fabric a module has no trainer: then call
+    # the method of Fabric's precision plugin, the base class of `Precision`.
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 

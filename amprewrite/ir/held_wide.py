@@ -125,7 +125,7 @@ class _Reading:
         found = [self.found[each] for each in given]
         exact = [each for each in given if self.found[each] is Held.EXACT]
         if node.may_saturate and not any(each in self.from_inputs or self.graph.seen(each).name in self.offsets for each in exact):
-            # `node` makes a mask or adds one. Numbers that block positions need no exact digits, so that the result is never EXACT.
+            # `node` makes a mask or adds one. Numbers of a mask only block positions and may be inexact, so the result is never EXACT.
             return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
         if node.op in DRAWS or (node.op in RANDOM | UNIFORM and not given):
             return Held.PLAIN
@@ -135,9 +135,9 @@ class _Reading:
             spans = [each for each in given if self.graph[each].numel >= node.numel]
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
-            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log is EXACT: the scale of its operand becomes an offset
-        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # bent: the op may change the relative error, so its result is not ROUNDED
-        if node.op in SUMS:  # adding a number, or a PLAIN value that is no bias, changes the size of a sum but not its error
+            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log turns the scale of its operand into an offset: EXACT
+        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # such an op may change the relative error, so its result is not ROUNDED
+        if node.op in SUMS:  # adding a number or a PLAIN value (not a bias) changes the sum but not its error: the relative error changes
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

@@ -68,7 +68,7 @@ def is_heavy_high(region: RegionPlan, node: NodePlan) -> bool:
     False if the model's own code runs the op in half precision or fp64. False for wide products: they read low operands and return fp32.
     """
     heavy = node.role == "op" and node.flops > 0 and node.colour is Colour.HIGH
-    names = (node.name, node.name.partition("/")[2])  # with or without "region/"
+    names = (node.name, node.name.partition("/")[2])  # an edit names the node with or without the prefix "region/"
     return heavy and region.edited(Edit.WIDE_PRODUCT).keys().isdisjoint(names)
 
 
@@ -122,7 +122,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
     for nodes, casts in by_region(plan):
         first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
         for node in nodes:
-            if node.role != "op":  # outputs of graphs are in no module: the root counts their casts
+            if node.role != "op":  # the output of a graph is in no module, so count its casts at the root
                 root.casts += first[node.name, False]
                 root.weight_casts += first[node.name, True]
                 continue
@@ -195,7 +195,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 def amount(number: float, unit: str = "") -> str:
     """Format a number with at most three digits, a metric prefix from 1000 on, and `unit`: "0.5", "1.2 G", or "34 kB" with the unit "B"."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= 0.9995 * size:  # 999.7 has the next prefix, since three digits show it as 1000
+        if abs(number) >= 0.9995 * size:  # 999.7 takes the next prefix, because three digits show it as 1000
             return f"{number / size:.3g} {prefix}{unit}"
     return f"{number:.3g} {unit}".strip()
 

@@ -69,7 +69,7 @@ def several_ranks() -> bool:
 
 def sharded_inside(root: nn.Module, path: str) -> str:
     """If FSDP2 shards a submodule of the module at `path` separately, return advice to append to a message; otherwise ""."""
-    above = f"{path}." if path else ""  # the module may be gone from there: it can still be called by itself
+    above = f"{path}." if path else ""  # search by name: the model may no longer have the module, which can still be called by itself
     found = [name for name, module in root.named_modules() if name and name.startswith(above) and is_sharded(module)]
     return f"; {found[0][len(above):]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
 

@@ -180,7 +180,7 @@ class CompiledSession(Session):
 
     def run(self, region: Region, *inputs: Any) -> Any:
         """Call a graph of this session, and return its results. Each such call counts as one forward pass."""
-        self.state.forwards += current_backward() < 0  # do not count a checkpoint's recomputation in a backward
+        self.state.forwards += current_backward() < 0  # in a backward, the call is a checkpoint's recomputation and no new forward
         self.training.begin_forward()
         try:
             results = region.call(inputs, self.state.forwards)

@@ -22,13 +22,13 @@ def _gather(value: Any, found: list[Any]) -> None:
     kind = type(value)
     if kind in _LISTS or kind in _DICTS:
         for each in value if kind in _LISTS else value.values():
-            if type(each) in _LEAVES:  # tested here too: most are leaves, and calling `_gather` for each would take most of the time
+            if type(each) in _LEAVES:  # most elements are leaves: a call of `_gather` for each would take most of the time
                 found.append(each)
             else:
                 _gather(each, found)
     elif kind in _LEAVES or isinstance(value, torch.Tensor):
         found.append(value)
-    else:  # leave it to torch, because the class may be registered as a pytree
+    else:  # let torch decide, because the class may be registered as a pytree
         found += _pytree.tree_leaves(value)
 
 

@@ -77,7 +77,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> No
     results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
     sources = [node for node in inputs if differentiable(example_value(node))]
     values = [t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))]
-    # Prefer an accelerator, because its kernels would have to wait for a scale that is copied from the CPU.
+    # Keep the scale on an accelerator if the graph uses one: kernels would have to wait for a scale that is copied from the CPU.
     like = next((t for t in values if t.device.type != "cpu"), values[0] if values else torch.empty((), device="cpu"))
     scale, inverse = _scale_inputs(graph, inputs, like)
     outside = nodes_outside(graph, high)

@@ -80,7 +80,7 @@ def _lower(
 ) -> CompiledFn:
     """Run the lowering passes on `edited`, in place. Returns a callable that takes the captured inputs. The arguments are as for `emit`."""
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
-    switches = backend is None and not training  # each call chooses between casts and kept copies, see with_kept_weights
+    switches = backend is None and not training  # if True, each call chooses between casts and kept copies (see with_kept_weights)
     target = Target(backend is None, training, None if switches else cache, frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted

@@ -122,7 +122,7 @@ def hoist_weight_casts(
             source = inputs[cast[0]]
             with graph.inserting_after(last):
                 name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
-                # the name is taken if the graph reads another copy of this weight, which is padded in another way
+                # The name is taken if the graph also reads a copy of this weight with another padding. Then append a number.
                 last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")
             names.add(last.target)
             last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
@@ -161,7 +161,7 @@ def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
     """Return (dtype, padded layout) of the copy that `node` makes of the weight `source`. The layout is () if the copy is not padded."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
-    if node.target is operator.getitem:  # a result of `cross_together`
+    if node.target is operator.getitem:  # the node is a result of `cross_together`: take the dtype from this call
         dtype = node.args[0].args[0]  # type: ignore[union-attr]
     layout: Any = node.args[2] if node.target in (pad_cast, linked_copy) else ()
     return dtype, layout

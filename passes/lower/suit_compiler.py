@@ -78,10 +78,10 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
         entered = isinstance(result, torch.fx.Node) and result.target is scale_gradient
         cast = result.args[0] if entered else result
         if not isinstance(cast, torch.fx.Node) or not widens(cast) or switched:
-            continue
+            continue  # if `switched`, a cast that runs under no_grad would record gradients after the graph
         if any(held[storage] > 1 for storage in memory_of(result)):
-            continue  # a cast after the graph has memory of its own, and another result, such as a view, would miss writes to it
-        # After the graph, a cast would read what the graph writes later, miss writes to its result, and record gradients under no_grad.
+            continue  # another result shares the memory of the cast, but would not if the cast were made after the graph
+        # Keep the cast if the graph writes the cast's operand or result: a moved cast would read later values, or lose the writes.
         if all(memory.isdisjoint(memory_of(each)) for each in (cast, *cast.all_input_nodes)):
             results[place] = cast.args[0]
             found.append((place, example_value(cast).dtype, inputs.index(result.args[1]) if entered else None))

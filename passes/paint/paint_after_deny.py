@@ -29,7 +29,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
         reaches = _clear_ops_before_infer(problem.graph)
         roots = [node.name for node in problem.graph if _denied(decisions, node) and (self.past_bounded or _spreads(node))]
         queue = deque((root, root) for root in roots)
-        while queue:  # breadth first, so that the cause is the nearest denied op
+        while queue:  # go breadth first, so that `because_of` names the nearest denied op
             name, root = queue.popleft()
             for reader in sorted(problem.graph.readers(name), key=lambda node: problem.graph.rank[node.name]):
                 free = reader.name not in decisions.paints and reader.carries_fp32 and not reader.relative

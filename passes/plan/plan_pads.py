@@ -51,7 +51,7 @@ def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Col
     """
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # a plan with casts was not edited (editing drops them), so its pads fit
+    if problem.given is not None and problem.given.casts:  # an edited plan has no casts, so this plan is unedited, and its pads fit
         return problem.given.pads
     if not problem.calls:
         return PadPlan()

@@ -89,7 +89,7 @@ class Roundings:
         data = {node.name: {operand.value for operand in data_of(node)} for node in self.graph}
         moved_on: set[str] = set()
         """Ops that round their operands, and views or moves whose results only such ops read."""
-        for node in reversed(list(self.graph)):  # backwards, so that all readers of a value are judged before the value
+        for node in reversed(list(self.graph)):  # go backwards, so that the readers of a value are judged before the value
             readers = [each for each in self.graph.readers(node.name) if node.name in data[each.name]]
             harmed = next((each.name for each in readers if self._harms(each, node.name) or self._hands_harm_on(each, node.name)), "")
             if harmed:
@@ -109,7 +109,7 @@ class Roundings:
         readers: dict[str, set[str]] = defaultdict(set)
         for node in self.graph:
             given = [each for each in node.operands if each.value in behind]
-            moves = node.kind is OpKind.CLEAR and len(node.operands) == 1 and node.op not in LOOKS_UP  # rows of a table are no view of it
+            moves = node.kind is OpKind.CLEAR and len(node.operands) == 1 and node.op not in LOOKS_UP  # a looked-up row is no view
             if node.role == "parameter" and node.name in self.trained:
                 behind[node.name] = {node.name}
             elif given and (node.name in self.of_weights or moves):

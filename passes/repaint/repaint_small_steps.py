@@ -171,11 +171,12 @@ class _Sums:
             if len(way.passed) < FEW and (last is node or self._hands_on(last, node)):
                 waiting += self._before(last, way)
         starts = set[str]()
-        for name, way in {**plain, **{name: way for name, way in scaled.items() if name not in plain}}.items():  # nearest values first
+        # If a value has a plain and a scaled path, take the plain path. Plain paths come first, nearest value first, as `starts` expects.
+        for name, way in {**plain, **{name: way for name, way in scaled.items() if name not in plain}}.items():
             adds = way.scaled or not self.rounded.isdisjoint(dict(way.added))
             if adds if node.op in SUMS else self._is_updated(node, name, way):
                 branch = not way.scaled and any(self._is_branch(each, name) for each, _ in way.added)
-                # a path that passes a nearer value with a branch is several steps, not one small step
+                # The branch is no single small step if the path passes a nearer value that has a branch: such a path makes several steps.
                 small = branch and starts.isdisjoint(way.passed) and self._is_small(way, name)
                 starts |= {name} if branch else set()
                 yield name, replace(way, branch=branch, small=small)

@@ -83,11 +83,11 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # skip no_grad: backward weighs each rounding, and plans also round values that are computed under no_grad
+            return None  # run no_grad code with gradients: the backward weighs each rounding, and plans round values of such code, too
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)
-        in_place = written(n)  # operands that the op writes get no alias: later ops read the tensors themselves
+        in_place = written(n)  # an operand that the op writes gets no alias: later ops read the written tensor itself
 
         def operand(node: torch.fx.Node) -> Any:
             value = self.env[node]
@@ -104,7 +104,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         if is_checkpoint(n):
             return self.probe(self.captured.parts[n], args[1:])
         try:
-            with torch.set_grad_enabled("out" not in kwargs):  # autograd refuses such calls; the model makes them under no_grad
+            with torch.set_grad_enabled("out" not in kwargs):  # autograd refuses calls with out=; the model makes them under no_grad
                 return getattr(self, n.op)(n.target, args, kwargs)
         except RuntimeError as error:
             if _NO_DERIVATIVE not in str(error):

@@ -92,7 +92,7 @@ def plan(options: Options) -> int:
         return 0
     text(found.summary())
     print()
-    say(fold_table(found, max(shutil.get_terminal_size((80, 48)).lines - 8, 12)))  # as many lines as the terminal has below the summary
+    say(fold_table(found, max(shutil.get_terminal_size((80, 48)).lines - 8, 12)))  # show as many lines as fit below the summary
     for path, _ in written:
         if path:
             say([("note", f"wrote {path}")])

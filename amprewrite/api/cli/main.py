@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader closed the pipe, as `head` does: redirect stdout, so that the flush at exit raises no error
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe: redirect stdout, so that the flush at exit raises no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

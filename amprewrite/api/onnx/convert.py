@@ -209,7 +209,7 @@ def _order(out: Any, plan_path: Any, external_data: bool | str, verify: bool, ma
 def _target(out: Any) -> Path | None:
     if out is None:
         return None
-    resolved(out)  # raise now, not after the work, if this is no file that can be written
+    resolved(out)  # check the path before the long conversion: `resolved` raises an error if no file can be written there
     return Path(out).absolute()
 
 

@@ -67,7 +67,7 @@ def exported(
     device = next((t.device.type for t in (*parameters_in(plain), *buffers_in(plain))), "cpu")
     policy = session.policy_for(device)
     notes: tuple[str, ...] = ()
-    # the note on eval() is not for the module of an ExportedProgram: its graph has one fixed mode, and its own `eval` raises an error
+    # The module of an ExportedProgram gets no note to call eval(): its mode is fixed, and its own attribute `eval` raises an error.
     if plain.training and "eval" not in vars(plain):
         notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
     if policy.low is FP32:
@@ -86,11 +86,11 @@ def exported(
         opset = opset or OPSET
         rules = tuple(rule for rule in policy.products.rules if rule.scope != "node")
         notes += ("rules of products= by node are left out: nodes of the file have other names",) * (rules != policy.products.rules)
-        # fused=True, because the runtime of the file fuses casts, as a compiler of a graph does
+        # fused=True, because the runtime that loads the file fuses casts, as a compiler does
         policy = replace(policy, products=replace(policy.products, rules=rules, fused=True))
     wide = any(override.word == WIDE for override in policy.overrides)
     notes += ("wide products read fp32 in ONNX files: no op there multiplies bf16 and returns fp32",) * wide
-    # node overrides are left out here: they name nodes of the PyTorch graph, and `torch_plan` matches them with the file
+    # leave node overrides out here: they name nodes of the PyTorch graph, and the plan from `torch_plan` brings them into the file
     kept = (replace(o, word="high") if o.word == WIDE else o for o in policy.overrides if o.scope != "node")
     policy = replace(policy, overrides=tuple(kept))
     if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):
@@ -166,7 +166,7 @@ def _export(
             with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad():
                 program = torch.onnx.export(
                     plain,
-                    args if kwargs else (*args, {}),  # the exporter takes a last dict for kwargs: {} protects a dict among the arguments
+                    args if kwargs else (*args, {}),  # append {}, because the exporter takes a dict in last place for kwargs
                     kwargs=kwargs,
                     dynamo=True,
                     verbose=False,
@@ -175,7 +175,7 @@ def _export(
                     optimize=optimize,
                 )
         except Exception as error:
-            cause = error.__cause__ or error  # the exporter wraps the error in a long text of advice: report the cause
+            cause = error.__cause__ or error  # report the cause: the exporter wraps it in an error with a long text of advice
             lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
             raise CaptureError(
                 f"torch.onnx.export cannot export {type(plain).__name__}: {type(cause).__name__}: {' '.join(lines[:2])[:300]}; "

@@ -124,8 +124,8 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
         if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
             return False
     low = planned.colour is Colour.LOW
-    # `chosen`: the colour is the user's choice, by an override or an edit of the plan. A chosen low op gets the reason ASKED, so that later
-    # passes keep it low and note the risk.
+    # `chosen` is True if the user chose the colour, by an override or an edit of the plan. A chosen low op gets the reason ASKED, so that
+    # later passes keep it low and note the risk.
     reason = Reason.ASKED if planned.reason is Reason.ASKED or (chosen and low) else Reason.IN_PLAN
     pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
     reading.graph.nodes[name] = replace(vertex, pinned=pinned)

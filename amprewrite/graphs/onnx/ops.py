@@ -452,7 +452,7 @@ def all_types(model: ir.Model) -> Iterator[None]:
     """Context manager that infers the types of all values where possible, also in subgraphs. It removes the inferred types at its end."""
     known = set(guessed(model))
     try:
-        with contextlib.suppress(Exception):  # ignored: if onnx's inference fails, the schemas below may still give the types
+        with contextlib.suppress(Exception):  # ignore a failure of onnx's inference: the schemas below may still give the types
             _take_all(model.graph, _inferred(model))
         for graph in model.graphs():
             for node in graph:

@@ -208,7 +208,7 @@ def added_values(graph: OpGraph) -> dict[str, bool]:
     For example, a bias that is only added to attention scores has True. If a view is added, the value that it views is in the result.
     """
     scores: set[str] = set()
-    for node in reversed(list(graph)):  # readers before makers, so that one pass suffices
+    for node in reversed(list(graph)):  # visit the readers of a value before the op that makes it, so that one pass suffices
         if _are_scores(graph, node, scores):
             scores.add(node.name)
     found: dict[str, bool] = {}
@@ -253,7 +253,7 @@ def has_offset(values: Any, scores: bool = False) -> Any:
     if not scores:
         return 2 * (values.mean(-1) ** 2).mean() > (values**2).mean()
     most = values.amax(-1, keepdim=True) if hasattr(values, "amax") else values.max(-1, keepdims=True)
-    least = most.clip(-MASK) - BLOCKS  # clipped for rows of -inf alone
+    least = most.clip(-MASK) - BLOCKS  # the clip makes `least` finite for rows that hold only -inf
     seen = values > least
     values, count = values.clip(least) * seen, seen.sum(-1).clip(1)
     return 2 * ((values.sum(-1) / count) ** 2).mean() > ((values**2).sum(-1) / count).mean()

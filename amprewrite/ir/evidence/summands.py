@@ -34,7 +34,7 @@ class Factor:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
         if larger.schedules <= self.schedules & other.schedules:
-            return larger  # schedules count as small numbers: the factor with fewer schedules stands for the sum, as 1 for `1 - schedule`
+            return larger  # a schedule counts as a small number, so the factor with fewer schedules is about the sum: 1 for `1 - schedule`
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:

@@ -159,7 +159,7 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
             if not view.is_tensor(ref) or ref.name in rule.ignored:
                 continue
             shape = view.shape(ref)
-            if shape is None:  # not floating, such as a boolean mask
+            if shape is None:  # `ref` is not floating, for example a boolean mask
                 masks = view.calls[ref.name].shapes
                 if any(len(s) >= back and s[-back] != 1 for s in masks):
                     legs = []
@@ -223,7 +223,7 @@ class Axes:
         while left and right:
             a, b = self.find(left.pop()), self.find(right.pop())
             a_parts, b_parts = self._parts.get(a), self._parts.get(b)
-            if a_parts is not None or b_parts is not None:  # an axis that was split earlier: compare its parts instead
+            if a_parts is not None or b_parts is not None:  # an axis was split earlier: compare its parts instead
                 left += a_parts or (a,)
                 right += b_parts or (b,)
                 continue

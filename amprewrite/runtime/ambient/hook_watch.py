@@ -71,7 +71,7 @@ def _places(root: nn.Module) -> list[dict[int, Any]]:
     """Return the dicts in which all modules below `root` keep their hooks, such as `_forward_hooks`. Most of them are empty."""
     found: list[dict[int, Any]] = []
     seen, left = {root}, [*root._modules.values()]
-    while left:  # not `modules()`, which takes twice as long: this search runs at each call of the model if the user sets tensor hooks
+    while left:  # `modules()` would take twice as long, and this search runs at each call of the model if the user sets tensor hooks
         module = left.pop()
         if module is None or module in seen:
             continue

@@ -281,11 +281,11 @@ def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
     """
     if isinstance(value, Tensor):
         if not value.is_floating_point():
-            yield value, range(value.dim())  # all dims: tokens, positions and masks have only batch and length dims
+            yield value, range(value.dim())  # all dims may vary: token ids, positions and masks have only batch and length dims
         elif value.dim() == 3:
             yield value, _IN_STATES
     elif isinstance(value, Mapping):
-        for inner in value.values():  # a mapping is, for example, the outputs of an encoder
+        for inner in value.values():  # for example, an encoder returns its outputs as a mapping
             yield from _growing(inner)
     else:
         for layer in layers_of(value):

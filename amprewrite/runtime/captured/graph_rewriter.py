@@ -67,7 +67,7 @@ class GraphRewriter(CallRecord):
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
-        # True once a graph would have overflowed in one of its first calls (see LookAhead), so that it was planned with observed ranges.
+        # True once a graph was planned with observed ranges, because it would have overflowed in one of its first calls (see LookAhead).
         # Exports are then planned with observed ranges, too, even if nothing overflows on their inputs.
         self.overflowed = False
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None, self.options.agreed)
@@ -80,12 +80,12 @@ class GraphRewriter(CallRecord):
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self._first = frozenset(map(id, parameters_in(self.root)))
         if self.loss_scale.enabled:
-            _ = self.training  # made now: the first call may be in `optimizer.step(closure)`, and the optimizer must have its hooks by then
+            _ = self.training  # make it now: the first call may run inside `optimizer.step(closure)`, which needs the optimizer's hooks
 
     @functools.cached_property
     def training(self) -> Training:
         """The object that scales the model's losses. It is made in `__post_init__` if there is a loss scale, otherwise when first read."""
-        with self.lock:  # so that first calls in two threads get the same object
+        with self.lock:  # two threads may read this property for the first time at once, and must get the same object
             if "training" not in self.__dict__:
                 self.__dict__["training"] = Training(
                     self.root, self.loss_scale, self._first, self._in_parts, self._overflowed, self.look_at_weights, self.warn_once
@@ -258,7 +258,7 @@ class GraphRewriter(CallRecord):
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
-        if wanted and any(map(is_sharded, self.root.modules())):  # the version counters do not show that FSDP2 writes the weights
+        if wanted and any(map(is_sharded, self.root.modules())):  # FSDP2 writes weights, but their version counters do not show it
             self.note("low copies of weights are not kept here: FSDP gathers the weights anew for every forward")
             return None
         return self.cache if wanted else None
@@ -351,7 +351,7 @@ class Agreement:
         said = [each for changes in found.values() for each in changes]
         for graphs in every if said else ():
             if self.on or found.get(graphs):
-                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # empty, because the new capture measures all weights again
+                graphs.anew, graphs.weights = graphs.anew or Anew.WEIGHTS, []  # forget the weights: the new capture measures them again
         if said and self.on:
             self.colours = Agreed()
         for text, _ in said:

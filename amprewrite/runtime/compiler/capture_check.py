@@ -246,8 +246,8 @@ class CaptureCheck:
         If the call has a second graph, or the captured code changes existing objects or hooks a tensor, nothing is compared."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         if written_memory(module.graph):
-            note_memory(module.graph)  # so that `written_inputs` sees a write to `dropout(x, 0.0)`, which in eager code is `x` itself
-        # read `module` here, because the copy of its graph made below lacks the subgraphs
+            note_memory(module.graph)  # in eager code `dropout(x, 0.0)` is `x`: record this, so that a write to it counts as a write to `x`
+        # read these facts from `module`: the copy of its graph that is made below lacks the subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -282,7 +282,7 @@ class CaptureCheck:
             search = _FirstUnseen(self.module, self.graph, values, self.devices)  # type: ignore[arg-type]
             self._captured(search)
         except _FAILURES:
-            return None  # the original model cannot run on copies, so there is nothing to compare with
+            return None  # the model or the captured graph cannot run on copies of the inputs, so there is nothing to compare
         if search.found is None or search.drew:
             return None
         source = source_of(search.found.stack_trace)

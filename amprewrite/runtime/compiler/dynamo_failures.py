@@ -91,7 +91,7 @@ def failure_of(error: BaseException) -> Failure:
     place = f"{line.filename}:{line.lineno} in {_RESUMED.sub('', line.name)}" if line is not None else ""
     said, _, more = str(error).partition("\nfrom user code")[0].strip().partition("\n")
     name, cause = type(error).__name__, error.__cause__
-    if isinstance(error, torch._dynamo.exc.InternalTorchDynamoError) and cause is not None:  # it wraps another error: name that error
+    if isinstance(error, torch._dynamo.exc.InternalTorchDynamoError) and cause is not None:  # report the error that this error wraps
         name = type(cause).__name__
         said = said.removeprefix(f"{name}:")
     explained = _EXPLANATION.search(more)

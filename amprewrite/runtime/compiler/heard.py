@@ -90,7 +90,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
     def region(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         answers = [each.value for each in (*args, *kwargs.values()) if any(each is one for one in said)]
         dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
-        made = enter(function, args, kwargs)  # empties kwargs
+        made = enter(function, args, kwargs)  # `enter` removes all entries of `kwargs`, so read them before
         enabled, own = made.target_values[2], dtype is not None and dtype.as_python_constant() not in (None, *answers)
         return NullContextVariable() if answers and (not own if enabled else enabled in answers) else made
 
@@ -187,7 +187,7 @@ def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Context manager in which the attribute `name` of `owner` is `value`."""
-    given = vars(owner).get(name, getattr(owner, name))  # a staticmethod as such
+    given = vars(owner).get(name, getattr(owner, name))  # `vars` returns a staticmethod object, which `getattr` would unwrap
     setattr(owner, name, value)
     try:
         yield
@@ -241,7 +241,7 @@ def breaking_at_hooks() -> Iterator[None]:
     PyTorch then sets the hook. Dynamo would capture it as an autograd Function of this tensor alone: without an error, a hook on
     `x.contiguous()` would miss other gradients of `x`, and the first of two hooks would run last. Does nothing in later versions.
     """
-    if find_spec("torch._higher_order_ops.register_hook") is not None:  # Dynamo captures such a hook as a separate op
+    if find_spec("torch._higher_order_ops.register_hook") is not None:  # this version of torch captures such a hook as a separate op
         yield
         return
     given: Callable[..., Any] = TensorVariable._method_register_hook
@@ -267,7 +267,8 @@ def warnings_after_graphs() -> Iterator[None]:
     def handle(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if function.value is not warnings.warn or not _is_of_torch(tx):
             return given(function, tx, args, kwargs)
-        said = [*args, *(kwargs[name] for name in ("message", "category") if name in kwargs)]  # `stacklevel` counts frames that are gone
+        # Leave out `stacklevel`: it counts stack frames, and these no longer exist when the warning is given, after the graph.
+        said = [*args, *(kwargs[name] for name in ("message", "category") if name in kwargs)]
         tx.output.root_tx.debug_locals.append((function, said))
         return ConstantVariable.create(None)
 

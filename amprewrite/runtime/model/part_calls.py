@@ -143,7 +143,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
     alone = recurrent and session.runs_recurrent_eagerly
     made = call_recurrent if alone else with_own_code(call)
     own = torch.compiler.disable(call_own, reason=DISABLE_REASON) if alone else with_own_code(call_own)
-    own.__name__ = "_call_impl"  # by which a pickle finds the method
+    own.__name__ = "_call_impl"  # pickle looks the bound method up by this name
     return types.MethodType(own, module) if alone or copies_itself(type(module)) else made
 
 
@@ -175,7 +175,7 @@ def call_packed(
     """
     key = f"{path} packed"
     entry = session.entries.get(key)
-    if entry is None or getattr(entry.function, "__self__", None) is not module:  # none yet, or for a module that was at `path` before
+    if entry is None or getattr(entry.function, "__self__", None) is not module:  # no entry yet, or one of an earlier module at `path`
         session.add_entry(path, types.MethodType(_layer_alone, module), key=key)
     with _Layers(lambda *given: enter(session, key, given, {})):
         return function(*args, **kwargs)

@@ -153,7 +153,7 @@ class ForwardScale:
         Does nothing if both are copied already. If the scale is 1, copies are made only to learn of backward passes (`heard` is True).
         """
         scale, inverse = self._first
-        if not self.copied and (self.heard or scale is not inverse):  # scale and inverse are one tensor if both are 1
+        if not self.copied and (self.heard or scale is not inverse):  # a scale of 1 and its inverse are the same tensor
             self.copied = True
             with torch.inference_mode(False), torch.no_grad():
                 self._pairs = {scale.device: self._own((scale.clone(), inverse.clone()))}
@@ -180,8 +180,8 @@ class ForwardScale:
         """
         if self.copied or self.heard:
             if any(is_held(number) for pair in self._pairs.values() for number in pair):
-                # Computed tensors may come from gradients of this forward, whose autograd nodes hold this object. A reference to them would
-                # close a cycle through C++ nodes, which no garbage collector sees: the graph of each forward would stay alive.
+                # Keep only leaves: the autograd graph of a computed tensor may hold this object. A reference from here to the tensor would
+                # then close a cycle through C++ nodes, which no garbage collector sees, and the graph of each forward would stay alive.
                 leaves = [weight for weight in weights if weight.is_leaf]
                 self._passed_over |= len(leaves) < len(weights) or any(not value.is_leaf for value in fed)
                 weights, fed = leaves, ()
@@ -202,13 +202,13 @@ class ForwardScale:
         if number < 0 or self.in_backward():
             return
         backward = _Backward()
-        learning = [weight for weight in self.weights if weight.requires_grad]  # the loop may have frozen weights since the forward
+        learning = [weight for weight in self.weights if weight.requires_grad]  # the user may have frozen weights since the forward
         kept, taken = _gives_gradient(learning or self._fed)
         self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
         if self.copied:
-            further = torch.is_grad_enabled()  # True under create_graph=True: the gradients will be differentiated
+            further = torch.is_grad_enabled()  # True with create_graph=True, that is, if the gradients will be differentiated themselves
             self._set(not self.under_way and (kept or self.static + (taken or self._passed_over) + (not further) > 1))
-        # `_backward` is assigned last: until then each thread of this backward sets the scale itself, so that none reads it too early.
+        # Assign `_backward` last. Until then each thread of this backward sets the scale itself, so no thread reads the scale too early.
         call_after_backward(backward)
         self._backward = weakref.ref(backward)
 
@@ -222,7 +222,7 @@ class ForwardScale:
             return
         for device, pair in self._pairs.items():
             for number, true in zip(pair, self._first, strict=True):
-                value = number.data  # `.data` hides the write from autograd: a compiled graph may have saved this tensor for backward
+                value = number.data  # autograd must not notice this write, because a compiled graph may have saved the tensor for backward
                 value.copy_(on_device(true, device)) if scaled else value.fill_(1)
         self._scaled = scaled
 
@@ -239,7 +239,7 @@ def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
     while nodes:
         node = nodes.pop()
         runs = _runs(node)
-        if runs and hasattr(node, "variable"):  # it adds a gradient to a leaf
+        if runs and hasattr(node, "variable"):  # the node adds a gradient to `.grad` of a leaf
             return True, taken
         further = [each for each, _ in node.next_functions if each is not None and _runs(each) is not False] if runs else []
         taken |= runs is not False and not further

@@ -154,5 +154,5 @@ def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None
-    values: tuple[Any, ...] = tuple(map(Tensor.tolist, numbers))  # not `item`, which dispatch modes see and may report as a host sync
+    values: tuple[Any, ...] = tuple(map(Tensor.tolist, numbers))  # not `item`: dispatch modes see it and may report a host sync
     return values

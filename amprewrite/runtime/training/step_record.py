@@ -345,7 +345,7 @@ class Noted:
                 return
             if self._place is None:
                 self._place = torch.zeros_like(flag)
-            # An overflow that a step has read already is still in the gradients. It counts by `_heard`, which can be dropped.
+            # `_heard` is the flag of an overflow that a step has read. If the overflow is still in the gradients, store no second flag.
             self._flags.append(flag if told is None else flag * (on_device(told, flag.device) == 0))
             if len(self._flags) > _MOST_FLAGS:
                 self._flags = [any_of(self._flags)]
@@ -447,4 +447,4 @@ def _address(gradient: Tensor) -> int:
 def _values(gradient: Tensor) -> Tensor:
     """Return the tensor that stores the values of `gradient` on this rank: the local shard, the values of a sparse tensor, or itself."""
     gradient = local_part(gradient)
-    return gradient._values() if gradient.is_sparse else gradient  # not by `coalesce`, which returns a copy in other memory
+    return gradient._values() if gradient.is_sparse else gradient  # not `coalesce().values()`: `coalesce` returns a copy in other memory

@@ -67,7 +67,7 @@ def upcast(model: nn.Module) -> str:
         if not frozen or any(id(each) in own for each in module._parameters.values()):
             chosen += [each for each in module._buffers.values() if each is not None and each.dtype in LOW_DTYPES]
     for each in chosen:
-        gradient, each.grad = each.grad, None  # a gradient must have the dtype of its parameter, so set it again afterwards
+        gradient, each.grad = each.grad, None  # take the gradient off for the change: parameter and gradient must have one dtype
         each.data = each.data.float()
         each.grad = None if gradient is None else gradient.float()
     some = f"{len(own)} parameters" if len(own) > 1 else "1 parameter"
@@ -214,7 +214,7 @@ class Widened:
         If a list, dict or dataclass holds half tensors, `_items` records which of its items the `with` block must replace.
         """
         kind = type(value)
-        if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_make")):  # `_make`: a namedtuple
+        if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_make")):  # a namedtuple has `_make`
             inside = tuple(map(self._wide, value))
             made = inside if kind is tuple else kind._make(inside)
             return value if all(map(operator.is_, inside, value)) else made

@@ -25,7 +25,7 @@ def shown(value: object, most: int = 80) -> str:
     """
     try:
         text = " ".join(_QUOTE.repr(value).split())
-    except Exception:  # a user's repr may raise anything, and must not hide the message in which the value is quoted
+    except Exception:  # a user's `__repr__` may raise any error, which must not replace the message that quotes the value
         text = f"<{type(value).__name__}>"
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"

@@ -23,7 +23,7 @@ def einsum_flops(equation: str, shapes: Sequence[Shape]) -> int:
         for letter, size in zip(term, shape, strict=True):
             sizes[letter] = max(sizes.get(letter, 1), size)
     letters = [letter for term in terms for letter in term]
-    # without an arrow the result has the letters that occur once, and all dims of an ellipsis
+    # without an arrow, the result has the letters that occur once, and all dims of an ellipsis, which are spelt as digits
     wanted = set(output) if arrow else {letter for letter in letters if letters.count(letter) == 1}
     if "..." in output or not arrow:
         wanted |= {letter for letter in letters if letter.isdigit()}

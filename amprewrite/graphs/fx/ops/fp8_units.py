@@ -57,11 +57,11 @@ def _launched(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
     if ("casts", matrix.device) in _failed:
         return None
     try:
-        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # because Triton launches on the current device
+        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # Triton launches kernels on the current device
             return use(_imported())
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton may be absent; it compiles at the first launch and may raise anything
+    except Exception as error:  # the import of Triton may fail; its compiler, which runs at the first launch, may raise any error
         _fails(("casts", matrix.device), f"the kernel that makes fp8 copies cannot run here ({_brief(error)}); torch makes them")
         return None
 
@@ -86,15 +86,15 @@ def multiply_units(
 
 
 def _multiply(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # Failures are recorded by this key: the properties by which cuBLAS chooses an algorithm. The key lacks the number of rows of `left`,
-    # because it changes with the batch.
+    # `kind` is the key under which a failure is recorded: the properties by which cuBLAS chooses an algorithm. The number of rows of
+    # `left` is not among them, because it changes with the batch size.
     kind = (left.device, left.dtype, right.dtype, ours.dim(), bias is None, fast, left.shape[1], len(right))
     if kind not in _failed:
         try:
             return _launch(left, right, ours, theirs, bias, dtype, fast)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # raised if the device, a size or a layout is not supported
+        except Exception as error:  # torch raises an error if it does not support the device, a size or a layout
             sizes = f"{len(left)} x {left.shape[1]} x {len(right)}"
             _fails(kind, f"an fp8 product of {sizes} cannot run here ({_brief(error)}); bf16 units multiply the same copies")
     product = wide_product(left.to(BASE.dtype), right.to(BASE.dtype).t()) * ours * theirs.t()
@@ -110,7 +110,7 @@ def _shape(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tens
 
 
 def _launch(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    # flatten and unflatten set the strides that the kernel needs. `contiguous` is not enough: it keeps all strides of a one-row matrix.
+    # `contiguous` is not enough: it keeps any row stride of a one-row matrix. flatten and unflatten set the strides that the kernel needs.
     left, right = (each.contiguous().flatten().unflatten(0, each.shape) for each in (left, right))
     return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=fast)
 
@@ -141,7 +141,7 @@ def fails_on(device: torch.device, recipe: Recipe) -> str:
                     return f"{gemm}: a sum of {TRIAL} ones is {made.flatten()[0].item()}"
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # raised if the device, a size or a layout is not supported
+        except Exception as error:  # torch raises an error if it does not support the device, a size or a layout
             return f"{gemm}: {_brief(error)}"
     return ""
 
@@ -156,7 +156,7 @@ def makes_copies(device: torch.device) -> bool:
             scale, (data, scales) = (make(ones, E4M3.dtype, 1.0, True) for make in (kernels.scale_of, kernels.cast_rows))
             return scale / 256, data.float() / scales, *kernels.cast_both(ones, one, E4M3.dtype, True, True)
 
-        made = _launched(ones, copies)  # not `by_kernel`, which runs no kernel while Dynamo compiles a graph: plans are made then
+        made = _launched(ones, copies)  # plans are made while Dynamo compiles a graph, and `by_kernel` runs no kernel then
         right = made is not None and all(bool((each.float() == 1).all()) for each in made)
     if made is not None and not right:
         _fails(("casts", ones.device), "the kernel that makes fp8 copies gives wrong ones here; torch makes them")

@@ -80,14 +80,14 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
     else:
         finite = torch.where(matrix.isfinite(), matrix, 0).abs()
         amax = finite.amax(-1, keepdim=True) if by_rows else finite.amax()
-    # divided in fp64, because compilers replace a division in fp32 by a product with a rounded reciprocal
+    # divide in fp64, because compilers replace a division in fp32 by a multiplication with a rounded reciprocal
     scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
     return power_below(scale) if power_of_two else scale
 
 
 def power_below(scale: Tensor) -> Tensor:
     """Return `scale`, which is positive and fp32, rounded down to a power of two."""
-    if is_legacy_batched(scale):  # vmap has no rule for a view of bits. No compiler sees such tensors, so the division stays exact
+    if is_legacy_batched(scale):  # vmap cannot view fp32 as int32: divide, which is exact here, because no compiler sees this tensor
         return scale / (2 * torch.frexp(scale).mantissa)
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32)
 
@@ -138,16 +138,16 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
         product = torch.mm(a.values(), b.values().t()).to(dtype)
         return product if bias is None else product + bias
     (left, ours), (right, theirs) = ((each.data.contiguous(), each.scale.reciprocal()) for each in (a, b))
-    missing = -left.shape[1] % ALIGNMENT  # zeros to append along k for the kernel; they add nothing to a sum
+    missing = -left.shape[1] % ALIGNMENT  # number of zeros to append along k, because the kernel needs aligned sizes; they change no sum
     if missing:
         left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
-    bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # the kernel ignores the strides of a bias
+    bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # the kernel ignores strides: copy the bias
     if ours.dim() == theirs.dim() == 0:
         return multiply_units(left, right, ours, theirs, bias, dtype, fast)
     if fast:
         ours, theirs = (scale.expand(each.shape[0], 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
         return multiply_units(left, right, ours, theirs, bias, dtype, True)
-    one = ours.new_ones(())  # the scales multiply the result below, because the kernel is slow with row scales unless `fast`
+    one = ours.new_ones(())  # multiply the result by the scales below: the kernel is slow with row scales unless `fast`
     product = multiply_units(left, right, one, one, None, dtype, False) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias
 
@@ -172,7 +172,7 @@ def quantise(
     `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. With `largest`, the scale of the tensor is a
     constant for magnitudes up to this number, and larger magnitudes saturate.
     """
-    matrix = value.detach()  # copies and scales pass no gradient on; `link` passes the gradient to `value`
+    matrix = value.detach()  # gradients pass to `value` only through `link`, not through copies and scales
     matrix = matrix if transposed else matrix.reshape(-1, matrix.shape[-1])
     return Quantised(_link(value), *copies(matrix, role, RECIPES[recipe], gemms, transposed, largest))
 
@@ -271,7 +271,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, x8: Quantised | None, w8: Quantised | None, recipe: Recipe,
         gemms: tuple[str, ...], transposed: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.set_materialize_grads(False)  # a gradient of None, of a result that no loss reads, becomes no zeros (see `scale_ops._Cross`)
+        ctx.set_materialize_grads(False)  # the gradient of a result that no loss reads stays None, not zeros (see `scale_ops._Cross`)
         ctx.recipe, ctx.gemms, ctx.transposed = recipe, gemms, transposed
         turned = [made.turned if made is not None and gemm in gemms else None for made, gemm in ((x8, GRAD_WEIGHT), (w8, GRAD_IN))]
         ctx.save_for_backward(x, w, *(part for each in turned for part in each or (None, None)))

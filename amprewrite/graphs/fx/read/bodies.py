@@ -101,7 +101,7 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
         targets = set(written(node))
         if scaled.isdisjoint(node.all_input_nodes):
             memory = {storage for target in targets for storage in memory_of(target)}
-            if any(not memory.isdisjoint(memory_of(zero)) for zero in zeros):  # also by a view
+            if any(not memory.isdisjoint(memory_of(zero)) for zero in zeros):  # the op may overwrite zeros, also through a view
                 return False
             zeros |= {node} if op_name(node.target) in ops_with(Trait.MAKES_ZEROS) else set()
         elif tensors(example_value(node)) or targets:
@@ -109,7 +109,7 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
                 return False
             scaled.add(node)
         elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):
-            return False  # a number that is no size, such as the float of item(), may depend on the factor
+            return False  # a number other than a size, such as a float from item(), may depend on the factor
     return False
 
 
@@ -125,7 +125,7 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
     if Trait.LINEAR_IN_ALL in row.traits:
         summands = [*node.args, *(given for name, given in node.kwargs.items() if name != "alpha")]
         if any(not tensors(example_value(each)) if isinstance(each, torch.fx.Node) else each for each in summands):
-            return False  # the op adds a number that may differ from zero, so that it is not linear
+            return False  # the op adds a number that may differ from zero, so it is not linear
     if row.traits & {Trait.LINEAR_IN_ALL, Trait.JOINS}:
         return all(leaf in scaled or leaf in zeros for leaf in floats)
     if sum(leaf in scaled for leaf in floats) != 1:
@@ -184,7 +184,7 @@ def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torc
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]
-    # matched from the end, because `cond` has a predicate before the operands that it passes to its body graphs
+    # match from the end, because `cond` has a predicate before the operands that it passes to its body graphs
     pairs = zip(reversed(placeholders), reversed(outer), strict=False)
     return [(inner, given) for inner, given in pairs if _shape(inner) == _shape(given) is not None]
 

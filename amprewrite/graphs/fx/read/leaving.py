@@ -70,7 +70,7 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(graph)  # nodes inside torch.func transforms are left out: no cast can be inserted there
+    regions = transform_regions(graph)  # leave out nodes inside torch.func transforms: no cast can be inserted there
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()

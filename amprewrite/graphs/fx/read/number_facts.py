@@ -188,7 +188,7 @@ def find_counts(graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[C
 def _kept(captured: Captured, counts: Counts) -> Any:
     """Return the op graph with `counted` set on every matrix product that must stay fp32 because it multiplies whole numbers."""
     by_name = {name: counts[node] for name, node in captured.nodes.items() if node in counts}
-    # a product sums as many elements as half its FLOPs for each element of its result
+    # The number of terms that a product sums for each element is half the FLOPs of the element, because a multiply-add is two FLOPs.
     return keep_counts(captured.problem.graph, by_name, lambda node: node.flops // (2 * max(node.numel, 1)))
 
 
@@ -218,7 +218,7 @@ def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
         for node, value in held.items():
             plain = type(value) in (Tensor, torch.nn.Buffer) and not isinstance(value, FakeTensor) and value.layout == torch.strided
             if plain and value.device.type != "meta" and value.numel():
-                wide = value if value.dtype.itemsize > 1 else value.float()  # no kernel rounds fp8
+                wide = value if value.dtype.itemsize > 1 else value.float()  # PyTorch cannot round fp8 values, so convert them to fp32
                 asked[node] = torch.stack([(wide == wide.round()).all(), wide.abs().amax() > EXACT])
         kinds = [(Count.LARGE if beyond else Count.WHOLE) if whole else Count.SMALL for whole, beyond in on_host(list(asked.values()))]
     return dict.fromkeys(held, Count.SMALL) | dict(zip(asked, kinds, strict=True))
@@ -235,7 +235,7 @@ def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
     """By storage: the values so far that lie in it, if the graph writes to any memory."""
     for node in nodes:
         value, targets = example_value(node), writes.get(node, ())
-        value = example_value(targets[0]) if value is None and targets else value  # setitem returns nothing
+        value = example_value(targets[0]) if value is None and targets else value  # setitem returns None: take the tensor that it writes
         read: Sequence[torch.fx.Node] = node.all_input_nodes
         if node in known:
             found[node] = known[node]
@@ -264,7 +264,7 @@ def _read_into_result(node: torch.fx.Node, op: str) -> tuple[list[torch.fx.Node]
         new = str(getattr(node.target, "__name__", node.target)).startswith("new_")
         given = (*node.args[new:], *node.kwargs.values())
         read = [each for parameter, each in arguments(node)[new:] if parameter not in _PLACES]
-    numbers = given if op not in HOLDS | UNIFORM else tree_leaves(given)  # numbers in lists are sizes in all other ops
+    numbers = given if op not in HOLDS | UNIFORM else tree_leaves(given)  # skip numbers in lists of other ops: they are sizes
     return read, [each for each in numbers if type(each) in (int, float)]
 
 

@@ -31,23 +31,23 @@ def flops(op: str, node: torch.fx.Node) -> int:
     """
     if op not in _PRODUCTS and "conv" not in op:
         return 0
-    leaves = tree_leaves((node.args, dict(node.kwargs)))  # an operand that is passed twice is there twice
+    leaves = tree_leaves((node.args, dict(node.kwargs)))  # unlike `all_input_nodes`, this lists an operand twice if it is passed twice
     shapes = [hints(t) for leaf in leaves if isinstance(leaf, torch.fx.Node) for t in tensors(example_value(leaf))[:1]]
     out = [math.prod(hints(t)) for t in tensors(example_value(node))[:1]]
     if not out or not shapes or not shapes[0]:
         return 0
     if op in ops_with(Trait.SUMS_LAST_DIM):
         grouped = all(len(shape) == 2 for shape in shapes[:2]) and len(hints(tensors(example_value(node))[0])) == 3
-        # in a grouped product (2-dim operands, 3-dim result) each group sums only its own part of the dim: divide by the number of groups
+        # A grouped product has 2-dim operands and a 3-dim result. Each group sums only a part of the dim: divide by the number of groups.
         return 2 * out[0] * shapes[0][-1] // (hints(tensors(example_value(node))[0])[0] if grouped else 1)
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
-    if op == "_transformer_encoder_layer_fwd":  # products with its four weights, the scores and the weighted values
+    if op == "_transformer_encoder_layer_fwd":  # products with its four weights, attention scores, and weighted sums of values
         rows, sizes = math.prod(shapes[0][:-1]), [math.prod(shape) for shape in shapes[1:] if len(shape) == 2]
         return 2 * rows * sum(sizes[:4]) + 4 * rows * shapes[0][-2] * shapes[0][-1]
-    if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:  # four projections, the scores and the weighted values
+    if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:  # four projections, attention scores, weighted sums of values
         query, key = (hints(tensors(example_value(each))[0]) for each in node.args[:2])  # type: ignore[arg-type]
-        # their shapes are (length, batch, width) or (length, width)
+        # `query` and `key` are shapes: (length, batch, width) or (length, width)
         asked, keys = math.prod(query[:-1]), math.prod(key[:-1])
         return 4 * (asked + keys) * query[-1] ** 2 + 4 * asked * key[0] * query[-1]
     if op in ops_with(Trait.ATTENDS) and len(shapes) > 1:

@@ -74,7 +74,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             return result
         if vertex.op in UNSET:
             with torch.no_grad():
-                result.fill_(1)  # what lies there by chance is no value of the model
+                result.fill_(1)  # overwrite the numbers in uninitialised memory: they are no values of the model
         shown = tensors(thawed(result))
         if not shown and n.args and isinstance(n.args[0], torch.fx.Node):
             shown = tensors(self.env.get(n.args[0]))  # setitem and similar ops return nothing, so observe the tensor that they wrote
@@ -115,7 +115,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
 
             @uncaptured
             def look(gradient: torch.Tensor | None) -> None:
-                if gradient is not None:  # a loss may give None to a value that it reads (an `autograd.Function`)
+                if gradient is not None:  # the gradient is None if an `autograd.Function` that reads the value returns None for it
                     gradients[name] = gradients.get(name, ValueRange()) | ValueRange.of(gradient)
 
             tensor.register_hook(look)
@@ -149,7 +149,7 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
         found = {} if ranges is None else {name: value for name, value in ranges.values.items() if value.smallest < smallest}
         read_low = made | _copied_low(each, planned)
         for vertex in each.problem.graph if found else ():
-            low = read_low if vertex.name in made else made  # an op in fp32 reads fp32 values, and results of low ops
+            low = read_low if vertex.name in made else made  # an fp32 op reads rounded values only if low ops computed them
             for name in before_pole(each.problem.graph, vertex):
                 if name in low and name in found:
                     yield f"{name} comes down to {found[name].smallest:.3g} before {vertex.name}"

@@ -185,7 +185,7 @@ class RepeatedCalls:
             made: Any = None
             if self._symbolic and _is_plain(captured) and not writes and not is_opaque(node):
                 read = {operand: sized(operand) for operand in operands}
-                with contextlib.suppress(Exception):  # if the op fails, its run on symbolic sizes below raises the error
+                with contextlib.suppress(Exception):  # ignore an error: the op then runs on symbolic sizes below, and may raise it there
                     made = run(read)
             if _differ_in_dtype(made, captured):
                 value = captured.new_empty_strided(captured.shape, captured.stride(), dtype=made.dtype)
@@ -193,7 +193,7 @@ class RepeatedCalls:
                 read, value = values, (made := run(values))
             lies = storages(made)
             # The result of an in-place op shares memory only with the operands that the op writes. An operand that the op only reads may
-            # have the same fake tensor as a written operand, because `give` reuses fake tensors, and yet has other memory in a real run.
+            # have the same fake tensor as a written operand, because `give` reuses fake tensors, but in a real run it has other memory.
             may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]
             aliases = tuple(place for place in may_be if lies & storages(read[operands[place]]))
             own = not lies <= {storage for place in aliases for storage in storages(read[operands[place]])}

@@ -29,7 +29,7 @@ def fill_graph_types(graph: ir.Graph, opset: int) -> None:
 
 def _borders(node: ir.Node) -> list[list[ir.Value | None]]:
     """Return lists of values that share their type: a result or operand of an If, Loop or Scan, and its counterparts in the subgraphs."""
-    # The first two inputs of a Loop are the trip count and a condition. The first output of its body is a condition.
+    # Skip the first two inputs of a Loop (trip count and condition), and the first output of its body (a condition).
     taken, given = (2, 1) if node.op_type == "Loop" else (0, 0)
     inner = bodies(node)
     found: list[list[ir.Value | None]] = [

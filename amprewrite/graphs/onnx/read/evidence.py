@@ -100,12 +100,12 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
 
     def summed(node: OpNode) -> int:
         if node.op in ("conv2d", "conv_transpose2d"):
-            return FEW + 1  # filters are learnt: they are no frequencies of positions, even those of one channel
+            return FEW + 1  # filters are learnt, even if they have one channel: a convolution never multiplies positions by frequencies
         return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
 
     for node in model.graph.all_nodes():
         if node.op_type in ("Constant", "If") and not node.domain:
-            continue  # `_read` looks at the numbers, and into the branches
+            continue  # `_read` reads the numbers of a constant, and looks into the branches of an If
         read = [value for place, value in enumerate(node.inputs) if value is not None and place not in PLACES.get(node.op_type, ())]
         given = [_read(value, found) for value in read]
         numbers = [number for value in read if (number := scalar(value)) is not None]
@@ -202,7 +202,7 @@ def _is_exact(node: OpNode, exact: set[str]) -> bool:
     """True if a value is computed without products, random ops and loops, as a step size is. `exact` names earlier such values."""
     if node.role != "op":
         return node.role != "output"
-    # A product of unknown shape has `flops == 0`, but its kind is ALLOW.
+    # Check the kind, too: a product of unknown shape has `flops == 0`, but its kind is ALLOW.
     if node.flops or node.kind is OpKind.ALLOW or node.op in RANDOM or node.op in BODIES:
         return False
     return all(operand.value in exact for operand in node.operands)

@@ -104,7 +104,7 @@ def raise_old(model: ir.Model) -> ir.Model:
     old = model.clone()
     _unbroadcast_slopes(old, said)
     proto = ir.to_proto(old)
-    problem = invalid(proto, full=False)  # the converter may crash on a malformed model
+    problem = invalid(proto, full=False)  # check the model first, because onnx's converter may crash on a malformed model
     if problem:
         raise CaptureError(f"{said}, and not valid ONNX: {problem}; export it again")
     try:
@@ -122,7 +122,7 @@ def _fold_unsqueezes(model: ir.Model) -> None:
         for node in list(graph):
             value, result = node.inputs[0] if node.inputs else None, node.outputs[0]
             if result.type is None:
-                result.shape = None  # onnx_ir cannot write a shape without a type
+                result.shape = None  # onnx_ir cannot write a value that has a shape but no type
             tensor = constant_tensor(value) if value is not None else None
             if node.op_type != "Unsqueeze" or tensor is None or result.is_graph_output():
                 continue
@@ -227,7 +227,7 @@ def _raise_ir_version(model: ir.Model, opset: int) -> None:
 
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
     """True if the op lists let a node with an fp32 result run low. True for an If, Loop or Scan through which fp32 values pass."""
-    if node.op_type in FLOW:  # If, Loop and Scan are on no list: fp32 values that enter or leave their subgraphs may become low
+    if node.op_type in FLOW:  # If, Loop and Scan are on no list, but fp32 values that enter or leave their subgraphs may become low
         crossing = (value for body in bodies(node) for value in (*body.inputs, *body.outputs))
         return any(format_of(value) == "fp32" for value in (*node.outputs, *crossing))
     kind = lists.kind(op_of(node))

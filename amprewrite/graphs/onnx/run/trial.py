@@ -80,7 +80,7 @@ def main() -> None:
     except Exception as error:
         said = str(error)
     if not said:
-        with contextlib.suppress(Exception):  # ignored: only a crash of this process counts here
+        with contextlib.suppress(Exception):  # ignore errors: this second run only shows whether the process crashes
             _run_any(_load(model, providers, plainly=False), feeds)
     sys.stdout.buffer.write(said.encode(errors="replace"))
 

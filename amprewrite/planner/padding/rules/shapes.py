@@ -271,7 +271,7 @@ def chunks(view: View) -> Rule:
         return rule
     sizes = [s[dim] for s in call.shapes]
     if call.op == "chunk" and (len(set(sizes)), len(sizes)) != (1, call.get(1, "chunks")):
-        return rule  # twelve in five chunks are four of three: with padding there might be another number of them
+        return rule  # chunk(5) of 12 elements gives 4 pieces of 3: with padding, the number of pieces might differ
     if not all(isinstance(s, int) and s > 0 for s in sizes):
         return rule
     unit = math.gcd(*sizes)  # type: ignore[arg-type]
@@ -280,7 +280,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # all pieces are multiples of the smallest piece, as in a QKV weight with fewer key heads: tie each to it
+        if first is not None:  # all sizes are multiples of the smallest (a QKV weight with fewer key heads): tie all pieces to that piece
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:
@@ -332,7 +332,7 @@ def padded(view: View) -> Rule:
         return Rule(why_opaque="it pads something other than a single tensor by numbers")
     rule = Rule(content=zero_keeping if not value else lambda contents: MIXED)
     for dim in range(len(shape)):
-        place = 2 * (len(shape) - 1 - dim)  # `pad` begins with the last dim
-        if not any(sizes[place : place + 2]):  # (1, -1) keeps the size, but moves the padding
+        place = 2 * (len(shape) - 1 - dim)  # the argument `pad` lists the last dim first
+        if not any(sizes[place : place + 2]):  # test both numbers: (1, -1) keeps the size of the dim, but moves its padding
             rule.tie(((source.name, dim),), ((0, dim),))
     return rule
