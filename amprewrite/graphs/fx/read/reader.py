@@ -380,13 +380,15 @@ def _vertex(fact: Fact, ties: Ties, entry: str) -> OpNode:
 _STATISTICS = ops_with(Trait.RUNNING_STATISTICS)
 
 
-def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
-    """Return the positions of the inputs that the graph writes in place with autograd recording, which gives them a new history.
+def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
+    """True if the graph writes to an input named in `hooked`, and autograd records the write.
 
-    Norms write their running statistics without gradients, so writes to these do not count.
+    A hook that the model set before the write belongs to the old value, but Dynamo would set it on the new value, after the graph. Norms
+    write their running statistics without gradients, so writes to these do not count.
     """
-    trained = trained_nodes(graph)
-    quiet = without_grad(graph, grad=True)
+    if not hooked:
+        return False
+    trained, quiet = trained_nodes(graph), without_grad(graph, grad=True)
     memory = {
         storage
         for node in graph.nodes
@@ -394,15 +396,4 @@ def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
         for target in written(node)
         for storage in memory_of(target)
     }
-    return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
-
-
-def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
-    """True if the graph writes to an input named in `hooked`, and autograd records the write.
-
-    A hook that the model set before the write belongs to the old value, but Dynamo would set it on the new value, after the graph.
-    """
-    if not hooked:
-        return False
-    recorded = recorded_inputs(graph)
-    return any(place in recorded and node.name in hooked for place, node in enumerate(graph.find_nodes(op="placeholder")))
+    return any(node.name in hooked and not memory.isdisjoint(memory_of(node)) for node in graph.find_nodes(op="placeholder"))
