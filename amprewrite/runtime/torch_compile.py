@@ -209,7 +209,7 @@ _SESSIONS: weakref.WeakSet[CompiledSession] = weakref.WeakSet()
 def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: Options) -> CompiledSession:
     """Return the session with equal options that shares parameters with `modules` or `read`; a new session if there is none.
 
-    `modules`: the modules whose code was captured. `read`: the parameters that the graph reads. The session's root gets both.
+    `modules`: the modules whose code was captured. `read`: the parameters that the graph reads. They become part of the session's model.
     """
     own = {id(p) for p in (*read, *(p for module in modules for p in parameters_in(module)))}
     for session in sorted(_SESSIONS, key=lambda each: each.number):

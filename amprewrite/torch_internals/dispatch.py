@@ -85,7 +85,7 @@ set_grad_enabled = torch._C._set_grad_enabled
 def outside_capture(shapes: Any) -> Iterator[None]:
     """Context manager for calling a compiler on real inputs, outside a capture. `shapes` is a new `ShapeEnv`.
 
-    The compiler takes the sizes of the inputs for constants, but not a number that the graph reads from a tensor, as by `x.item()`.
+    The compiler treats the sizes of the inputs as constants. A number that the graph reads from a tensor, as by `x.item()`, stays variable.
     """
     with tracing(TracingContext(FakeTensorMode(shape_env=shapes, static_shapes=True))):
         yield

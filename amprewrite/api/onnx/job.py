@@ -391,7 +391,7 @@ class Job:
     def _error(self, samples: Samples, found: Sequence[Sequence[Any]]) -> float | None:
         """Return the relative error of the results `found` on the samples; None without a finite floating number to compare.
 
-        Results whose shape rounding changed are left out. Their names are stored in `self.resized`, and a note lists them.
+        Results of another shape than in fp32 are left out. Their names are stored in `self.resized`, and a note lists them.
         """
         other = resized(samples.outputs, found)
         if other:

@@ -317,8 +317,8 @@ class Regions:
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
         """Return {(dim, value, axis): (variable of the op that makes the value, [(reader, its variable)])} for all dims that may be padded.
 
-        The variable is the cut's yes-or-no choice whether to pad the op in this dim along the axis. It is None if the op must not be padded
-        there, and for a reader before which padding is cut off (`barriers`). Only axes that some matrix product wants padded are included.
+        A variable is the cut's yes-or-no choice whether to pad the op in this dim along the axis. It is None if the op must not be padded
+        there, and for a reader in `barriers`, which reads the value unpadded. Axes that no matrix product wants padded are left out.
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)

@@ -238,7 +238,7 @@ class LookAhead:
     def _decide_anew(self, seen: Mapping[str, RegionRanges], inputs: tuple[Any, ...], hidden: str) -> None:
         """Plan and emit the graph anew with the ranges `seen`. Bodies of loops and conditions, which are not observed, stay fp32.
 
-        `hidden` is the reason why no run shows whether these bodies overflow; "" if it is known that the graph overflows.
+        `hidden` is "" if the graph is known to overflow. Otherwise it is the reason why these bodies may overflow unseen.
         """
         captured, calibration = self.captured, self.learn(tuple(seen.values()))
         unseen = f"a first call would overflow in {self._low}, and the values in there are not observed"

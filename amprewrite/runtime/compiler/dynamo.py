@@ -430,9 +430,9 @@ def first_line(text: object) -> str:
 
 
 class _Aside(threading.local):
-    """Holds the user's dispatch modes that are suspended in this thread, because Dynamo cannot run under dispatch modes.
+    """Holds the user's dispatch modes that are suspended in this thread while Dynamo runs, because it cannot run under dispatch modes.
 
-    They are active while a rewritten graph runs, but not for code that runs as written between graphs.
+    Rewritten graphs run under these modes. Code that runs as written between graphs does not.
     """
 
     def __init__(self) -> None:

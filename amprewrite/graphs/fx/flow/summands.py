@@ -126,7 +126,7 @@ class _Factors:
         """True if `node`, an operand of the op `beside`, may be a step size, such as `step` in `x + step * y`.
 
         It must have one dim at most, and fewer dims than the result of `beside`; dims of size 1 do not count. It must also be computed
-        without parameters (in `exact`), or be a learnt factor (in `learnt`) of a `mul` or `div`.
+        without parameters (`self.exact`), or be a learnt factor (`self.learnt`) of a `mul` or `div`.
         """
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in FACTORS)
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)

@@ -65,7 +65,7 @@ def _sizes(tensor: torch.Tensor) -> Hashable:
 
 
 def _order(tensor: torch.Tensor) -> Hashable:
-    """Return a key of the memory layout of `tensor`: its dims, innermost first; its sizes and strides if its memory has gaps."""
+    """Return a key of the memory layout of `tensor`: the order of its dims, innermost first, or sizes and strides if it has gaps."""
     sizes, strides = hints(tensor), tuple(map(hint, tensor.stride()))
     dense = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) == math.prod(sizes)
     return tuple(sorted(range(len(sizes)), key=strides.__getitem__)) if dense else _sizes(tensor)

@@ -185,7 +185,7 @@ def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
 
 
 def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
-    """Return made-up inputs. An open dim gets the size `first` at the start of a shape, otherwise `rest`. Equal names get one size."""
+    """Return made-up inputs. A dynamic dim has the size `first` at the start of a shape, otherwise `rest`; dims of one name are equal."""
     generator = np.random.default_rng(0)
     open_dims: dict[str, int] = {}
     feed: Feed = {}
