@@ -404,7 +404,7 @@ def _backward(program: Program, record: Record, index: int, result: Any, inputs:
         sum(scale * each.float().square().sum() for each in found).backward()  # type: ignore[union-attr]
     elif program.loss == "mean":
         sum(scale * each.float().mean() for each in found).backward()  # type: ignore[union-attr]
-    elif program.loss == "outputs" and len(found) > 1:
+    elif program.loss == "outputs" and len(found) > 1 and not compiled:  # a compiler has no gradient of one result by another
         grads = torch.autograd.grad(terms[0], found[1:], allow_unused=True, retain_graph=True)
         for place, each in enumerate(grads):
             record.keep(f"{index} gradient_of_result {place}", _unscaled(each, scale))
