@@ -130,6 +130,7 @@ class Reason(Enum):
     CANCELS = "rounding it would be magnified by a difference"
     COUNTS = "it multiplies numbers that count something, which the low format does not hold"
     UNROUNDED = "torch.autocast keeps it in fp32, and no product has rounded it yet"
+    DRAWN = "it draws between two bounds, and the low format rounds draws to the bounds"
     MAGNIFIED = "torch.autocast keeps it in fp32, and what reads it would magnify its rounding"
     TOLD_APART = "a logarithm may tell its values near zero or one apart, which the low format does not hold"
     SMALL_STEPS = "it changes in many small steps, and rounding it would outweigh them"

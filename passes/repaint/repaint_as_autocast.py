@@ -58,7 +58,9 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
                 continue
             if node.name in found.sums:
                 decisions.keep_high(problem, node.name, Reason.LOW_BACKWARD, because_of=found.sums[node.name])
-            elif node.op in DRAWS or not found.is_free(node):
+            elif node.op in DRAWS:
+                decisions.keep_high(problem, node.name, Reason.DRAWN)
+            elif not found.is_free(node):
                 reader = found.magnifies.get(node.name, "")
                 decisions.keep_high(problem, node.name, Reason.MAGNIFIED if reader else Reason.UNROUNDED, because_of=reader)
             elif node.name in problem.read_by_many:

@@ -145,6 +145,7 @@ def test_a_uniform_draw_is_that_of_fp32(name: str) -> None:
     want = net(x)
     torch.manual_seed(3)
     assert worst(amp(x), want) < FLOOR["bf16"]
+    assert Reason.DRAWN in {node.reason for node in amp.plan.nodes}
 
 
 NEAREST: dict[str, Callable[[Tensor], Tensor]] = {

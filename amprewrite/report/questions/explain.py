@@ -214,6 +214,7 @@ _CONDITIONS = {
     Reason.OUT_OF_RANGE: "with values that fit: {detail}",
     Reason.CANCELS: "if no difference magnified its rounding ({detail})",
     Reason.UNROUNDED: "behind a product, or with overrides={{'{op}': 'low'}}",
+    Reason.DRAWN: "with overrides={{'{op}': 'low'}}",
     Reason.MAGNIFIED: "if only products read it, or ops that do not magnify a rounding, or with overrides={{'{op}': 'low'}}",
     Reason.TOLD_APART: "if no logarithm could read it, or with overrides={{'{op}': 'low'}}",
     Reason.SMALL_STEPS: "with fewer or larger steps, or with overrides={{'{op}': 'low'}}",

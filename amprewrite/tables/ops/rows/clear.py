@@ -69,7 +69,7 @@ ROWS = (
         "zeros new_zeros _efficientzerotensor", "ones new_ones", "zeros_like", "ones_like", "full new_full", "full_like",
         "empty new_empty", "empty_like", "empty_strided new_empty_strided", "empty_permuted", "eye", "scalar_tensor",
         "tensor new_tensor as_tensor asarray new", "from_numpy frombuffer from_file", "resize _resize_output", "resize_as"),
-    *rows(CLEAR, "draws random numbers: a rounded draw is as random",
+    *rows(CLEAR, "draws random numbers",
         "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "random", "bernoulli", "uniform", "normal"),
     *rows(CLEAR, "changes the dtype the model asks for, or follows another tensor",
         "to _to_copy _parse_to _autocast_to_full_precision _autocast_to_reduced_precision", "type", "type_as", "float _cast_Float",
