@@ -235,3 +235,27 @@ def test_half_tensors_in_objects_become_fp32_for_the_call(holder):
     for _ in range(2):
         torch.testing.assert_close(amp(x, memory), net(x, holder(x=half.float())), rtol=0, atol=2e-2)
     assert (memory["x"] if isinstance(memory, OrderedDict | UserDict) else memory.x) is half
+
+
+@pytest.mark.parametrize("held", [lambda made: made, lambda made: made.t(), lambda made: made[:, ::2]], ids=["dense", "turned", "with gaps"])
+@pytest.mark.parametrize("turn", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.transpose_(0, 1).add_(1), lambda x: x.mul_(2)])
+def test_a_half_tensor_takes_the_layout_that_the_model_gives_it(held, turn):
+    """A write that changes the shape cannot be copied into the old one."""
+
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, data):
+            y = data["y"]
+            out = self.layer(y[:, :1].expand(y.shape[0], 6))
+            turn(y)
+            return out
+
+    mine, theirs = (held(torch.arange(36.0).view(6, 6).to(torch.bfloat16)) for _ in range(2))
+    theirs = {"y": theirs}
+    amprewrite.rewrite(Turning(), dtype="bf16")(theirs)
+    turn(mine)
+    assert theirs["y"].dtype == torch.bfloat16
+    assert torch.equal(theirs["y"], mine)

@@ -178,11 +178,11 @@ class Widened:
 
     Half tensors in lists, tuples, dicts and dataclasses are replaced, too. A tuple is copied. Any other container is changed in place,
     because the model may add to it: it holds the fp32 copies inside the `with` block, and the half tensors again afterwards. If the model
-    writes to an fp32 copy, the values are copied into the half tensor at the end.
+    writes to an fp32 copy, the values are copied into the half tensor at the end, which also takes a new shape, as of `unsqueeze_`.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._made: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._made: dict[int, tuple[Tensor, Tensor, int, Any]] = {}
         self._items: list[tuple[Any, Any, Any, Any]] = []
         """The items to replace in lists and dicts, as (container, index or key, item before, item inside the block)."""
         self._seen: set[int] = set()
@@ -203,9 +203,13 @@ class Widened:
             there = container[key] if (key < len(container) if isinstance(container, list) else key in container) else None
             if there is inside:
                 container[key] = before
-        for half, wide, version in self._made.values():
+        for half, wide, version, layout in self._made.values():
             if wide._version != version:
                 with torch.no_grad():
+                    if _layout(wide) != layout and _layout(half) == layout:
+                        half.as_strided_(wide.shape, wide.stride())
+                    elif _layout(wide) != layout:  # the strides of the copy would leave the memory of a half tensor with gaps
+                        half.data = torch.empty_like(wide, dtype=half.dtype)
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
@@ -229,8 +233,12 @@ class Widened:
             return value
         if id(value) not in self._made:
             wide = _counted(value)
-            self._made[id(value)] = value, wide, wide._version
+            self._made[id(value)] = value, wide, wide._version, _layout(wide)
         return self._made[id(value)][1]
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
 
 
 def _counted(half: Tensor) -> Tensor:
