@@ -237,8 +237,12 @@ def test_half_tensors_in_objects_become_fp32_for_the_call(holder):
     assert (memory["x"] if isinstance(memory, OrderedDict | UserDict) else memory.x) is half
 
 
-@pytest.mark.parametrize("held", [lambda made: made, lambda made: made.t(), lambda made: made[:, ::2]], ids=["dense", "turned", "with gaps"])
-@pytest.mark.parametrize("turn", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.transpose_(0, 1).add_(1), lambda x: x.mul_(2)])
+@pytest.mark.parametrize(
+    "held", [lambda made: made, lambda made: made.t(), lambda made: made[:, ::2]], ids=["dense", "turned", "with gaps"]
+)
+@pytest.mark.parametrize(
+    "turn", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.transpose_(0, 1).add_(1), lambda x: x.mul_(2)], ids=range(4)
+)
 def test_a_half_tensor_takes_the_layout_that_the_model_gives_it(held, turn):
     """A write that changes the shape cannot be copied into the old one."""
 
