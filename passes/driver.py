@@ -79,8 +79,8 @@ def read_problem(
     """Return a captured graph with its `Problem`, the planner's input: op graph, properties of its ops, and policy. Nothing is decided yet.
 
     `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the names of the
-    model's positional parameters. `given` is the plan to follow. `handed` is for a body graph: for each input, whether its elements count
-    something, such as positions (`Count`), None where this is not known. The other arguments are fields of `Problem`.
+    model's positional parameters. `given` is the plan to follow. `handed` is for a body graph: for each input, a `Count`, which says if its
+    elements count something, such as positions; None if this is not known. The other arguments are fields of `Problem`.
 
     If all graphs of the model share one plan (`policy.parity`), a graph without gradients is read as if it recorded gradients.
     """
@@ -127,7 +127,7 @@ def read_problem(
 
 
 def _asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if a product may read fp8 copies, or be wide (bf16 operands, fp32 result). A given plan decides, otherwise the policy."""
+    """True if the plan `given`, or if it is None the policy, lets a product read fp8 copies or be wide (bf16 operands, fp32 result)."""
     if given is None:
         return policy.products is not None or any(override.word == WIDE for override in policy.overrides)
     return any(region.quantised or region.edited(Edit.WIDE_PRODUCT) for region in given.regions)
@@ -139,9 +139,9 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """Return three fields of `Problem` about attention calls: edits that their masks allow, ops that repeat heads, non-contiguous masks.
+    """Return {field of `Problem`: value} for attention calls: edits that their masks allow, ops that repeat heads, non-contiguous masks.
 
-    Returns {} if `fold_masks` is off or the graph has no attention. `around` maps the inputs of a body to the outer nodes passed for them.
+    Returns {} if `fold_masks` is "" or the graph has no attention. `around` maps the inputs of a body to the outer nodes passed for them.
     """
     if not captured.problem.fold_masks or not any(node.op == ATTENTION for node in captured.problem.graph):
         return {}
@@ -154,7 +154,7 @@ def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.
 
 
 def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Return an edited copy of the captured graph, which has passed a check on fake tensors, and its plan.
+    """Return (edited copy of the captured graph, its plan). The copy has passed a check on fake tensors.
 
     An op that refuses its planned low-precision inputs stays fp32, and the graph is planned again. The captured graph itself is never
     edited. Raises PassError if the edited graph fails for another reason, PlanError if a given plan cannot run, and the errors of `decide`.
@@ -316,7 +316,7 @@ def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
-    """Force all ops of the body (subgraph) `part` to fp32, for a `reason` in the outer op that runs the body. `what` is this op's name."""
+    """Force all ops of the body (subgraph) `part` to fp32. The plan shows `reason` and `what`, the name of the outer op that causes it."""
     part.know(kept_high=(reason, what))
     pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
@@ -326,7 +326,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Force the ops `names`, and ops tied to them by memory, to fp32. Forced formats stay. The plan shows `reason` and the text `what`."""
+    """Force the ops `names`, and ops that must share their format, to fp32, unless forced already. The plan shows `reason` and `what`."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -431,7 +431,7 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """Forbid the padding of the op that failed the dry run of the edited graph (`refusal`), and return True.
+    """Keep the op that failed the dry run (`refusal`) at its logical (unpadded) sizes: forbid its padding, and return True.
 
     If the op is unknown, or its padding is forbidden already, forbid all padding. If nothing is padded or a plan is given, return False.
     """
@@ -476,7 +476,7 @@ def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, re
 
 
 def _expected(problem: Problem, decisions: Decisions, edited: EditedGraph) -> dict[torch.fx.Node, torch.dtype]:
-    """Return {node of the edited graph: dtype that the plan gives its result}, for ops only. Ops without fp32 values are left out."""
+    """Return {node of the edited graph: planned dtype of its result} for each op that has an fp32 result in the captured graph."""
     low = problem.policy.low.dtype
     return {
         edited.nodes[name]: low if painted.colour is Colour.LOW else FP32.dtype

@@ -52,8 +52,8 @@ LEAST_TOLD = 1e-3
 def weighed(plan: RegionPlan) -> RegionPlan:
     """Return `plan` with the additions that only a human reader needs: prices, notes and reasons. The plans of subgraphs get them, too.
 
-    The prices are of alternative plans for the same graph; a graph that stays fp32 as a whole has none. On a device that gains nothing from
-    padding, the reasons say why nothing is padded. Nothing that runs depends on these additions, so they are made only when a plan is read.
+    If our own rules made `plan`, it gets its price and the prices of other plans for the same graph. If the device does not gain from
+    padding, it gets reasons that say so. Nothing that runs depends on these additions, so they are made only when a plan is read.
     """
     problem, plan = plan.basis, replace(plan, bodies=tuple(map(weighed, plan.bodies)))
     if problem is None or any(note.startswith(LEFT) for note in plan.notes):
@@ -82,7 +82,7 @@ def _on_weights(problem: Problem, plan: RegionPlan) -> Iterator[str]:
 
 
 def _on_parity(problem: Problem, colours: dict[str, Colour]) -> Iterator[str]:
-    """Yield a note if a plan for this graph alone would be cheaper than the plan, which agrees with the model's other graphs."""
+    """Yield a note if a plan for this graph alone would be cheaper than `colours`, the plan that agrees with the model's other graphs."""
     alone = problem.apart
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return

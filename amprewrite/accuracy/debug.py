@@ -65,7 +65,7 @@ The number is small because each rewrite captures the model again.
 
 @dataclass(frozen=True)
 class Finding:
-    """One numeric fault of the low run: the row (the errors of one result) that shows it, and the row whose rounding lost the bits."""
+    """One numeric fault of the low run. It shows in the result of `row`. The bits were lost when the result of `lost_at` was rounded."""
 
     kind: str
     """overflow, underflow or cancellation."""
@@ -119,10 +119,10 @@ class DebugReport:
         return op_table(self.plan)
 
     def table(self, n: int = 20, backward: bool = False) -> str:
-        """Return a text table of the `n` rows with the largest total errors, rows with overflow first.
+        """Return a text table of the `n` results or cast copies with the largest total errors. Results that overflow come first.
 
-        Its columns are the error inherited from operands, the own rounding error and the total error, the smallest and largest magnitude,
-        and the shares of overflow and underflow. Low rows without an own error are left out. `backward=True` shows gradients, not results.
+        Its columns are the inherited error, the op's own rounding error, the total error, the smallest and largest magnitude, and the
+        shares of elements that overflow and underflow. Low results without rounding error are omitted. `backward=True` shows gradients.
         """
         rows = self.gradient_rows if backward else self.rows
         shown = [row for row in rows if row.introduced or row.overflow or row.colour is Colour.HIGH]
@@ -173,9 +173,9 @@ def debug(
 ) -> DebugReport:
     """Run the rewritten model `amp` with and without rounding on the same inputs, and report the nodes where the numbers differ.
 
-    `backward=True` also runs backward from `loss(output)`. `backward=None` does so if gradients are enabled, and the model is in
-    training mode or `loss` is given. `loss` takes the output and returns a 0-dim tensor. Without `loss`, the loss is the output's
-    attribute or item `loss`, its only tensor if that has 0 dims, or the sum of the mean squares of its tensors.
+    `backward=True` also runs backward from `loss(output)`, a 0-dim tensor. `backward=None` does so if gradients are enabled, and either the
+    model is in training mode or `loss` is given. If `loss` is not given, the attribute or item `loss` of the output is taken. If there is
+    none, the loss is the output's only tensor if this has 0 dims, and otherwise the sum of the mean squares of all its tensors.
 
     The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
     PolicyError if `amp` is not rewritten or there is no loss, CaptureError if nothing can be captured.
@@ -235,9 +235,9 @@ def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
 def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
     """Return the row whose rounding caused the error of `row`.
 
-    The search goes upstream from `row`, at each row to the operand with the largest absolute error. It ends at the first operand whose own
-    rounding error is more than a tenth of its total error. If this is a cast, return the row of the value that was cast. If there is no
-    such operand, return the last row reached, or `row` itself if the last row is a cast without an error of its own.
+    The search goes upstream from `row`, each time to the operand with the largest absolute error. It ends at an operand whose own rounding
+    error is more than a tenth of its total error. Return this operand or, if it is a cast copy, the value that was cast. If the search
+    ends at a row without measured operands, return that row, or `row` itself if that row is a cast copy without a rounding error.
     """
     here, seen = row, {row.name}
     while True:
@@ -339,7 +339,7 @@ class _Trials:
         return self.known[asked]
 
     def fewest(self, kept: list[str]) -> list[str]:
-        """Return a small subset of the fp32 nodes `kept` that still meets the target. Delta debugging drops chunks, halves first."""
+        """Return a small subset of the fp32 nodes `kept` that still meets the target. Try to drop half of them at once, then ever fewer."""
         size = max(len(kept) // 2, 1)
         while kept:
             start, dropped = 0, False

@@ -87,7 +87,7 @@ def calibrate(
         loss: a function that takes the model's result and returns a tensor with one element, e.g. `lambda out: out.loss`. If given,
             backward runs too, and the calibration has the ranges of all gradients.
         forward: a function that calls the model on a batch in another way: `lambda model, batch: model(batch[0])`.
-        granularity: the same as for `rewrite`. The two must agree, because ranges are known for captured graphs.
+        granularity: the value that is given to `rewrite`. It decides how the model is split into graphs, and ranges are recorded by graph.
         progress: show a progress bar on a terminal or in a notebook.
 
     Raises:

@@ -54,9 +54,9 @@ def movable(node: OpNode) -> bool:
 
 
 class GraphErrors:
-    """Finds plans of one graph that trade time for error, from the squared output error of rounding each value for each of its readers.
+    """Finds plans of one graph that trade time for error. `kept` returns the ops that stay fp32 in the plan with the least cost.
 
-    `kept` returns the ops that stay fp32 in the plan with the least cost, for a given price of a unit of squared error.
+    `edges` has, for each pair (value, reader), the squared output error that rounding the value for this reader causes.
     """
 
     def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
@@ -131,7 +131,7 @@ class GraphErrors:
 
 
 def _rounds(operand: Operand) -> bool:
-    """True if an op that runs low rounds this operand."""
+    """True if the op that reads this operand rounds it when the op runs low."""
     return operand.demand is Demand.COLOUR or (operand.demand is Demand.PROMOTE and not operand.scalar)
 
 
@@ -190,11 +190,11 @@ class Chain:
             before = price, kept
 
     def _prices(self, typical: int) -> list[float]:
-        """Return the prices to try for a unit of squared error, ascending; [] if all errors are 0 or `typical` is 0.
+        """Return the prices to try for a unit of squared error, ascending. `typical` is a typical cost of a plan (modelled time or FLOPs).
 
-        A cut minimises the cost of a plan (its modelled time or FLOPs) plus the price of its errors; `typical` is a typical cost. The first
-        price is so low that all errors together cost about 1e-4 of `typical`. The last price is so high that a billionth of their sum costs
-        about 10 times `typical`.
+        A cut minimises the cost of a plan plus the price of its errors. The first price is so low that the sum of all errors costs about
+        1e-4 of `typical`. The last price is so high that a billionth of this sum costs about 10 times `typical`. If all errors are 0, or if
+        `typical` is 0, return [].
         """
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:

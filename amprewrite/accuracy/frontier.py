@@ -247,7 +247,7 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
 
 
 def autocast_rules(captured: Captured) -> Captured:
-    """Return the same captured graph, read with the op lists of torch.autocast instead of the lists that the user chose."""
+    """Return the same graph with the planner's input for the op lists of torch.autocast, instead of the lists that the user chose."""
     assert captured.by_autocast is not None
     return captured.by_autocast
 
@@ -262,7 +262,7 @@ def _own_choice(captured: Captured) -> set[str]:
 
 
 def _keeping(captured: Captured, keep_high: KeepHigh | None) -> Captured:
-    """Set the nodes to keep in fp32 in the graph and in the bodies of its activation checkpoints, and return the graph."""
+    """Store `keep_high`, the nodes to keep in fp32, in a graph and its checkpoint bodies. None keeps no nodes. Return the graph."""
     for each in captured.with_parts():
         each.know(keep_high=keep_high)
     return captured
@@ -346,9 +346,9 @@ class RoundedRunner:
 def planned(captured: Captured) -> RegionPlan:
     """Return a plan of a captured graph. Ops whose kernels refuse low inputs stay fp32.
 
-    To find these ops, the first call also edits a copy of the graph by the plan, and runs the copy on fake tensors. Later calls only plan,
-    because `captured` stores the ops found. A graph with body graphs (activation checkpoints, loops) is edited and run in every call,
-    because only this plans the bodies.
+    To find these ops, the first call also edits a copy of the graph as planned, and runs the copy on fake tensors. `captured` stores the
+    ops found, so later calls only plan. If the graph has body graphs (activation checkpoints, loops), every call edits and runs a copy,
+    because the bodies are planned only then.
     """
     if captured.tried:
         return plan_region(captured.problem)
@@ -378,6 +378,6 @@ def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]
 def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], runner: GraphRunner, metric: Metric) -> float:
     """Run the model on all batches, with `runner` for its graphs, and return the error of the outputs against the fp32 outputs `exact`.
 
-    The error is inf if outputs overflow or change shape. A user's metric function decides itself what error they have.
+    If outputs overflow or change shape, the error is inf. Only a user's metric function may return another error for such outputs.
     """
     return metric.over([metric.error(wanted, trial.run(batch, runner)) for batch, wanted in zip(batches, exact, strict=True)])

@@ -117,7 +117,7 @@ def sensitivity(
 
 
 def _names(captured: Captured, name: str) -> Iterator[tuple[int, str]]:
-    """Yield (`id(captured)`, name in a plan) for the graph `captured`, which is called `name`, and for the bodies of its checkpoints."""
+    """Yield (id of a graph, its name in a plan) for `captured` and its checkpoint bodies: `name`, `name` + ".body_0", and so on."""
     yield id(captured), name
     for part in captured.parts.values():
         yield from _names(part, f"{name}.{part.problem.name}")

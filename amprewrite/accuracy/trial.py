@@ -83,7 +83,7 @@ class CallArguments(NamedTuple):
 class Trial:
     """A model whose captured graphs run through a function that the caller gives to `run`.
 
-    No parameter, buffer, random state or batch changes.
+    A run does not change parameters, buffers, random state or the batch.
     """
 
     def __init__(self, model: nn.Module, options: Options, forward: Forward | None = None) -> None:
@@ -99,7 +99,7 @@ class Trial:
     def run(self, batch: Any, runner: GraphRunner, then: Callable[[Any], Any] | None = None) -> Any:
         """Run the model on one batch and return its result. `runner` runs each captured graph on its inputs and returns its results.
 
-        If `then` is given, return `then(result)`. A backward belongs into `then`: it runs before the buffers are restored, and autograd
+        If `then` is given, return `then(result)`. Run backward only in `then`: after that call, the buffers are restored, and autograd
         refuses a backward that needs the overwritten values.
         """
         session = session_of(self.amp)
@@ -125,13 +125,13 @@ class Trial:
 
 
 def deep_copy(value: Any) -> Any:
-    """Return a copy of `value`, such as a batch, that shares no memory with it. Tensors in it may be results of ops with gradients."""
+    """Return a copy of `value`, such as a batch, that shares no memory with it. Tensors with a `grad_fn` are copied, too."""
     memo = {id(leaf): copied(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
     return copy.deepcopy(value, memo)
 
 
 def _is_no_list(batches: Any) -> bool:
-    """True if `batches` is a single batch (tensor, array, mapping, text) or not iterable at all."""
+    """True if `batches` is no list of batches: a single batch (tensor, array or mapping), a text, or an object that is not iterable."""
     return isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__") or not isinstance(batches, Iterable)
 
 

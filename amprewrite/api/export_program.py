@@ -82,8 +82,7 @@ def _export_with_plan(
 
 
 def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
-    """Keep the ops outside of the modules `parts` in fp32. `parts` has the paths of the modules that the rewritten model captures one by
-    one: it runs all other code in fp32, too. If `parts` is empty, it captures the whole model, and nothing is done here."""
+    """Keep ops outside of the modules `parts` in fp32, as a model that is captured in these parts does. Do nothing if `parts` is empty."""
     for each in captured.with_parts() if parts else ():
         outside = {
             node.name for node in each.problem.graph if not any(node.module == part or node.module.startswith(f"{part}.") for part in parts)
@@ -142,9 +141,9 @@ def _export(
 
 
 def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """Return the export options for the edited graph. In `dynamic_shapes`, the entry for `*rest` becomes one entry for each argument.
+    """Return the export options for the edited graph, which takes the arguments of the model's `*rest` one by one, as rest_0, rest_1, ...
 
-    The edited graph takes the arguments of the model's `*rest` one by one, as rest_0, rest_1, and so on.
+    So the entry for `*rest` in `dynamic_shapes` becomes one entry for each of these arguments.
     """
     shapes = options.get("dynamic_shapes")
     kinds = {name: each.kind for name, each in inspect.signature(plain.forward).parameters.items()}

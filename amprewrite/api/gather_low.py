@@ -34,7 +34,7 @@ ANOTHER_RANK = "another rank needs it in fp32"
 
 @dataclass(frozen=True)
 class LowGathers:
-    """Result of `gather_low`: weights gathered in the low format, weights gathered in fp32 with reasons, and the bytes of all gathers."""
+    """Result of `gather_low`: which weights are gathered in the low format, which in fp32 and why, and the bytes of all gathers."""
 
     format: str
     """Name of the low format."""
@@ -62,7 +62,7 @@ class LowGathers:
 
 
 def gather_low(amp: nn.Module) -> LowGathers:
-    """Have FSDP2 gather weights in the low format if the graphs read them only in it. Outputs and gradients stay bitwise the same.
+    """Have FSDP2 gather weights in the low format if graphs read them only in this format. Outputs and gradients stay bitwise the same.
 
     Call this function on all ranks, after one step has captured the graphs: rewrite with granularity="blocks", `fully_shard` each block,
     then train a step. A weight is gathered low if its module is captured whole, and every graph so far casts the weight to the low
@@ -201,7 +201,7 @@ def sharded_modules(root: nn.Module) -> Iterator[Sharded | str]:
 
 
 def _names(parameter: Any, paths: Mapping[nn.Module, list[str]]) -> tuple[str, ...]:
-    """Return all paths of one of FSDP's parameters, which may be tied. `paths` has the paths of each module."""
+    """Return all paths of one FSDP parameter. A tied parameter has several paths. `paths` has the paths of each module."""
     info = parameter._module_info
     owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
     return tuple(f"{path}.{name}".lstrip(".") for module, name in owners for path in paths.get(module, ()))
@@ -237,7 +237,7 @@ class LowGather:
         """True if the gathered weights now hold rounded values."""
 
     def concerns_this_call(self) -> bool:
-        """True if the module's current call may read rounded weights: they are rounded now, or will be in the gather for its backward."""
+        """True if the module's current call may read rounded weights: they are rounded now, or the gather for its backward rounds them."""
         return self.rounded or torch.is_grad_enabled()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -248,8 +248,8 @@ class LowGather:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Gather `input_tensor` of all ranks into `output_tensor`. Both tensors are flat, in the dtype in which FSDP gathers.
 
-        Returns None if weights were sent in the low format, otherwise the result of the inner all-gather. If `async_op` is True, all
-        weights are sent in fp32, because low weights must be converted to fp32 when the gather has ended.
+        Returns None if weights were sent in the low format. Otherwise returns the result of `self.inner`, the all-gather of FSDP or of the
+        user. If `async_op` is True, all weights are sent in fp32, because low weights must be converted to fp32 when the gather has ended.
         """
         self.rounded = not async_op and self._for_graphs(input_tensor)
         if not self.rounded:
@@ -282,13 +282,13 @@ class LowGather:
 
 
 def full_gather(group: Any) -> Any:
-    """Return the object that gathers the weights of an FSDP group in fp32: FSDP's own or the user's, also if a LowGather replaces it."""
+    """Return the all-gather that an FSDP group uses for fp32 weights: FSDP's own or the user's. If a LowGather wraps it, unwrap it."""
     found = group._all_gather_comm
     return found.inner if isinstance(found, LowGather) else found
 
 
 def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of views to copy between: parts of the communication buffer `wire`, and the same weights in the fp32 tensor `flat`.
+    """Return (views of the communication buffer `wire`, views of the fp32 tensor `flat`). The n-th views of both hold the same weights.
 
     `spans` has the runs of weights that are sent in one format (see `LowGather._spans`). The buffer has the low dtype, so weights that are
     sent in fp32 are copied as bytes: each element takes the space of `words` low elements.

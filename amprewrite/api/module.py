@@ -25,8 +25,8 @@ class Rewritten(RewrittenBase):
     """The methods that a rewritten model has in addition to those of its own class.
 
     A submodule called by itself (`amp.encoder(x)`) also runs rewritten. Two cases cannot be detected and run the submodule's fp32 code:
-    your own `torch.compile` around the submodule, and a direct call of its `forward`. Hooks on all modules of the process
-    (`register_module_forward_hook`) see a call of the model. Inside it, they see only calls of submodules outside of captured graphs.
+    your own `torch.compile` around the submodule, and a direct call of its `forward`. A hook on all modules of the process
+    (`register_module_forward_hook`) sees each call of the model. It sees calls of submodules only if no captured graph contains them.
     """
 
     @property
@@ -92,13 +92,13 @@ class Rewritten(RewrittenBase):
 
     # -- for inference only ---------------------------------------------------------
     def freeze(self, *args: Any, **kwargs: Any) -> None:
-        """Store weights in the format in which the plan reads them, and free their fp32 values. For inference only.
+        """Store each weight in the format in which the captured graphs read it. For inference only.
 
-        The weights take about half the memory, and calls cast no weights. All graphs captured so far decide; with arguments, the model is
-        first called on them. A weight that every graph reads in the low format is stored in it. A weight that graphs read in both formats
-        is stored in both. Other weights do not change. Results stay bitwise the same. Afterwards parameters take no gradients and still
-        report fp32; `state_dict()` holds the stored values. If the rewrite was not in place, memory is freed only when the original model
-        is deleted: it keeps its fp32 weights, and the frozen model has its own copies of all weights.
+        If arguments are given, the model is first called with these arguments. If all graphs captured so far read a weight in the low
+        format, only its low values are kept. If graphs read it in both formats, both are kept. Other weights do not change. Results stay
+        bitwise the same. The weights take about half the memory, and calls cast no weights. Afterwards parameters take no gradients, and
+        their `dtype` is still fp32; `state_dict()` holds the stored values. If the rewrite was not in place, memory is freed only when the
+        original model is deleted: it keeps its fp32 weights, and the frozen model has its own copies of all weights.
 
         Raises PolicyError if the model is in training mode, frozen already or sharded; PlanError if nothing was captured.
         """

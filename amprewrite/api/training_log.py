@@ -24,7 +24,7 @@ class ScalarWriter(Protocol):
 
 
 class TrainingLog:
-    """Writes a record at every `every`-th call of `step`: loss scale, steps, skipped steps, and the place of the last overflow.
+    """Writes a record at every `every`-th call of `step`: loss scale, steps, skipped steps, and where the last overflow began.
 
     Each record is a line of JSON appended to the file `path`, and three scalars in `writer` (a TensorBoard SummaryWriter, or any object
     with add_scalar). Making a record copies the scale to the host, which waits for the device; raise `every` if this is too slow. Use the

@@ -20,7 +20,7 @@ FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Quiet(logging.Filter):
-    """Context manager that drops log records of the thread that made it, from `loggers`: by default, torch's logger for fake tensors."""
+    """Context manager that drops log records that the current thread sends to `loggers` (default: torch's logger for fake tensors)."""
 
     def __init__(self, *loggers: logging.Logger) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Quiet(logging.Filter):
 
 
 class Unlogged(set[Any]):
-    """Replacement for Dynamo's set of functions to leave out of graphs. It holds `others` and every method of any logging.Logger.
+    """A set for Dynamo with the functions whose calls are left out of graphs: `others`, and every method of any logging.Logger.
 
     When Dynamo looks up a logger's method, `note` is called with a sentence that names the logger.
     """

@@ -38,7 +38,7 @@ class MaskRules(ABC, Generic[Value]):
 
     @abstractmethod
     def made_of(self, value: Value) -> tuple[str, Iterable[Value]] | None:
-        """Return (op that makes a value, its floating operands except constants); None if no op of the graph makes the value."""
+        """Return (name of the op that makes `value`, its floating-point operands without constants); None if no op makes the value."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
         """True if numbers beyond the low format's range in `value` are used only to block positions, as a mask does.
@@ -59,19 +59,19 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if `value` is a mask, not data: only results of ops such as `full` and `where` enter it, and no floating input."""
+        """True if `value` is a mask, not data: upstream of its op are only ops such as `full` and `where`, and no floating-point input."""
         makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
         """True if a cast of `value` to the low format should clamp numbers beyond its range to ±max, because they belong to a mask.
 
-        `op`, of the kind `kind`, makes the value. `far` is True if a number among its arguments is beyond the range, `masks` if such a
-        number only blocks positions, and `beside` if an operand of the op already holds such numbers of a mask.
+        `op` makes the value; its `kind` tells whether it may run low. `far` is True if a number among its arguments is beyond the range,
+        `masks` if such a number only blocks positions, and `beside` if an operand of the op already holds numbers of a mask.
 
-        Clamping is right if the op moves a mask, as `view` does, or fills a mask into a value that no matrix product reads; if the value
-        itself is a mask; or if a softmax reads the value, as it reads scores plus a mask. In other arithmetic ±max would be a wrong number,
-        and no overflow would show the error, because ±max is finite.
+        Clamping is right in four cases: the op moves a mask, as `view` does; it fills a mask into a value that no matrix product reads; the
+        value itself is a mask; or a softmax reads the value, which then holds scores plus a mask. In other arithmetic ±max would be a wrong
+        number, and no overflow would show the error, because ±max is finite.
         """
         if kind not in (OpKind.CLEAR, OpKind.INFER) or not (masks or beside):
             return False

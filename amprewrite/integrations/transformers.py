@@ -176,7 +176,7 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` plus overrides that keep `fp32_modules` in fp32. If the options hold a plan, it decides alone: none are added."""
+    """Return `options` plus overrides that keep the modules of `fp32_modules` in fp32. If `options` has a plan, no override is added."""
     if options.get("plan") is not None:
         return dict(options)
     low, device = options.get("dtype"), options.get("device")

@@ -158,8 +158,8 @@ def _is_view(op: str) -> bool:
 def elements_read(graph: OpGraph, node: OpNode) -> int:
     """Return the number of elements that the op `node` reads from its fp32 operands.
 
-    If an op of kind CLEAR, such as an embedding or a view, reads a parameter, it counts as a table lookup. A lookup reads at most as many
-    elements as it returns.
+    If an op of kind CLEAR (harmless in any precision, such as an embedding or a view) reads a parameter, the read counts as a table lookup.
+    A lookup reads at most as many elements as it returns.
     """
     total = 0
     for operand in node.operands:
@@ -171,7 +171,7 @@ def elements_read(graph: OpGraph, node: OpNode) -> int:
 
 @dataclass(frozen=True)
 class Price:
-    """Price of a graph whose ops have given colours (low or high), in ticks of 0.1 ns."""
+    """Price of a graph for one choice of its ops' colours (low or high), in ticks of 0.1 ns."""
 
     ops: int
     casts: int
@@ -272,7 +272,7 @@ class ProductPrices:
         return self._gemm(rows, inner, columns, BASE.name, WIDE) - self._gemm(rows, inner, columns, FP8, NARROW)
 
     def waits_for_host(self, rows: int, inner: int, columns: int) -> bool:
-        """True if the GEMM is bound by the host: launching its fp8 version takes longer than computing it in bf16 takes on the device.
+        """True if the GEMM is bound by the host: the host takes longer to launch the fp8 version than the device takes for the bf16 one.
 
         False if a compiler runs the graph (`fused`), because the launch time, EAGER_HOST, was measured without one.
         """

@@ -13,14 +13,14 @@ from amprewrite.tables.vocabulary import Colour
 
 
 def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if products may read fp8 copies of their operands. The user's plan `given` decides if there is one, otherwise `policy`."""
+    """True if matrix products may read fp8 copies of their operands. The user's plan `given` decides this; if it is None, `policy` does."""
     return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 
 def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     """Return the region (the plan of one graph) of `plan` that has the same nodes as the graph of `problem`.
 
-    Raises PlanError if the plan is for another low format, if no region fits, or if the region gives a node a colour that it cannot have.
+    Raises PlanError if the plan is for another low format, if no region fits, or if it gives a node an impossible colour (format).
     If no region fits, the message names the first mismatch with the region whose number of nodes is closest to the graph's.
     """
     if plan.low != problem.policy.low.name:
@@ -76,7 +76,7 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Raise PlanError if the casts that `region` lists differ from `casts`, which were computed from the colours in `region`.
+    """Raise PlanError if the casts that `region` lists differ from `casts`, which were computed from the colours (formats) of its nodes.
 
     Casts are compared by value and format. A region that lists no casts is valid, because casts follow from colours.
     """
@@ -105,7 +105,7 @@ def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """Return a key that is equal for plans with equal entry module, nodes, colours, edits, pads and fp8 GEMMs; without nodes, a unique key.
+    """Return a key that is equal for plans with equal entry module, nodes, colours, edits, pads and fp8 GEMMs; unique if there is no node.
 
     Nodes whose value is a size (SymInt) instead of a tensor do not count, because a graph captured with fixed sizes has no such nodes.
     """

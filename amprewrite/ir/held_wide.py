@@ -36,10 +36,10 @@ LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_w
 
 
 def is_product(node: OpNode) -> bool:
-    """True if torch.autocast runs `node` in the low format, or may run ops of its subgraph in the low format.
+    """True if `node` counts as a product: torch.autocast runs it in the low format, or may run ops of its subgraph in the low format.
 
-    False for products of whole numbers such as positions (`counted`): amprewrite keeps them in fp32, because the low format would round
-    the numbers. Also False for products with a vector, such as `mv`, which gain nothing from a cast.
+    Two kinds of products do not count. Products of whole numbers, such as positions (`counted`), stay fp32 in amprewrite, because the low
+    format would round the numbers. Products with a vector, such as `mv`, gain nothing from a cast.
     """
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or inside)

@@ -97,7 +97,7 @@ class OpNode:
 
     @cached_property
     def promoted(self) -> tuple[Operand, ...]:
-        """The operands whose dtypes may be mixed, some low and some fp32, because the op's kernel promotes them. Without 0-dim tensors."""
+        """The operands, except 0-dim tensors, whose dtypes may be mixed, some low and some fp32, because the op's kernel promotes them."""
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
@@ -159,7 +159,7 @@ class OpGraph:
         return map(self.nodes.__getitem__, self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
-        """Return {name of a precision group: names of its nodes}. Nodes of a group share memory or a kernel, and so have one colour."""
+        """Return {name of a precision group: names of its nodes}. Nodes of a group share memory or a kernel, so they run in one format."""
         groups: dict[str, list[str]] = {}
         for node in self:
             if node.precision_group:
@@ -168,9 +168,9 @@ class OpGraph:
 
 
 def wanted(node: OpNode, colour: Colour) -> list[tuple[Operand, Colour]]:
-    """Return (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour`.
+    """Return (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour` (low or high).
 
-    An op that promotes mixed dtypes takes 0-dim tensors in any format if another operand has dims. These 0-dim operands are left out.
+    A 0-dim operand of an op that promotes mixed dtypes may have any format if another operand has dims. Such an operand is left out.
     """
     found = []
     for operand in node.operands:
@@ -197,8 +197,8 @@ def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
 def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, colour to cast it to) for each operand of `node` that must be cast if `node` runs in `colour`.
 
-    `colours` are the colours of all nodes by name. An op that promotes mixed dtypes and runs in fp32 reads low operands without a cast if
-    another operand with dims is high. If all of them are low, only its `anchor` is cast, and the kernel promotes the other operands.
+    `colours` has the colour (low, high or plain) of each node. An op that promotes mixed dtypes and runs in fp32 reads low operands without
+    a cast if another operand with dims is high. If all operands with dims are low, one of them, the `anchor`, is cast, but no other.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)

@@ -83,10 +83,10 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Switch Python's cycle collector off inside the `with` block.
+    """Switch Python's cycle collector off inside the `with` block, for all threads.
 
-    The collector would scan a growing graph again and again, so that the time would grow faster than the graph. No result changes: garbage
-    cycles are collected after the block, and the collector is on again even if the block raises. All threads run without the collector.
+    The collector would scan a growing graph again and again, so that the time would grow faster than the graph. After the block, even
+    if the block raises, the collector is switched on again if it was on before. It then collects the garbage cycles of the block.
     """
     on = gc.isenabled()
     gc.disable()
@@ -192,13 +192,13 @@ class Problem:
 
     @property
     def own_costs(self) -> CostModel:
-        """The prices of this graph without `parity`: of a training step if the graph trains, otherwise of a pass without gradients."""
+        """The prices of this graph without `parity`: for a training step if the graph trains, otherwise for a pass without gradients."""
         row = self.planned_for or device_row(self.device)
         return CostModel(row, self.policy.low, self.training, self.policy.keeps_copies, self.timings, self.policy.memory)
 
     @property
     def apart(self) -> Problem:
-        """A copy of this problem that ignores the other graphs of the model: their colours, and prices that they share (`parity`)."""
+        """A copy of this problem that ignores the model's other graphs: it lacks their colours, and has its own prices (no `parity`)."""
         return replace(self, policy=replace(self.policy, parity=None), agreed=NOTHING_AGREED)
 
 
@@ -258,16 +258,16 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Add an edit of the op `node` to the plan. `what` is its kind, such as fp32 statistics of a norm.
+        """Add an edit of the op `node` to the plan. `what` is the kind of the edit, such as fp32 statistics of a norm.
 
-        The edit is switched off if the user's plan (`problem.given`) lists it as switched off.
+        The edit is switched off if it is switched off in the user's plan (`problem.given`).
         """
         given = problem.given.edits if problem.given is not None else ()
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
-        """Add an edit of the kind `what`, such as fp32 statistics of a norm, to the plan for each of `nodes` that runs low."""
+        """For each op in `nodes` that runs low, add an edit of the kind `what` to the plan, such as fp32 statistics of a norm."""
         for name in nodes:
             if self.paints[name].colour is Colour.LOW:
                 self.edit(problem, name, what)

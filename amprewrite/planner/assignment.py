@@ -84,8 +84,8 @@ def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode
     """Return the cheapest colours (low or high) of `open_nodes`, given the fixed colours of all other nodes in `colours`.
 
     The search solves at most 500 minimum-cut problems, fewer for a large graph. If that is not enough, the best assignment found so far is
-    returned. Its `gap` is then above 0: a better assignment may save that much. Raises Contradiction if nodes that must share a colour are
-    forced to both colours.
+    returned. Its `gap` is an upper bound on the saving of a better assignment. Raises Contradiction if nodes that must share a
+    colour are forced to both colours.
     """
     search = _Search(graph, colours, open_nodes, model)
     try:
@@ -170,8 +170,8 @@ class PricedNetwork(ColourNetwork):
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
         """Return a `_Mixer` for the op `node`, which promotes mixed dtypes, if it may run in fp32 while all its operands are low.
 
-        Return None if this cannot happen: the op always runs low, or has an operand that is high whenever the op is. `own` is the vertex of
-        the op.
+        Return None if this cannot happen: the op always runs low, or one operand is always high, or one operand is high if the op is high.
+        `own` is the vertex of the op.
         """
         ends = [self.end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
@@ -210,9 +210,9 @@ class _Search(PricedNetwork):
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
         """Return (arcs to add to the network, number to add to the cost of a cut), which turn the first bound of rule 3 into the second.
 
-        By the second bound an op that is high while all its operands are low pays for the cast of one operand, its anchor. `fixed` holds
-        the vertices whose colour the search has fixed: True for low, False for high. If one of the other operands is fixed to high, no cast
-        is needed, and the result is ([], 0).
+        With the second bound, an op that is high while all its operands are low pays for the cast of one operand, its anchor. `fixed` holds
+        the vertices whose colour the search has fixed: True for low, False for high. If an operand other than the anchor is fixed to high,
+        no cast is needed, and the result is ([], 0).
         """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0
@@ -237,7 +237,7 @@ class _Search(PricedNetwork):
     def _true_cost(self, side: Side) -> int:
         """Return the exact price of the assignment `side`, without the costs that all assignments have.
 
-        The lower bounds of the search leave out the same costs, so that they can be compared with this price.
+        The lower bounds of the search leave out the same costs, so that a bound and a price can be compared.
         """
         side = side.copy()
         for key in {mixer.anchor for mixer in self.mixers}:

@@ -72,9 +72,9 @@ class Network:
         `maker` is the vertex of the op that makes the value. With `outwards`, readers on the source's side need the copy if the maker is
         on the sink's side. Without `outwards`, readers on the sink's side need the copy if the maker is on the source's side.
 
-        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. It is a new vertex, with three
-        exceptions: the source (with `outwards`) or the sink, if this is one of the readers; the reader, if there is only one; and again the
-        source or the sink, if there is nothing to pay. With `named` only the first exception holds.
+        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Let `always` be the source
+        with `outwards`, otherwise the sink. The result is `always` if this is a reader, or if there is nothing to pay. If there is only one
+        reader, the result is this reader. Otherwise it is a new vertex. With `named` it is `always` if this is a reader, otherwise new.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):
@@ -157,8 +157,8 @@ def heaviest_closure(weights: Mapping[Item, int], needs: Iterable[tuple[Item, It
     `weights` gives the weight of every item: a gain above 0, or a cost below 0. `needs` are pairs (item, item that it needs). The set is
     empty if no set has a sum above 0. Of several best sets the smallest is returned.
 
-    The cut of this network gives the set (Picard, "Maximal closure of a graph and applications to combinatorial problems", 1976). An item
-    with a gain is called a project, an item with a cost a need. A need that several projects share is paid once:
+    The cut of this network gives the set (Picard, "Maximal closure of a graph and applications to combinatorial problems", 1976). Items
+    with a gain are called projects. Items with a cost are called needs. A need that several projects share is paid once:
 
         source → project   its gain, lost if it is not taken
         project → need     must not be cut

@@ -151,7 +151,7 @@ class CastPlan(ModelPlan):
         return load_extra("drawings", "to_model_explorer").to_model_explorer(self, path, graph)
 
     def _repr_html_(self) -> str | None:
-        """Return an HTML fragment for notebooks; None without the extra "drawings", so that notebooks display text."""
+        """Return an HTML fragment for notebooks; None if the extra "drawings" is not installed: notebooks then display text."""
         return load_extra("drawings", "HTML").to_notebook(self, self.summary()) if "drawings" in EXTRAS else None
 
     def __str__(self) -> str:

@@ -68,7 +68,7 @@ def several_ranks() -> bool:
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:
-    """If FSDP2 shards a submodule of the module at `path` separately, return advice to append to a message; otherwise ""."""
+    """Return the advice to use granularity="blocks" if FSDP2 shards a submodule of the module at `path` by itself; otherwise ""."""
     above = f"{path}." if path else ""  # search by name: the model may no longer have the module, which can still be called by itself
     found = [name for name, module in root.named_modules() if name and name.startswith(above) and is_sharded(module)]
     return f"; {found[0][len(above):]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
@@ -120,7 +120,7 @@ def block_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module) -> Iterator[str]:
-    """Yield the path of each child of a ModuleList, Sequential or ModuleDict that has submodules and a sibling of the same class."""
+    """Yield the path of each module that has submodules and is in a ModuleList, Sequential or ModuleDict beside another of its class."""
     for path, holder in model.named_modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             classes = Counter(type(child) for child in holder.children())
@@ -180,11 +180,11 @@ class Options:
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:
-    """Return the policy, the planner's rules, for `options` on the device `row`. Call `note` with each restriction, for example that the
-    device gains nothing from a low format.
+    """Return a `Policy`: the rules by which the planner chooses formats, made from `options` for the device `row`.
 
-    `kept`: True inside a `with` block that keeps low copies of weights, such as `frozen_weights()`: casts of weights then have no
-    price. `products`: the part of `options.products` that the kernels on the device can run (see `fp8_units.runnable`).
+    Calls `note` with a text for each restriction, for example that the device gains nothing from a low format. `kept`: True inside a
+    `with` block that keeps low copies of weights, such as `frozen_weights()`. The planner then counts casts of weights as free.
+    `products`: the rules of `options.products` that the kernels on the device can run (see `fp8_units.runnable`).
     """
     low = options.low
     if low is None:

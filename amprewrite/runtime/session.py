@@ -116,8 +116,8 @@ class Session(GraphRewriter):
     def step(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the module `entry` as a step of `generate()`.
 
-        If the plan would read a bf16 or fp16 KV cache in fp32, capture stops before any code of the call has run. Then the caches become
-        fp32, and the call restarts.
+        If the plan would read a bf16 KV cache in fp32, capture stops before any code of the call has run. Then the caches become fp32, and
+        the call restarts.
         """
         state = self.state
         if state.low_caches is not None:
@@ -134,7 +134,7 @@ class Session(GraphRewriter):
         return self.call(entry, args, kwargs)
 
     def _start_widened(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Restart a call of `entry`, no code of which has run yet, with half inputs cast to fp32. Later calls also cast half inputs."""
+        """Restart a call of `entry` with its bf16 and fp16 inputs cast to fp32, as in all later calls. No code of the call has run yet."""
         entry.capture_anew(Anew.HALF_INPUTS)
         entry.widens = True
         try:
@@ -146,7 +146,7 @@ class Session(GraphRewriter):
         return result
 
     def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise RoundedRead if the latest call of `entry` may have read in fp32 weights that FSDP2 gathers in a low format (`gather_low`).
+        """Raise RoundedRead if the latest call of `entry` may have needed fp32 values of weights that FSDP2 gathers in a low format.
 
         `ran`: the rewritten graphs that ran in the call.
         """
@@ -155,7 +155,7 @@ class Session(GraphRewriter):
             check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Prepare an outermost call of the model: take in new submodules, count the forward, drop overflow flags of discarded gradients.
+        """Prepare an outermost call: rewrite calls of new submodules, count the forward, forget overflows of gradients that were discarded.
 
         `recomputes`: a backward makes the call to repeat a forward (activation checkpointing). `given_up`: number of frames that Dynamo
         failed to capture before this call.
@@ -198,7 +198,7 @@ class Session(GraphRewriter):
                 state.entry = None
 
     def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
-        """After an outermost call with the result `result`, prepare gradient checks for its backward, and record its graphs `ran`."""
+        """After an outermost call: prepare gradient checks for a backward through its `result`, and record `ran`, the graphs that ran."""
         if self.children is None:
             self._take_in_new_modules()
         if self.loss_scale.enabled:
@@ -207,9 +207,9 @@ class Session(GraphRewriter):
             self._remember(entry, ran)
 
     def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-        """Run a call as written, in fp32. `why` names the reason: a torch.func transform or forward-mode AD is active.
+        """Run a call as written, in fp32, because a torch.func transform or forward-mode AD is active (`why` says which).
 
-        If such calls are nested, the plan lists only the outermost.
+        List the call in `plan.skipped`, unless it runs inside another such call.
         """
         if not self.state.transformed:
             message = f"{entry.place} ran in fp32: {why}"
@@ -221,10 +221,10 @@ class Session(GraphRewriter):
             self.state.transformed -= 1
 
     def _take_in_new_modules(self) -> None:
-        """Let calls of modules that were added to the model since this method last ran use rewritten graphs.
+        """Find the modules that were added to the model since the last search, so that their calls use rewritten graphs, too.
 
-        It runs before a call if `self.children` differs from the root's direct children, and after each capture, which sets `self.children`
-        to None. So modules that were added deeper in the model are found, too.
+        Called before a call if the root's direct children have changed. Also called after a call that captured a graph (a capture sets
+        `self.children` to None), to find modules that were added deeper in the model.
         """
         self.children = dict(self.root._modules)
         self.take_in()
@@ -273,9 +273,9 @@ class Session(GraphRewriter):
         return result
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Record that the latest call ran the rewritten graphs `ran`. Do nothing if there are none.
+        """Record that the latest call ran the rewritten graphs `ran`. Do nothing if `ran` is empty.
 
-        If no earlier call of the whole model ran these graphs, first check that overrides and `products=` match nodes of graphs.
+        If this is the first call of the whole model that ran these graphs, first check overrides and `products=` (`_check_options`).
         """
         if not ran:
             return
@@ -293,10 +293,10 @@ class Session(GraphRewriter):
         self._check_wide()
 
     def _check_products(self) -> None:
-        """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8.
+        """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8 although the device can multiply fp8.
 
-        A device that cannot multiply fp8 needs no matmul in fp8, unless the preset asks for fp8 at any price. If the user asked for an
-        accuracy, which may keep all matmuls from fp8, their absence is only noted in the plan.
+        If the preset asks for fp8 at any price, a device that cannot multiply fp8 gives this error, too. If the user asked for an accuracy,
+        which may keep every matmul in fp32, a note in the plan replaces this error.
         """
         asked = self.options.products
         if asked is None or self.policy.products is None:
@@ -318,7 +318,7 @@ class Session(GraphRewriter):
         )
 
     def _check_wide(self) -> None:
-        """Raise PolicyError if an override asks for wide products (matmuls with bf16 operands and fp32 result) but matches none."""
+        """Raise PolicyError if an override asks for wide products (matmuls with bf16 operands and fp32 result) but matches no matmul."""
         policy, parts = self.policy, [part for region in self.regions for part in region.plan.flat("")]
         wide = [node for part in parts for node in part.nodes if node.name in part.edited(Edit.WIDE_PRODUCT)]
         for asked in policy.overrides if policy.low is BASE else ():
@@ -363,7 +363,7 @@ class Session(GraphRewriter):
         """Warn that Dynamo ran original code in a call of a module (`entry`), unless this is expected, as for a module without tensor ops.
 
         If no graph of the module itself ran, make its next call capture anew, at most FRESH_STARTS times in a row.
-        `ran`: the rewritten graphs that ran in the call, of its submodules, too. `said`: Dynamo's reasons, or "".
+        `ran`: the rewritten graphs that ran in the call, including graphs of submodules. `said`: Dynamo's reasons, or "".
         """
         switched_off = dynamo.why_switched_off()
         own = any(region.place == entry.place for region in ran)
@@ -409,24 +409,24 @@ class Session(GraphRewriter):
                 entry.capture_anew(Anew.FROZEN)
 
     def thaw(self, values: Mapping[str, Any] | None = None) -> list[str]:
-        """Make a frozen model an fp32 model again, and return the names of the weights that keep rounded values.
+        """Make a frozen model an fp32 model again, and return the names of the weights whose values stay rounded.
 
-        `values`: a state dict with the fp32 values; None: weights that kept no fp32 values are cast to fp32. Raises PlanError if `values`
-        lacks a frozen weight or has it in another shape.
+        `values`: a state dict with the fp32 values. If it is None, each weight gets the fp32 values that it kept, or its low values cast to
+        fp32. Raises PlanError if `values` lacks a frozen weight or has it in another shape.
         """
         rounded = unfreeze_weights(self.root, self.options.frozen or (), values)
         self.freeze(None)
         return rounded
 
     def generates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Return the context manager for a call of `generate()` with these arguments."""
+        """Return the context manager for a call of `generate()`: sizes are captured as dynamic, and KV caches may be stored in bf16."""
         return self.state.generates(self.caches.of_call(self.policy.low, args, kwargs))
 
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """Code that ran in fp32 outside of rewritten graphs, with reasons: modules that Dynamo can never capture, and code left out of the
-        present graphs of each entry."""
+        """Code that ran in fp32 outside of rewritten graphs, each with the reason: modules that Dynamo can never capture, and code that
+        the present graphs of an entry do not contain."""
         return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:
@@ -459,7 +459,7 @@ class Session(GraphRewriter):
 
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module at `path`. Every call of a rewritten model, or of one of its submodules from outside, runs through this function.
+    """Call the module at `path`. Calls of a rewritten model, and of its submodules outside of graphs, run through this function.
 
     The user's torch.compile breaks its graph here, because it must not capture the model into its own graph. A call with inputs on the meta
     device, which only asks for shapes (`asks_shapes`), runs as written.

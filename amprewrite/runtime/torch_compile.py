@@ -82,7 +82,7 @@ class _GraphOfMany:
         return [inputs[place] for place in self._places if isinstance(inputs[place], nn.Parameter)]
 
     def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
-        """Return the session of the model with the parameters `read`, and this graph as rewritten for it. Make either if it is missing."""
+        """Return the session of the model with the parameters `read`, and this graph rewritten for that session. Make what is missing."""
         self._regions = {session: region for session, region in self._regions.items() if any(True for _ in parameters_in(session.root))}
         session = _session_for((), read, self._options) if read else self._now[0]
         if session in self._regions:
@@ -162,9 +162,8 @@ class CompiledSession(Session):
     def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
         """Rewrite another captured graph for this session, and return the rewritten graph as a `Region`.
 
-        If the code sets a hook on an input that the graph overwrites, Dynamo would set the hook on the new value. To prevent this, the
-        method warns and raises SkipFrame, and the frame runs as written. If Dynamo may not break the graph (`fullgraph=True`), it raises
-        CaptureError instead.
+        If the code sets a hook on an input that the graph overwrites, Dynamo would set the hook on the new value. So this method warns and
+        raises SkipFrame, and Dynamo runs the frame as written. Under `fullgraph=True` this method raises CaptureError instead.
         """
         graphs = self.entries[""].graphs
         try:
@@ -179,7 +178,7 @@ class CompiledSession(Session):
         return region
 
     def run(self, region: Region, *inputs: Any) -> Any:
-        """Call a graph of this session, and return its results. Each such call counts as one forward pass."""
+        """Call a graph of this session, and return its results. Outside of a backward, each call counts as one forward pass."""
         self.state.forwards += current_backward() < 0  # in a backward, the call is a checkpoint's recomputation and no new forward
         self.training.begin_forward()
         try:
@@ -209,7 +208,7 @@ _SESSIONS: weakref.WeakSet[CompiledSession] = weakref.WeakSet()
 def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: Options) -> CompiledSession:
     """Return the session with equal options that shares parameters with `modules` or `read`; a new session if there is none.
 
-    `modules`: the modules whose code was captured. `read`: the parameters that the graph reads. They become part of the session's model.
+    `modules`: the modules whose code was captured. `read`: the parameters that the graph reads. Both are added to the session's model.
     """
     own = {id(p) for p in (*read, *(p for module in modules for p in parameters_in(module)))}
     for session in sorted(_SESSIONS, key=lambda each: each.number):

@@ -48,7 +48,7 @@ class Device:
         return "fp8" in self.flops
 
     def rate(self, fmt: str) -> float:
-        """Return the FLOP/s of a matrix product in the format called `fmt`, or of fp32 if the row has no rate for it."""
+        """Return the FLOP/s of a matrix product in the format `fmt`. If the row has no rate for `fmt`, return the rate of fp32."""
         return self.flops.get(fmt, self.flops["fp32"])
 
 
@@ -59,7 +59,7 @@ GPUS: list[Device] = []
 def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str, fp8: float = 0) -> Device:
     """Make a row of a CUDA GPU from rates in TFLOP/s and a bandwidth in GB/s, add it to GPUS, and return it.
 
-    `low` is the rate of every low format; an `fp8` of 0 means no fp8.
+    `low` is the rate of each format in `low_formats`, such as "bf16". `fp8` is the rate of fp8, 0 if the GPU has no fp8 units.
     """
     rates = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, **dict.fromkeys(low_formats, low * 1e12)}
     rates |= {"fp8": fp8 * 1e12} if fp8 else {}

@@ -38,7 +38,7 @@ class EmitError(AmpRewriteError):
 
 
 class AccuracyError(EmitError):
-    """Raised if the requested accuracy cannot be reached. No file is written. `result` is the rejected ONNX conversion, or None."""
+    """Raised if a requested accuracy cannot be reached or measured. No file is written. `result`: the rejected ONNX conversion, or None."""
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)

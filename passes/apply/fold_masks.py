@@ -58,10 +58,10 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 
 
 def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
-    """Let the readers of `value`, an attention mask or a tensor of which the mask is a view, read a contiguous copy instead.
+    """Let the readers of `value` read a contiguous copy instead. `value` is an attention mask, or a tensor of which the mask is a view.
 
-    If the graph returns memory of `value`, views of this memory still read `value` itself, so that results share memory as before.
-    `captured` are the nodes of the captured graph. Only these can be views: nodes that passes inserted are casts, clamps and pads.
+    If the graph returns memory of `value`, views of this memory still read `value`, so that the results share memory as before. Only
+    `captured`, the nodes of the captured graph, are searched for such views, because passes insert no views.
     """
     kept = returned_memory(value.graph) & memory_of(value)
     views = {node for node in captured if not kept.isdisjoint(memory_of(node))}
@@ -76,7 +76,7 @@ def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
 def group_heads(call: torch.fx.Node) -> None:
     """Let an attention call read keys and values before their heads are repeated. Erase the ops that repeat heads.
 
-    Raises PassError if no ops repeat the heads for this call alone.
+    Raises PassError if no ops repeat the heads, or if other nodes read the repeated heads, too.
     """
     ways = read_repeated_heads(call.graph).get(call)
     if ways is None:
@@ -91,9 +91,9 @@ def group_heads(call: torch.fx.Node) -> None:
 
 
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
-    """Edit attention calls that read `mask`, as `calls` says: {call: edit}. Erase ops that build the mask if nothing reads it any more.
+    """Edit the attention calls in `calls`, {call: edit}, which read `mask`. Erase ops that build the mask if nothing reads it any more.
 
-    `name` is a free attribute name of `module`, under which a mask to look up is stored.
+    If an edit looks the mask up, the object that computes the mask is stored in `module` under `name`, an unused attribute name.
     """
     graph = module.graph
     sources = sources_of(mask)
@@ -115,10 +115,10 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Insert nodes that call `question(*about, query, key)` in each forward, and pass their results to the attention `calls`.
+    """Insert nodes that call `question(*about, query, key)`, and let the attention `calls` take the results as arguments.
 
-    `question`, for example `look_at_mask` with the mask as `about`, returns the arguments (`attn_mask`, `is_causal`): (None, ...) if the
-    mask can be dropped. Attention calls with the same numbers of queries and keys share one node.
+    The results are (`attn_mask`, `is_causal`). The first is None if the mask can be dropped. For example, `question` is `look_at_mask`, and
+    `about` is the mask. Attention calls with the same numbers of queries and keys share one node.
     """
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:

@@ -114,13 +114,13 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the inputs of the clamp before `node`, the second node of a saturating cast (clamp, then cast); [] if no node is before it."""
+    """Return the inputs of the clamp that `node` reads; [] if it reads no node. A saturating cast is a clamp, then the cast `node`."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 
 
 def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx.Node:
-    """Return the node that reads `value`: `node`, or the clamp in front of `node` if this is a cast. PlanError if neither reads `value`."""
+    """Return the node that reads `value`: `node`, or if `node` is a cast, the clamp before it. Raises PlanError if neither reads it."""
     if value in node.all_input_nodes:
         return node
     clamp = node.args[0] if node.args else None

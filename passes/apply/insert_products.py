@@ -94,10 +94,10 @@ class _ProductInsertion:
         return copy
 
     def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
-        """Return the fp8 copy that products read in place of `operand`: `copy`, or a node with its data that sends gradients to `operand`.
+        """Return the fp8 copy that products read in place of `operand`, linked so that gradients go to `operand`.
 
-        The second case is for an `operand` made by `linked_copy`: it has the memory of a low copy, and an autograd node that adds up the
-        gradients of one group of readers. `copy` would send them to the first group's node. So `relinked(copy, operand)` is inserted.
+        This is `copy`, with one exception. A `linked_copy` has the memory of a low copy, but its own autograd node, for one group of
+        readers. For such an `operand`, insert and return `relinked(copy, operand)`, since `copy` sends gradients to the low copy.
         """
         if operand.target is not linked_copy:
             return copy
@@ -118,5 +118,5 @@ class _ProductInsertion:
 
 
 def _unlinked(operand: torch.fx.Node) -> torch.fx.Node:
-    """Return the low copy of which `operand` is a `linked_copy` (same memory, separate autograd node); `operand` itself if it is none."""
+    """If `operand` is a `linked_copy` (memory of a low copy, separate autograd node), return that low copy; otherwise return `operand`."""
     return operand.args[3] if operand.target is linked_copy else operand  # type: ignore[return-value]

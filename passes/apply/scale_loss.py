@@ -67,10 +67,10 @@ class ScaleLoss(Pass[RegionPlan, EditedGraph]):
 
 
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> None:
-    """Edit `graph` so that its backward multiplies gradients by the loss scale on entry, and by the inverse on exit.
+    """Edit `graph` so that its backward multiplies gradients by the loss scale where they enter, and by the inverse where they leave.
 
-    `weights` are its parameters, `high` the nodes not in the low format. The scale and its inverse become the last two inputs of the graph,
-    even if no input or result is differentiable.
+    `weights` are the graph's parameters, `high` the nodes not in the low format. The scale and its inverse become the last two inputs of
+    the graph, even if no input or result is differentiable.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output")
@@ -190,7 +190,7 @@ def _fed(node: Node) -> list[Node]:
 
 
 def _crosses(reader: Node) -> bool:
-    """True if a scaled gradient may flow back through `reader`. False for indices, comparisons, sizes and casts that unscale gradients."""
+    """True if a scaled gradient may flow back through `reader`. False, for example, for comparisons, and for casts that unscale it."""
     if reader.target in (cast_in, pad_cast, linked_copy):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))
@@ -279,10 +279,10 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """Yield (node, (place, moment)) for each node. If the node is to read an `unscale_gradient`, insert that op before the node `place`.
+    """Yield (node, (place, moment)) for each node. An `unscale_gradient` that the node is to read must be inserted before `place`.
 
-    `place` is the node itself, or the first node of the torch.func transform around it. `moment` counts the writes to `outside` nodes and
-    the changes of the grad mode before the node: readers with the same moment may share an `unscale_gradient`.
+    `place` is the node itself, or the first node of the torch.func transform around it. `moment` is (number of writes to `outside` nodes,
+    number of grad mode changes) before the node. Readers with the same moment may share an `unscale_gradient`.
     """
     apart = transformed_nodes(graph)
     writes = switches = 0

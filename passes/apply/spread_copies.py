@@ -62,7 +62,7 @@ def spread(copy: torch.fx.Node, openings: Openings) -> None:
 
 
 def _linked(copy: torch.fx.Node) -> torch.fx.Node:
-    """Insert a tensor with the memory of `copy` and an autograd node of its own, which sends gradients to the value that `copy` copies.
+    """Insert and return an op. Its result has the memory of `copy`, but its own autograd node, which sends gradients to the copied value.
 
     If `copy` is a padded low-precision copy, link the unpadded copy and pad it again.
     """

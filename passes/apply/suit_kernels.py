@@ -50,7 +50,7 @@ def _give_ones(node: torch.fx.Node) -> None:
 
 
 def _pad_apart(node: torch.fx.Node) -> None:
-    """Move the padding of a convolution into a `pad` op before it, since its own backward would leave gradients uninitialised."""
+    """Move the padding of a convolution into a `pad` op before it: padding in the convolution would leave gradients uninitialised."""
     given = named_arguments(node)
     padding = padding_of(given, example_value(given["weight"]))
     with node.graph.inserting_before(node):

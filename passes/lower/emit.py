@@ -59,7 +59,7 @@ def emit(
 ) -> Emitted:
     """Return the callable of an edited graph: its own generated code if `backend` is None, otherwise the code that `backend` makes of it.
 
-    `example_inputs` are the inputs of the captured graph and the inputs that passes added. `cache` holds low-precision copies of weights,
+    `example_inputs` are the inputs of the captured graph, and inputs added by passes. `cache` holds low-precision copies of weights,
     which the callable reads instead of casting weights; None if each weight is cast where it is read. `low` is the format of the casts;
     None if the graph has no casts. `training` says that the graph was captured with gradients, `own` that no other code uses `module`, so
     that it may be edited in place.

@@ -88,10 +88,10 @@ def group_weights(module: torch.fx.GraphModule) -> None:
 
 
 def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
-    """Return the first node that will read one weight from the `cross_together` node of its group.
+    """Return the first node, in graph order, that will read a certain weight from the `cross_together` node of the weight's group.
 
-    `nodes` cast the weight or unscale its gradient. If the group makes no low copies (`dtype` is None or fp32), a cast stays and reads the
-    weight from there. Any other of these nodes is replaced, so that its users read the weight from there.
+    `nodes` cast the weight or unscale its gradient. Their users will read the weight, with one exception: if the group makes no low copies
+    (`dtype` is None or fp32), casts stay, and read the weight themselves.
     """
     return min(each for node in nodes for each in ([node] if node.target is cast_in and dtype in SHARES else node.users))
 
@@ -99,8 +99,8 @@ def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
 def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
     """Yield (dtype, group) for each group of small fp32 weights. A group lists, for each weight, its casts and `unscale_gradient` nodes.
 
-    `dtype` is the dtype of the low copies that the group's new node makes. If it makes none, it only unscales gradients: `dtype` is None
-    if other ops read the weights in fp32, and fp32 if only casts do, which stay on a CPU. Groups too small to pay off are left out.
+    `dtype` is the dtype of the low copies that the group's new node makes. A node that makes none only unscales gradients. Then `dtype` is
+    fp32 if only casts read the weights (on a CPU, where casts stay), otherwise None. Groups too small to pay off are left out.
     """
     every = list(module.graph.nodes)
     stretch = dict(zip(every, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in every), strict=True))

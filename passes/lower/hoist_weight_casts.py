@@ -108,7 +108,7 @@ def weight_casts(
 def hoist_weight_casts(
     module: torch.fx.GraphModule, training: bool = False, chosen: Callable[[int], bool] = lambda _: True
 ) -> list[Hoisted]:
-    """Replace casts of parameters by new last inputs, in place. Return (position of the parameter, dtype, layout) for each new input.
+    """Replace casts of parameters, in place, by new inputs at the end. Return (position of the parameter, dtype, layout) for each of them.
 
     With `training`, nodes that unscale the gradient of a parameter are replaced, too. `chosen(position)` is False for inputs to leave out.
     """

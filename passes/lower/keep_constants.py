@@ -71,7 +71,7 @@ def keep_constants(module: torch.fx.GraphModule, results: list[torch.fx.Node]) -
 
 
 def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Return the constants that can be kept and that other nodes read; [] if the graph writes integers in place, as they may be these."""
+    """Return the constants that can be kept and that other nodes read; [] if the graph writes any integers in place."""
     constant = _constants(module.graph)
     found = [node for node in constant if any(user not in constant for user in node.users) and _can_be_kept(node)]
     if found and any(_is_whole(target) for node in module.graph.nodes for target in written(node)):

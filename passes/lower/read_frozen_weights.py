@@ -81,7 +81,7 @@ def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight],
 
 
 def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
-    """Return `inputs` with a tensor in place of each FrozenWeight that the graph reads: its fp32 values, or its low values to cast up.
+    """Return `inputs` with a tensor in place of each FrozenWeight to be read in fp32: its fp32 values if kept, otherwise its low values.
 
     `frozen` are the positions of the frozen weights. With `compiled`, the other frozen weights become tensors, too.
     """
@@ -112,9 +112,8 @@ def with_frozen_weights(
 ) -> CompiledFn:
     """Return a callable that calls `run` with the stored copies of the frozen weights among its inputs.
 
-    `frozen` maps positions of inputs to weights. `compiled` says that a compiler made `run`. `quiet` says that nothing in the graph
-    needs gradients. Then none are recorded. The copies still have the requires_grad flags of their weights, because PyTorch chooses kernels
-    by this flag (see WeightCache).
+    `frozen` maps positions of inputs to weights. `compiled`: a compiler made `run`. `quiet`: nothing in the graph needs gradients, so calls
+    record none. Copies keep the requires_grad flags of their weights, by which PyTorch chooses kernels (see WeightCache).
     """
     stored, places = list(edited.stored), list(frozen)
 

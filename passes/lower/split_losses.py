@@ -69,7 +69,7 @@ def _qualifies(given: dict[str, Any]) -> bool:
 def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     """Let a loss read low-precision logits in parts, instead of their fp32 copy.
 
-    The loss stays if there is no such copy, or if the graph writes to the copy or to the original logits.
+    The loss stays unchanged if there is no such copy, or if the graph writes to the copy or to the original logits.
     """
     given = named_arguments(node)
     chain = [given["input"]]

@@ -122,11 +122,11 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
 
 
 def _closed(unit: Pattern, writes: Sequence[tuple[Node, int]], switches: Sequence[Node]) -> bool:
-    """True if one call at a pattern's end can replace its nodes: none of them writes in place, and no other node reads their inner results.
+    """True if one call can replace the nodes of a pattern: none of them writes in place, and only they read the inner results.
 
-    The call reads the operands later, so nothing may write to them between the first node and the end. If the result requires a gradient,
-    nothing may write to operands or result after the end, as backward reads them, and none of `switches`, which turn gradients on or off,
-    may be in between. `writes` has a pair (node, storage) for each write of the graph.
+    The call stands at the last node, so nothing may write to the operands between the first and the last node. If the result requires a
+    gradient, two more rules hold. Nothing may write to operands or result later, because backward reads them. No node of `switches`, which
+    turn gradients on or off, may be between the first and the last node. `writes` has a pair (node, storage) for each write of the graph.
     """
     unit.inside.discard(unit.end)
     members = unit.inside | {unit.end}
@@ -157,7 +157,7 @@ def _op(node: Any) -> str:
 
 
 def _argument(node: Node, place: int, *names: str) -> Any:
-    """Return the argument at position `place`, or under the first of `names` that is given; None if there is none."""
+    """Return the argument at position `place`, otherwise the keyword argument of the first name in `names` that has one, otherwise None."""
     found = next((node.kwargs[name] for name in names if name in node.kwargs), None)
     return node.args[place] if len(node.args) > place else found
 
@@ -168,7 +168,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Skip the fp32-to-fp32 conversions that end at `node`: return their operand, and add them to `inside`, the nodes to replace."""
+    """Return the value before any fp32-to-fp32 conversions that end at `node`. Add these to `inside`, the nodes to replace."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -178,8 +178,8 @@ def _bare(node: Any, inside: set[Node]) -> Any:
 def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
     """Return the factors of a product as numbers and nodes, and add the nodes of the product to `inside`, the nodes to replace.
 
-    For example, x³ gives [x, x, x], and 0.5 * a / √v gives [0.5, a, ("rsqrt", v)]. A value that is no product is one factor, and so is an
-    inner product with several readers. `top` is True for the outermost product, which is split even if it has several readers.
+    For example, x³ gives [x, x, x], and 0.5 * a / √v gives [0.5, a, ("rsqrt", v)]. A value that is no product is one factor. A factor that
+    is itself a product is split, too, unless it has several readers. `top` is True for the outermost product, which is always split.
     """
     node = _bare(node, inside)
     if not isinstance(node, Node) or (not top and len(node.users) > 1 and _op(node) in ("mul", "div")):
@@ -304,7 +304,7 @@ def _softmax(end: Node) -> Pattern | None:
 
 
 def _largest(node: Any, dim: int) -> list[Node] | None:
-    """Return the nodes of the maximum x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], last first; None for any other `node`."""
+    """If `node` is x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], return its nodes, from last to first; otherwise None."""
     found = []
     while _op(node) == "detach" or (_op(node) == "getitem" and node.args[1] == 0):
         found.append(node)

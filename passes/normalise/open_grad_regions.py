@@ -84,7 +84,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 
 def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
-    """Return the modules around `node`, a node of a subgraph, in `call`. The node itself has those of one of the calls of the subgraph."""
+    """Return the modules around `node` when `call` runs its subgraph. The metadata of `node` names the modules of just one such call."""
     around, inner = call.meta.get("nn_module_stack") or {}, list((node.meta.get("nn_module_stack") or {}).items())
     outer = [module for _, module in inner[: len(around)]]
     if not around or [kind for _, kind in outer] != [kind for _, kind in around.values()]:
@@ -94,9 +94,9 @@ def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
 
 
 def _memory(pairs: list[tuple[Any, Any]]) -> dict[int, set[int]]:
-    """Return {storage in a subgraph: storages in the graph around}, from `pairs` (value in the subgraph, same value around it).
+    """Return {storage in a subgraph: storages in the outer graph}. `pairs` are (value in the subgraph, same value in the outer graph).
 
-    A storage that no pair has gets an id of its own: calls that share a subgraph share its example values, but no memory.
+    The dict makes a new id for a storage in no pair, because several calls of a subgraph have the same example values, but share no memory.
     """
     found: dict[int, set[int]] = defaultdict(lambda: {next(FRESH)})
     for inner, outer in pairs:

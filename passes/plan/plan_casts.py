@@ -79,8 +79,8 @@ def _is_spread(problem: Problem, cast: Cast) -> bool:
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
     """Let fp32 ops that could promote a low-precision operand themselves read an fp32 copy of it, if other readers have such a copy.
 
-    Autograd then casts the gradient of the operand only once. `users` maps (value, format, write version) to the names of the readers of
-    this copy. The ops are added to it, in place.
+    Autograd then casts the gradient of the operand only once. `users` maps (value, format, write version) of each copy to the names of its
+    readers. The function adds these fp32 ops to `users`, in place.
     """
     for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():

@@ -38,7 +38,7 @@ class PlanPads(Pass[Problem, Decisions]):
 
 
 def gains_nothing(problem: Problem) -> bool:
-    """True if no option asks for padding and the device gains nothing from it. `plan_pads` then pads nothing, and only gives reasons."""
+    """True if no option asks for padding and the device does not gain from it. Without a given plan, `plan_pads` then pads nothing."""
     rules = (problem.pad.default, *problem.pad.modules) if problem.pad is not None else ()
     row = problem.planned_for or device_row(problem.device)
     return all(rule.mode in ("auto", "never") for rule in rules) and not PadCost(row, problem.policy.low, training=False).gains
@@ -196,8 +196,8 @@ class _Chooser:
     def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
         """Return the seconds that a step saves if all `wants` (unaligned dims) of the product `call` are padded.
 
-        `mode`: "measure" to time products; "auto" to price them, which gives 0 if the device gains nothing. Stores in `self.why` the reason
-        to show if the padding is not chosen.
+        With `mode` "measure" the products are timed, with "auto" they are priced. The result for "auto" is 0 if the device does not gain
+        from padding. Stores in `self.why` the reason to show if the padding is not chosen.
         """
         if not self.model.gains and mode == "auto":
             self.why[call] = f"{self.model.device.name} gains nothing from aligned ones"
@@ -221,7 +221,7 @@ class _Chooser:
 
 # -- 4. layouts and changes of size -------------------------------------------------------------
 def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
-    """Return {(value, reader): number of in-place writes and grad mode changes before the reader}, its write version.
+    """Return {(value, reader): write version}. The version counts the writes to the value and the grad mode changes before the reader.
 
     Only readers with the same write version may share a padded copy of the value.
     """
@@ -261,7 +261,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return one record for each padded axis, then one for each (size, reason) of the dims in `wants` that stay unpadded."""
+    """Return one record for each padded axis. Then, for the dims in `wants` that stay unpadded, one record for each (size, reason)."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

@@ -202,7 +202,7 @@ class _Choice:
 def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, int]:
     """Return (name, write version, number of elements) of an operand of the product `name`.
 
-    `role` is "x", "w", or "g", the gradient of the result. The write version counts the in-place writes before the product reads it.
+    `role` is "x", "w", or "g", the gradient of the result. The write version counts in-place writes and grad mode changes before the read.
     """
     m, k, n = product.rows, product.inner, product.columns
     return {X: (product.x, product.x_version, m * k), W: (product.w, product.w_version, k * n), G: (name, 0, m * n)}[role]
@@ -211,9 +211,9 @@ def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, in
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
     """Return (name of an op such as `topk` that ranks the result of `product`, or ""; True if the result serves only as scores).
 
-    The result serves as scores, such as logits, if it has no other readers than ranking ops, outputs, denied ops and softmaxes. In place of
-    a view, or another op of kind CLEAR (harmless in any precision) that otherwise reads only weights, the readers of its result count. A
-    softmax may have readers of any kind.
+    The result serves as scores, such as logits, if all its readers are ranking ops, outputs, denied ops or softmaxes. In place of a reader
+    that is a view, its own readers are examined. So are the readers of other ops of kind CLEAR (harmless in any precision), if their other
+    operands are weights. A softmax may have any readers.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}
@@ -240,8 +240,8 @@ def copies_of(
 ) -> tuple[QuantisedCopy, ...]:
     """Return the fp8 copies that the GEMMs of `plans` read. All readers of a value in one format with the same scales share one copy.
 
-    `largest` holds the largest magnitudes of values. A left operand in `largest` gets a scale that is fixed now, if it has one scale for
-    the whole tensor. A weight has two copies if some products read it and others read its transpose.
+    `largest` holds the largest magnitudes of values. A left operand in `largest` gets a constant scale if it has one scale for the whole
+    tensor and was not written yet. A weight has two copies if some products read it and others read its transpose.
     """
     found: dict[tuple[str, str, int, str, str, bool], list[Key]] = {}
     for plan in plans:

@@ -104,8 +104,8 @@ class Roundings:
     def _sums(self) -> dict[str, str]:
         """Return {op that broadcasts a weight: the weight} for weights that several ops broadcast (condition 5 of this file).
 
-        An op may also broadcast a view of the weight, or a value that is computed from weights alone. Products are left out, and so are
-        norms, for which weights are side arguments: their own kernels add up the gradients.
+        An op may also broadcast a view of the weight, or a value that is computed from weights alone. Products and norms are left out,
+        because their own kernels add up the gradients.
         """
         behind: dict[str, set[str]] = {}
         readers: dict[str, set[str]] = defaultdict(set)

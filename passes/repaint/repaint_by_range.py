@@ -165,8 +165,8 @@ def _fit(problem: Problem, weight: OpNode) -> Fit:
 def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
     """Yield the operands of `node` for which the op has a pole at zero, such as a divisor.
 
-    `found` has the ops whose result the low format cannot hold. If such an op divides a tensor and a number, the tensor counts as the
-    divisor: numbers are no operands of a node, so `1 / x` and `x / 2` look alike.
+    `1 / x` and `x / 2` look alike, because numbers are no operands of a node. A division with one operand counts as `1 / x` if it is in
+    `found`, the ops whose result the low format cannot hold.
     """
     if node.op in POLES:
         yield from (operand.value for operand in node.operands)
@@ -179,7 +179,7 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
 def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format) -> str:
     """Return the reason why the op `pole` must not read the value `name` in the format `low`; "" if it may.
 
-    `pole` has a pole at zero, as a logarithm has. It must not read a value of which `low` would flush elements to zero.
+    `pole` has a pole at zero, as a logarithm has. It must not read a value if `low` would make elements zero or too many subnormal.
     """
     seen = values.get(name)
     if seen is None or not seen.nonzero:
@@ -211,7 +211,7 @@ def _keep_exact(
 
 # -- cancellation -----------------------------------------------------------------------------
 def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
-    """Return the differences that are far smaller than their operands by the ranges `values`, and these operands, each with evidence."""
+    """Return {op: evidence} for each sum or difference whose range in `values` is far below that of an operand, and for this operand."""
     graph, found = problem.graph, dict[str, str]()
     for node in graph:
         result = values.get(node.name)

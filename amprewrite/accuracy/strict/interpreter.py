@@ -243,7 +243,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return result
 
     def _product(self, n: torch.fx.Node, planned: NodePlan, plan: ProductPlan) -> Any:
-        """Run a matrix product on fp8 copies in the GEMMs, of forward and backward, that `plan` chooses. Record a row for each copy."""
+        """Run a matrix product. Its GEMMs that `plan` chooses, in forward and backward, read fp8 copies. Record a row for each copy."""
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]
@@ -273,7 +273,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept
 
     def _read(self, reader: NodePlan, value: str) -> str:
-        """Return the name of the `Row` of the operand `value` of node `reader`: "value -> bf16" if a cast copy is read, or "value"."""
+        """Return the name of the row for the operand `value` of `reader`: "value -> bf16" if it reads a cast copy, otherwise "value"."""
         cast = self.casts.get((value, reader.name))
         return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
 
@@ -316,9 +316,9 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.copies[cast]
 
     def _low_value(self, planned: NodePlan, value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Return `source`, which is `value` or its clamped form, rounded to the low format.
+        """Round `source` to the low format and return it. `source` is `value`, or `value` clamped to the range of the format.
 
-        If `value` requires a gradient, backward also rounds the gradient. That rounding is measured if `recording.backward` is set.
+        If `value` requires a gradient, backward also rounds this gradient, and measures the rounding if `recording.backward` is True.
         """
         rounded = round_to(source, self.low)
         if not (value.requires_grad and torch.is_grad_enabled()):
@@ -345,7 +345,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return replace(row, module=planned.module, source=planned.source)
 
     def _round(self, planned: NodePlan, value: Any, first: tuple[Any, ...]) -> Any:
-        """Return an fp32 result rounded to the low format. Any other value is returned unchanged.
+        """Round an fp32 result to the low format and return it. Return any other value unchanged.
 
         If the op wrote its first operand (in `first`) in place and returns it, this tensor is rounded in place. If rounding changes no
         element, the same tensor is returned, so that a view stays a view.

@@ -45,7 +45,7 @@ class Metric:
         return results_of(output)
 
     def size(self, outputs: Sequence[Tensor]) -> float:
-        """Return the number that divides a sum of squared errors of `outputs`: here their squared norm, so that the error is relative."""
+        """Return the number by which a sum of squared errors is divided: here the squared norm of `outputs`, for a relative error."""
         return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:

@@ -55,7 +55,7 @@ class Outcome:
 
 
 class StrictRun:
-    """A rewritten model, captured again and run unrounded on the given inputs. `rounded` compares rounded runs with this reference run.
+    """Captures a rewritten model again, and runs it unrounded on the given inputs. `rounded` compares rounded runs with this reference run.
 
     `asker` is the public function that error messages name, such as "debug". Raises PolicyError if `amp` is not rewritten, CaptureError
     if no part of it can be captured.
@@ -213,9 +213,10 @@ class StrictRun:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return a loss for a model's output: its `loss`, its only tensor if that has 0 dims, or the sum of the mean squares of its tensors.
+    """Return the attribute or item `loss` of a model's output if it is a 0-dim tensor. Otherwise compute a loss from its tensors.
 
-    Only tensors that require a gradient count. Raises PolicyError if there is none.
+    Only tensors that require a gradient count. If there is only one, of 0 dims, it is the loss. Otherwise the loss is the sum of the mean
+    squares of these tensors. Raises PolicyError if no tensor requires a gradient.
     """
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and not own.dim():

@@ -345,7 +345,7 @@ def _refuse(options: Options, names: Iterable[str], why: str) -> None:
 
 
 def _check_targets(*paths: Any) -> None:
-    """Raise an error before the work starts if no file can be written to one of `paths`. None stands for a path that is not given."""
+    """Raise an error, before the work starts, if one of the files `paths` cannot be written. A path that is None is not checked."""
     for path in paths:
         if path is not None:
             resolved(path)

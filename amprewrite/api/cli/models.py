@@ -329,7 +329,7 @@ def _check_program(program: Any) -> None:
 
 
 def _entries(data: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of every object in the parsed JSON `data`, at any depth."""
+    """Yield every (key, value) pair of every object in the parsed JSON `data`, at any depth."""
     waiting = [data]
     while waiting:
         found = waiting.pop()

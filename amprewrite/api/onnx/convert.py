@@ -55,11 +55,11 @@ def rewrite_onnx(
         products: as for `rewrite`: which matrix products with a constant matrix read fp8 copies of their operands, in fp16 and bf16 files.
             Needs `calibration`, which gives the scales, and opset 21, to which the file is raised.
         device: name of the device for which `products` is decided, such as "h100". The presets choose the matrix products that are faster
-            in fp8 by the cost table of this device. Only "fp8-all" needs no device.
+            in fp8 according to the cost table of this device. Only "fp8-all" needs no device.
         plan: a plan of this model, edited or not. The conversion follows this plan instead of deciding by itself.
         calibration: a sample, or an iterable of samples, which are read one at a time. A sample is a mapping of input names to arrays, or
             the path of an .npz file. Runs on the samples give the ranges of values, which decide what fits the low format. The first
-            eight also measure the error. None uses made-up inputs.
+            eight runs also measure the error. None uses made-up inputs.
         keep_io: whether inputs and outputs stay fp32.
         external_data: whether to write weights into a separate file next to `out`. "auto" does so if they do not fit one protobuf (2 GB).
         plan_path: a path to write the plan to as JSON.
@@ -128,9 +128,9 @@ def export_onnx(
         kwargs: example inputs by keyword.
         opset: the opset version for torch.onnx.export; None takes its default.
         dynamic_shapes: passed to torch.onnx.export.
-        products: as for `rewrite_onnx`, also for a model rewritten in fp16; None takes the option `products` of the model.
+        products: as for `rewrite_onnx`. Models rewritten in fp16 may have fp8 products, too. None takes the option given to `rewrite`.
         plan: a plan, edited or not, from an earlier export or of the PyTorch graph. The file follows this plan.
-        calibration: as for `rewrite_onnx`. It also gives the scales of fp8 copies. Without it, products of the model read bf16.
+        calibration: as for `rewrite_onnx`. It also gives the scales of fp8 copies. Without it, fp8 products of `amp` are bf16 in the file.
 
     The other arguments are the same as for `rewrite_onnx`.
 
@@ -166,7 +166,7 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _blamed(source: Source) -> Iterator[None]:
-    """Context that turns errors of libraries into CaptureError if the model `source` is faulty, and into PassError if our code is."""
+    """Context manager for errors of libraries: raises CaptureError instead if the model `source` is faulty, PassError if amprewrite is."""
     try:
         yield
     except Rejected as error:
@@ -189,7 +189,7 @@ def _blamed(source: Source) -> Iterator[None]:
 
 
 def _source_problem(source: Source) -> str:
-    """Return the fault of `source`: the error of reading it or writing it again, or of onnx.checker; "" if it has none."""
+    """Return why `source` is faulty: an error from reading it, from writing it again or from onnx.checker; "" if there is no error."""
     try:
         model = load(source)
         if any(isinstance(word, bytes) for graph in model.graphs() for node in graph for word in (node.name, node.op_type, node.domain)):

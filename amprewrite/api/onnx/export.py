@@ -119,10 +119,10 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (plan of the PyTorch graph, flag) if the exported file takes over formats from such a plan; None if the user chose none.
+    """Return (plan of the PyTorch graph, flag) if the exported file must copy formats from this plan; None if it must copy no formats.
 
-    If the flag is False, the file takes over all formats. The plan is then the argument `plan`, or the plan that `rewrite` got. If the
-    flag is True, it takes over only the formats of nodes with a `node:` override of `rewrite`, from a plan that a capture makes.
+    If `plan`, or the option `plan=` of `rewrite`, is given, return it with the flag False: the file copies all its formats. Otherwise, if
+    `rewrite` got `node:` overrides, capture a plan and return it with the flag True: the file copies only the formats of these nodes.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given

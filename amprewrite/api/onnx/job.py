@@ -83,8 +83,8 @@ class Rejected(EmitError):
 class OnnxReport:
     """The results of the checks of a rewritten ONNX model, its errors and its size.
 
-    Errors are over all outputs together. They may be large for rows of attention that a mask blocks completely: such rows have no meaning.
-    fp32 gives them equal attention weights. fp16 does not, since the mask's values are clamped to its range.
+    Errors are over all outputs together. They may be large if a mask blocks all positions of a row of attention, whose result then has no
+    meaning: fp32 gives the positions equal attention weights. fp16 does not, since the mask's values are clamped to its range.
     """
 
     strict_error: float | None = None
@@ -137,7 +137,7 @@ class OnnxResult:
 
 @dataclass(frozen=True)
 class Order:
-    """The caller's options on output files and checks. Raises PolicyError if invalid, EmitError if `verify` lacks ONNX Runtime."""
+    """Options on output files and checks. Raises PolicyError if one is invalid, EmitError if `verify` is True without ONNX Runtime."""
 
     target: Path | None = None
     plan_target: Path | None = None
@@ -389,7 +389,7 @@ class Job:
             raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}") from error
 
     def _error(self, samples: Samples, found: Sequence[Sequence[Any]]) -> float | None:
-        """Return the relative error of the results `found` on the samples; None without a finite floating number to compare.
+        """Return the relative error of the results `found` on the samples; None if there is no finite floating number to compare.
 
         Results of another shape than in fp32 are left out. Their names are stored in `self.resized`, and a note lists them.
         """
@@ -441,10 +441,10 @@ class Job:
 
 
 def fp8_products(products: Any, policy: Policy, calibrated: bool) -> ProductPolicy | None:
-    """Return the parsed option `products` of a file in the low format of `policy`; None if it is not given.
+    """Return the parsed option `products`, for a file in the low format of `policy`; None if `products` is None.
 
-    `calibrated` is True if the caller gave samples, which give the scales. Raises PolicyError without samples, if the low format is fp32,
-    and for a preset that chooses products by cost if `policy.device` has no fp8 units.
+    `calibrated` is True if the caller gave samples, which give the scales. Raises PolicyError if there are no samples, if the low format is
+    fp32, or if the preset chooses products by cost and `policy.device` has no fp8 units.
     """
     # fused=True, because the runtime that runs the file fuses casts, as a graph compiler does
     checked = parse_products(products, fused=True, low=policy.low)
@@ -494,6 +494,6 @@ def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
 
 
 def constant_bytes(model: ir.Model) -> int:
-    """Return the bytes of all initialisers and Constant nodes."""
+    """Return the size in bytes of all initialisers and Constant nodes together."""
     held = (constant_tensor(node.outputs[0]) for graph in model.graphs() for node in graph if node.op_type == "Constant")
     return weight_bytes(model) + sum(tensor.nbytes for tensor in held if tensor is not None)

@@ -51,7 +51,7 @@ def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
     """Give ops in an ONNX graph the colours (low, or high: fp32) of the same ops in a PyTorch plan. Return a note on their number.
 
-    With `only_chosen`, only ops for which the user gave a node override are fixed.
+    With `only_chosen`, give a colour only to ops for which the user gave a node override.
     """
     planned: dict[tuple[str, str], list[NodePlan]] = {}
     for node in plan.nodes:

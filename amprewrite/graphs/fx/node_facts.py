@@ -117,7 +117,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def storages(value: Any) -> set[int]:
-    """Return the ids of the storages of all strided tensors in `value`. For a tensor wrapped by torch.func: of its inner tensor."""
+    """Return the ids of the storages of all strided tensors in `value`. If torch.func wraps a tensor, its inner tensor counts."""
     found = set()
     for tensor in tensors(value):
         while is_wrapped_by_transform(tensor):
@@ -128,7 +128,7 @@ def storages(value: Any) -> set[int]:
 
 
 def memory_of(node: torch.fx.Node) -> set[int]:
-    """Return the ids of the storages that hold the result of `node` in eager PyTorch: from `MEMORY` in its meta if capture differs."""
+    """Return the ids of the storages that hold the result of `node` in eager PyTorch: `node.meta[MEMORY]` if set, otherwise capture's."""
     known: set[int] | None = node.meta.get(MEMORY)
     return storages(example_value(node)) if known is None else known
 
@@ -177,7 +177,7 @@ def named_sizes(tensor: torch.Tensor) -> tuple[int | str, ...]:
 
 
 def sized(node: torch.fx.Node) -> Any:
-    """Return the example value of `node`, with the sizes at capture in place of symbolic sizes, because ops on it run ten times as fast."""
+    """Return the example value of `node`, with the int at capture for each symbolic size. Ops on this value run ten times as fast."""
     value = example_value(node)
     return tree_map(_sized, value) if isinstance(value, tuple | list) else _sized(value)
 
@@ -214,7 +214,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
 
 
 def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
-    """Return the op table's row for a call: `row`, or the row of another op if the arguments make the call the same as this op.
+    """Return `row`, the op table's row for the call `node`. If its arguments make the call compute another op, return the row of that op.
 
     For example, `interpolate` with mode="area" is an average pooling.
     """
@@ -250,7 +250,7 @@ def held_value(node: torch.fx.Node) -> Any:
 
 
 def held_values(graph: torch.fx.Graph, inputs: Sequence[Any]) -> Iterator[tuple[torch.fx.Node, Any]]:
-    """Yield (node, value) for each input of a graph, from its real `inputs`, and for each value that the graph reads from its module."""
+    """Yield (node, value): each input of `graph` with its value in `inputs`, and each get_attr node with the value that it reads."""
     yield from zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     yield from ((node, held_value(node)) for node in graph.find_nodes(op="get_attr"))
 
@@ -263,7 +263,7 @@ def is_buffer(node: torch.fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class InputSource:
-    """Holds Dynamo's source of a graph input, but no reference to the input: `swap_tensors` fails on weights with weak references."""
+    """Dynamo's source of a graph input, without a weak reference to the input, because such a reference makes `swap_tensors` fail."""
 
     source: Any
 
@@ -275,7 +275,7 @@ def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_inputs(graph: torch.fx.Graph) -> None:
-    """Clear the weak references of fake modes to real inputs of `graph`, after capture: `torch.utils.swap_tensors` refuses such inputs."""
+    """After capture, drop the fake modes' weak references to inputs of `graph`: such references make `torch.utils.swap_tensors` fail."""
     modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
     tracing = tracing_context()  # AOTAutograd has a fake mode of its own: clear it, too
     if tracing is not None:
@@ -402,9 +402,9 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
 
 
 def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Iterable[torch.fx.Node]] = written) -> list[torch.fx.Node]:
-    """Return the operands that the body graphs of a higher-order op write; `write` returns the operands that one node writes.
+    """Return the operands that the body graphs of a higher-order op write. `write(node)` returns the operands that one node writes.
 
-    For a checkpoint, the operand of each body input is known. For other ops it is not: if a body writes an input, return all operands.
+    Only for a checkpoint is it known which operand a body input receives. For other ops, return all operands if a body writes an input.
     """
     operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
     if "mutation" in node.target.name():  # type: ignore[union-attr]
@@ -428,8 +428,8 @@ PULL_BACK = torch._functorch.eager_transforms._autograd_grad
 def takes_gradients(graph: torch.fx.Graph) -> bool:
     """True if `graph` takes gradients: it calls torch.autograd, or a pullback (the function that torch.func.vjp returns).
 
-    Also true if the graph returns values that a pullback may read afterwards. A pullback called inside a torch.func transform counts only
-    if it reads values from outside of the transform.
+    Also true if a pullback that is called after the graph may differentiate the graph's results. A pullback inside a torch.func transform
+    counts only if it reads values from outside of the transform.
     """
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
@@ -466,7 +466,7 @@ def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def place_operands(graph: torch.fx.Graph) -> None:
-    """Give each call its first operand by position, and its keywords in the order of the signature: passes know operands by their places.
+    """Pass the first operand of each call by position, and sort its keywords as in the signature: passes find operands by their order.
 
     For example, `torch.exp(input=x)` becomes `torch.exp(x)`.
     """
@@ -483,7 +483,7 @@ def place_operands(graph: torch.fx.Graph) -> None:
 
 
 def _by_position(target: Callable[..., Any], name: str) -> bool:
-    """True if `target` takes its parameter `name` by position, as all builtins do."""
+    """True if `target` accepts its parameter `name` by position, or if its signature is unknown, as for many builtins."""
     try:
         return inspect.signature(target).parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
     except (KeyError, TypeError, ValueError):
@@ -527,7 +527,7 @@ def in_autocast(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _autocast_openings(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Return {node: the op that opens the innermost autocast region around it}. Regions of other devices than the node's have no effect."""
+    """Return {node: op that opens the innermost autocast region around it}. A region for another device than the node's does not count."""
     stack, found = list[torch.fx.Node](), dict[torch.fx.Node, torch.fx.Node]()
     for node in nodes:
         op = op_name(node.target)
@@ -569,9 +569,9 @@ Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
 
 
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
-    """Return the node before which to insert a copy of `value` for `user`: `user` itself, or the op that opens a transform around `user`.
+    """Return the node before which to insert a copy of `value` for `user`, so that the copy enters no torch.func transform.
 
-    A copy in a torch.func transform would belong to the transform. So it goes before the outermost transform around `user` but not `value`.
+    If transforms contain `user` but not `value`, it is the op that opens the outermost of these transforms; otherwise `user` itself.
     """
     around = openings.get(value, ())
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)

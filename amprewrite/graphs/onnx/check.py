@@ -59,7 +59,7 @@ def all_graphs(model: ir.Model) -> Iterator[ir.Graph]:
 
 # -- constants -----------------------------------------------------------------------------
 def check_constants(model: ir.Model, name: str) -> None:
-    """Raise CaptureError if a constant has an invalid shape, or if its data is missing, not in its folder, or does not fit its shape."""
+    """Raise CaptureError if a constant has an invalid shape, or data that is missing, outside the model's folder, or of a wrong size."""
     for where, tensor in _constants(model, name):
         dims = [dim for dim in tensor.shape if isinstance(dim, int)]
         if len(dims) != len(tensor.shape) or min(dims, default=0) < 0:
@@ -95,7 +95,7 @@ def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProto
 
 
 def _check_external(tensor: ir.ExternalTensor, where: str) -> None:
-    """Raise CaptureError if the file of an external tensor is missing, too short, outside of its folder, or hard-linked elsewhere."""
+    """Raise CaptureError if the file of an external tensor is missing, too short, outside the model's folder, or has other hard links."""
     base = Path(tensor.base_dir).resolve()
     location = os.fspath(tensor.location)
     path = Path(tensor.path)
@@ -134,7 +134,7 @@ def check_functions(model: ir.Model, name: str) -> None:
 
 
 def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int], trail: tuple[object, ...]) -> int:
-    """Return the number of nodes that inlining a call of the function `key` gives. Raises CaptureError if the function calls itself.
+    """Return the number of nodes that replace a call of the function `key` in inlining. Raises CaptureError if the function calls itself.
 
     `sizes` caches the results by function. `trail` holds the functions that are being inlined around this call.
     """
@@ -175,7 +175,7 @@ def _least_bytes(dtype: ir.DataType | None) -> float:
 
 
 def too_large(model: ir.Model) -> str:
-    """Return a text that names a value declared larger than the free memory, or with a negative size; "" if there is none."""
+    """Return a text that names a value whose declared size is negative or exceeds the free memory; "" if there is no such value."""
     most = memory()
     for graph in model.graphs():
         for value in (*graph.inputs, *(result for node in graph for result in node.outputs)):

@@ -47,7 +47,7 @@ def guessed(model: ir.Model) -> list[ir.Value]:
 
 
 def describe_copy(copy: ir.Value, like: ir.Value, kind: ir.TypeProtocol | None) -> None:
-    """Give `copy` the type `kind` and the shape of `like`. Mark them as inferred if the type and shape of `like` were inferred by us."""
+    """Give `copy` the type `kind` and the shape of `like`. If the type and shape of `like` are marked as inferred, mark `copy`, too."""
     copy.type, copy.shape = kind, like.shape
     if is_guessed(like):
         copy.meta[KEY] = True
@@ -76,7 +76,7 @@ def forget_guesses(model: ir.Model, but: Collection[ir.Value] = ()) -> None:
 
 @contextlib.contextmanager
 def without_guesses(model: ir.Model) -> Iterator[None]:
-    """Context manager that removes inferred types and shapes from the model, and restores them at its end."""
+    """Context manager that removes inferred types and shapes from the model, and restores them on exit."""
     hidden = [(value, value.type, value.shape) for value in guessed(model)]
     try:
         for value, _, _ in hidden:
@@ -134,7 +134,7 @@ def op_of(node: ir.Node) -> str:
 
 
 def names_of(op_type: str) -> set[str]:
-    """Return all names that `op_of` may give to an op type of onnx or of ONNX Runtime: for Pow, one for each exponent in POWERS, too."""
+    """Return all names of amprewrite that `op_of` may give to an op type. Pow has the name "pow", and one for each exponent in POWERS."""
     own = VOCABULARY.get(op_type)
     names = {own, *(POWERS.values() if own == "pow" else ()), *(["scatter_reduce"] if own in ("scatter", "index_put") else ())}
     names.add(CONTRIB[op_type].name if op_type in CONTRIB else None)
@@ -164,7 +164,7 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def add_constant(graph: ir.Graph, name: str, numbers: np.ndarray) -> ir.Value:
-    """Add an initialiser with these numbers to a graph, and return its value."""
+    """Add an initialiser that holds `numbers` to a graph, and return its value."""
     tensor = ir.tensor(numbers, name=name)
     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)
     graph.register_initializer(value)
@@ -172,7 +172,7 @@ def add_constant(graph: ir.Graph, name: str, numbers: np.ndarray) -> ir.Value:
 
 
 def drop_unread_constants(graph: ir.Graph) -> None:
-    """Remove the initialisers of a graph that nothing reads and that are no inputs."""
+    """Remove each initialiser of `graph` that is not read, unless it is also an input."""
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
             del graph.initializers[name]
@@ -193,7 +193,7 @@ def insert_behind(graph: ir.Graph, maker: ir.Node | None, nodes: Sequence[ir.Nod
 
 
 def describe(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> None:
-    """Give a tensor the doc string and metadata of the tensor that it replaces."""
+    """Copy the doc string and metadata of `like` to `tensor`, which replaces `like`."""
     tensor.doc_string = like.doc_string
     tensor.metadata_props.update(like.metadata_props)
 
@@ -383,7 +383,7 @@ def _is_neutral(op_type: str, added: onnx.defs.OpSchema.Attribute) -> bool:
 
 
 def _goes_on(old: Sequence[onnx.defs.OpSchema.FormalParameter], new: Sequence[onnx.defs.OpSchema.FormalParameter]) -> bool:
-    """True if each old operand (or result) is unchanged or became optional in the new schema, and all additional ones are optional."""
+    """True if the new schema keeps each old operand (or result), required as before or optional now, and all new ones are optional."""
     optional = onnx.defs.OpSchema.FormalParameterOption.Optional
     same = all(a.option == b.option or b.option == optional for a, b in zip(old, new, strict=False))
     return len(old) <= len(new) and same and all(each.option == optional for each in new[len(old) :])
@@ -428,9 +428,9 @@ HOLLOW = 1024
 
 
 def infer_types(model: ir.Model) -> list[str]:
-    """Infer missing types and shapes of the top graph, and mark them as inferred. Returns a list with a note if that fails, otherwise [].
+    """Infer missing types and shapes of the top graph, and mark them as inferred. Returns [], or a list with a note if that fails.
 
-    onnx's inference stops at ops that it does not know. There the schemas give types: of results by operands, and of operands by results.
+    onnx's inference stops at ops that it does not know. For later values, schemas derive the type of a result from operands or the reverse.
     `read/reader.py` infers the types in subgraphs.
     """
     nodes = [node for node in model.graph if node.op_type not in FLOW]
@@ -449,7 +449,7 @@ def infer_types(model: ir.Model) -> list[str]:
 
 @contextlib.contextmanager
 def all_types(model: ir.Model) -> Iterator[None]:
-    """Context manager that infers the types of all values where possible, also in subgraphs. It removes the inferred types at its end."""
+    """Context manager that infers the types of all values where possible, also in subgraphs. It removes the inferred types on exit."""
     known = set(guessed(model))
     try:
         with contextlib.suppress(Exception):  # ignore a failure of onnx's inference: the schemas below may still give the types
@@ -472,7 +472,7 @@ def _take_all(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
 
 
 def _take(nodes: Iterable[ir.Node], inferred: onnx.GraphProto) -> None:
-    """Copy types and shapes from `inferred`, by name, to the results of `nodes` that have no type. Mark them as inferred."""
+    """Give each untyped result of `nodes` the type and shape that `inferred` holds under its name. Mark the result as inferred."""
     missing = {value.name: value for node in nodes for value in node.outputs if value.name and value.type is None}
     for info in inferred.value_info:
         if info.name in missing and info.type.tensor_type.elem_type:

@@ -135,7 +135,7 @@ def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> 
     """Return {call in `calls`: call in `known` whose colour it takes over}. Calls without a match are left out.
 
     `calls` are the calls of one op by one module. `known` holds the calls of this op in earlier graphs, with their colours. Calls match by
-    line of code. If no line is known, they match in order, or, if the numbers of calls differ, by a colour common to all of `known`.
+    line of code. If no line matches, calls match in order. If the numbers of calls also differ, they match only if `known` has one colour.
     """
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):

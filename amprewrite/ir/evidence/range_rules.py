@@ -70,7 +70,7 @@ def fit(size: float, low: Format) -> Fit:
 
 
 def means_mask(constant: float) -> bool:
-    """True if a constant in a sum or product is so large that it counts as a mask of positions. Masks may be clamped to the low range."""
+    """True if a constant in a sum or product can only be a number of a mask, such as -1e9, because of its size (see MASK and EXTREME)."""
     return abs(constant) >= EXTREME or constant <= -MASK
 
 
@@ -88,7 +88,7 @@ Node = TypeVar("Node")
 
 @dataclass(frozen=True)
 class Read(Generic[Node]):
-    """One op that reads a value. These facts tell `handed_on` how the op treats numbers of the value far beyond the low format's range."""
+    """One op that reads a value. Its attributes show how the op treats numbers of the value far beyond the low format's range."""
 
     op: str
     kind: OpKind | None
@@ -144,7 +144,7 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
     Return the empty set if a bound on `side` is near zero (at most low.max / SHRINKS): the result is then this bound, whether the operand
     is clamped or not. Return {side} if no bound holds the operand back: all bounds on `side` are beyond the range, or there are none.
-    Return None in other cases, for example if the opposite bound is far to `side`, too: max=-5e4 makes all results -5e4 or less.
+    Return None in other cases. For example, `side` is BELOW, and an upper bound of -5e4 makes all results -5e4 or less.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -157,9 +157,9 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Apply the rules of `handed_on` to an op that computes attention scores: a sum, a product or a division.
 
-    A sum keeps its operand's side of zero, and a negative factor changes it. If a factor is a tensor, its sign is unknown, and the result
-    may be on both sides. Return None if the result may no longer block a position in a softmax: the op adds a large number of the opposite
-    sign, divides by the operand, or multiplies it by less than 1 / SHRINKS.
+    A sum keeps the operand's side of zero. Subtracting the operand or a negative factor changes the side. If a factor is a tensor, its sign
+    is unknown, and the result may be on both sides. Return None if the result may no longer block a position in a softmax: the op adds a
+    large number of the opposite sign, divides by the operand, or multiplies it by less than 1 / SHRINKS.
     """
     if read.op in ADDS_UP:
         side = -side if read.op == "sub" and read.place else side
@@ -205,7 +205,7 @@ def near_the_end(largest: float, low: Format) -> bool:
 def added_values(graph: OpGraph) -> dict[str, bool]:
     """Return the values that ops of `graph` add or subtract, as {name: True if all sums with this value lead only to softmaxes}.
 
-    For example, a bias that is only added to attention scores has True. If a view is added, the value that it views is in the result.
+    For example, a bias that is only added to attention scores gets True. A view counts as the value that it views.
     """
     scores: set[str] = set()
     for node in reversed(list(graph)):  # visit the readers of a value before the op that makes it, so that one pass suffices
@@ -222,8 +222,8 @@ def added_values(graph: OpGraph) -> dict[str, bool]:
 def rows_have_offset(table: Any) -> Any:
     """True if the rows or the columns of a table have an offset: a mean that is larger than their spread (`has_offset`).
 
-    Columns have an offset if all rows have a large part in common. They are tested only in tables of at least `ROWS` rows, because few
-    rows may have one by chance.
+    Columns have an offset if all rows have a large part in common. They are tested only in tables of at least `ROWS` rows, because a few
+    rows may have a common part by chance.
     """
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common
@@ -247,7 +247,7 @@ def has_offset(values: Any, scores: bool = False) -> Any:
     """True if the rows of a weight (a tensor or array with dims) have an offset: a mean that is larger than their spread.
 
     Mean and spread are compared as root mean squares. With an offset, a norm subtracts most of the value, so that rounding errors grow.
-    Pass `scores` if softmaxes read the rows. Numbers far below the largest of their row are then left out, because the softmax makes them
+    Set `scores` if softmaxes read the rows. Numbers far below the largest of their row are then left out, because the softmax makes them
     zero: for example, the -1e9 of a mask that an exporter has added to a bias.
     """
     if not scores:

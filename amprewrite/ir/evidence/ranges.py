@@ -44,7 +44,7 @@ _NOT_FINITE = 255
 
 @dataclass(frozen=True)
 class ValueRange:
-    """Counts, limits and histogram of the elements of one value. `a | b` merges two ranges."""
+    """Counts of the elements of one value, their least and greatest number, and their histogram. `a | b` merges two ranges."""
 
     count: int = 0
     """Number of elements seen, in all batches together."""
@@ -92,9 +92,9 @@ class ValueRange:
 
     @classmethod
     def limits(cls, tensor: torch.Tensor, smallest: bool) -> ValueRange:
-        """Return the range of one fp32 tensor without histogram and without counts of zeros, NaNs and infinities. It is cheaper than `of`.
+        """Return a range of one fp32 tensor that is cheaper than `of`: it has no histogram, and no counts of zeros, NaNs and infinities.
 
-        `least` and `greatest` are computed, and the smallest magnitude if `smallest` is True. Elements that are not finite count as 0.
+        The range has `least`, `greatest` and, if the argument `smallest` is True, `smallest`. In these, NaNs and infinities count as 0.
         """
         values = tensor.detach()
         if not values.numel():
@@ -128,9 +128,9 @@ class ValueRange:
 
     # -- risks in a format ---------------------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Return the probability that an element overflows `fmt`: the share of the elements seen that do.
+        """Return the probability that an element overflows `fmt`: the share of the observed elements that overflow.
 
-        If none does, the result is an estimate, a fit to the upper tail of the histogram.
+        If no observed element overflows, the probability is estimated by a fit to the upper tail of the histogram.
         """
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
@@ -139,27 +139,27 @@ class ValueRange:
         return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
 
     def underflow(self, fmt: Format) -> float:
-        """Return the probability that a nonzero element becomes zero in `fmt`: the share of the elements seen that do.
+        """Return the probability that a nonzero element becomes zero in `fmt`: the share of the observed nonzero elements that become zero.
 
-        If none does, the result is an estimate, a fit to the lower tail of the histogram.
+        If no observed element becomes zero, the probability is estimated by a fit to the lower tail of the histogram.
         """
         mirrored = sorted((-e, n) for e, n in self.exponents)
         return _beyond(mirrored, self.nonzero, 2 - round(math.log2(fmt.smallest_subnormal)))
 
     def subnormal(self, fmt: Format) -> float:
-        """Return the share, from 0 to 1, of the nonzero elements below the normal numbers of `fmt`, where bits are lost."""
+        """Return the share, from 0 to 1, of the nonzero elements that lose bits because they are below the normal numbers of `fmt`."""
         limit = round(math.log2(fmt.smallest_normal))
         return sum(n for e, n in self.exponents if e < limit) / max(self.nonzero, 1)
 
 
 def _beyond(exponents: list[tuple[int, int]], count: int, limit: int) -> float:
-    """Return P(exponent >= limit), from sorted (exponent, count) pairs of `count` elements.
+    """Return P(exponent >= limit) for `count` elements. `exponents` has sorted pairs (exponent, number of elements with this exponent).
 
-    This is the share of elements at or above `limit`. If there are none, a tail is fitted. Above a high threshold the tail is assumed to
+    The result is the share of elements at or above `limit`. If this is 0, a tail is fitted. Above a high threshold the tail is assumed to
     decay by a constant factor q per octave, a geometric law (Hill, "A simple general approach to inference about the tail of a
     distribution", Annals of Statistics 3, 1975: above a threshold log|x| is exponential). q is estimated with the Beta prior FALLS_OFF,
-    which matters only for small samples. Tails lighter than a power law, such as the tail of a normal distribution, decay faster, so that
-    the result is rather too high. It is the largest estimate over all thresholds with at most sqrt(count) values above them.
+    which matters only for small samples. The result is the largest estimate over all thresholds with at most sqrt(count) values above them.
+    It is rather too high for tails that decay faster than a power law, such as the tail of a normal distribution.
     """
     seen = sum(n for e, n in exponents if e >= limit)
     if seen or not count:
@@ -208,7 +208,7 @@ class Calibration:
     version: int = SCHEMA
 
     def of(self, graph: OpGraph) -> RegionRanges | None:
-        """Return the ranges of the values of `graph`; None if the calibration never ran this graph."""
+        """Return the ranges of the values of `graph`; None if this graph did not run in the calibration."""
         wanted = fingerprint(graph)
         return next((region for region in self.regions if region.graph == wanted), None)
 
@@ -221,7 +221,7 @@ class Calibration:
             )
 
     def __or__(self, other: Calibration) -> Calibration:
-        """Return the merged ranges of both calibrations, as one. Raises CalibrationError if `other` is no calibration of the same model."""
+        """Return one calibration with the merged ranges of both. Raises CalibrationError if `other` is no calibration of the same model."""
         if not isinstance(other, Calibration):
             raise CalibrationError(f"a calibration merges with another, not with one {type(other).__name__}; Calibration.load reads one")
         if self.parameters != other.parameters:
@@ -271,7 +271,7 @@ class Calibration:
                     raise BadData(f"{name!r} has more values by exponent than in all")
 
     def save(self, path: str | Path) -> None:
-        """Write the calibration to a file that `load` reads. Raises EmitError if it cannot be written."""
+        """Write the calibration to a file that `load` reads. Raises EmitError if the file cannot be written."""
         write_text(path, self.to_json())
 
     @classmethod
@@ -286,7 +286,7 @@ class Calibration:
 
     # -- text -------------------------------------------------------------------------------
     def table(self, n: int = 20, fmt: str = NARROWEST.name, gradients: bool = False) -> Table:
-        """Return a rich table of the `n` values with the greatest risk of overflow in `fmt`, the riskiest first.
+        """Return a table (of the library rich) of the `n` values with the greatest risk of overflow in `fmt`, the riskiest first.
 
         Values of equal risk are sorted by magnitude, the largest first. With `gradients` the table shows gradients instead of values.
         """
@@ -330,7 +330,7 @@ class Calibration:
 
 
 def merge(ours: Mapping[str, ValueRange], theirs: Mapping[str, ValueRange]) -> dict[str, ValueRange]:
-    """Return the union of two mappings from names to ranges. The ranges of a name in both are merged."""
+    """Return the union of two mappings from names to ranges. If both mappings have a name, its two ranges are merged."""
     return {name: ours.get(name, ValueRange()) | theirs.get(name, ValueRange()) for name in {**ours, **theirs}}
 
 
@@ -350,7 +350,7 @@ def parameters_fingerprint(model: torch.nn.Module) -> str:
 
 
 def as_text(table: Table, width: int = 110) -> str:
-    """Return a rich table as plain text, `width` characters wide."""
+    """Return a table of the library rich as plain text, `width` characters wide."""
     screen = console(width=width, no_color=True)
     with screen.capture() as capture:
         screen.print(table)

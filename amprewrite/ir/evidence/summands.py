@@ -18,7 +18,7 @@ Scaling a summand down to a quarter also scales its rounding errors down to a qu
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor of a summand: a number times *schedules*, values that are known only in a call, such as the step sizes of a sampler.
+    """The factor of a summand: a number times *schedules*. A schedule is a value known only at run time, such as a step size.
 
     Each schedule s has a use: "" for the factor s, "divided by" for 1 / s, or "rest" for 1 - s.
     """
@@ -40,7 +40,7 @@ class Factor:
     def is_small(self, beside: Factor) -> bool:
         """True if a summand with this factor is small next to a value with the factor `beside`: at most SMALL times as large.
 
-        A schedule (a value known only in a call, such as a step size) counts as a small number. So the result is also True if this factor
+        A schedule (a value known only at run time, such as a step size) counts as a small number. So the result is also True if this factor
         has a schedule that `beside` lacks.
         """
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
@@ -55,9 +55,9 @@ def summands(
 ) -> dict[str, Factor]:
     """Return {name of a summand: its factor} for a call of `op` with the arguments `given`; {} if the call is not known to be linear.
 
-    `factor(argument, use)` returns the factor that an argument gives to a summand: the argument itself for the use "", its reciprocal for
-    "divided by", and one minus the argument for "rest"; None if it is data, not a number or a step size. `name(argument)` returns the name
-    of a tensor; "" for other arguments. `scale` is the number by which the op multiplies its second summand, such as `alpha` of `add`.
+    `factor(argument, use)` returns the factor by which an argument scales a summand: the argument itself for the use "", its reciprocal for
+    "divided by", one minus the argument for "rest". It returns None if the argument is data, so neither a number nor a step size.
+    `name(argument)` returns the name of a tensor; "" for other arguments. `scale` multiplies the second summand, as `alpha` of `add` does.
     """
     first, second, third = (*given[:3], None, None, None)[:3]
     one, minus = Factor(), Factor(-1.0)

@@ -171,7 +171,7 @@ class RegionPlan:
     """Products that read fp8 copies of their operands. It is not written to JSON if there are none."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
-        """Return {name of the op: its edit} for the edits of the kinds `what`, such as `Edit.WIDE_PRODUCT`, without switched-off edits."""
+        """Return {name of an op: kind of its edit} for edits that are on and of one of the kinds `what`, such as `Edit.WIDE_PRODUCT`."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
@@ -295,8 +295,8 @@ class ModelPlan:
         The value "wide" makes matrix products round their operands to bf16 and keep their results in fp32. In a plan without fp8 products,
         "fp32" also means "high", and the name of the low format, such as "bf16", also means "low". In a plan with fp8 products, "fp8" and
         the name of the low format set the format in which products read their operands, and a name such as "linear_3.grad_weight" selects a
-        single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module
-        that carry no fp32 value do not change. Raises PlanError for an unknown name or colour, and if no node of a name could change.
+        single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes without an
+        fp32 value do not change. Raises PlanError for an unknown name or colour, and for a name without nodes that could change.
         """
         if not isinstance(colours, Mapping):
             raise PlanError(f"edit() takes a dict such as {{'linear': 'high'}}, not one {type(colours).__name__}")
@@ -347,7 +347,7 @@ class ModelPlan:
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
     def _edit_products(self, formats: dict[str, str]) -> Self:
-        """Return a copy in which products, GEMMs ("linear_3.grad_in") or modules run in the formats in `formats`: "fp8" or the low one."""
+        """Return a copy with the formats in `formats`: {product, module or GEMM such as "linear_3.grad_in": "fp8" or the low format}."""
         regions = {region.name: region for region in self.regions}
         for name, word in formats.items():
             stem, _, last = name.rpartition(".")
@@ -364,8 +364,8 @@ class ModelPlan:
     def switch_off(self, *names: str) -> Self:
         """Return a copy in which some edits are switched off: `plan.switch_off("scaled_dot_product_attention", "fp32 statistics")`.
 
-        Each name is a node, a module, or a kind of edit (a value of `tables.vocabulary.Edit`). The edits of the node, in the module or of
-        the kind are switched off. Raises PlanError for a name without edits.
+        An edit is a change of an op that is neither a cast nor a pad. Each name is a node, a module, or a kind of edit (a value of
+        `tables.vocabulary.Edit`). All edits of that node, module or kind are switched off. Raises PlanError for a name without edits.
         """
         regions = {region.name: region for region in self.regions}
         for name in names:

@@ -117,7 +117,7 @@ class QuantisedCopy:
 
 @dataclass(frozen=True)
 class QuantisedProducts:
-    """All decisions about fp8 in the plan of one graph. It is empty if the user did not ask for fp8, or if no product can run in fp8."""
+    """All decisions about fp8 in the plan of one graph. It is empty if fp8 was considered for no product, as without `products=`."""
 
     recipe: str = ""
     """Name of a row of `tables/formats.py`; "" if there are no products."""
@@ -141,9 +141,9 @@ class QuantisedProducts:
     def edited(self, node: str, gemm: str, word: str) -> Self:
         """Return a copy in which the GEMM `gemm` of the product `node` runs in the format `word`: "fp8" or the low format.
 
-        If `gemm` is "", all GEMMs of the product are changed, except GEMMs that the recipe keeps in the low format. The result lists no fp8
-        copies; they are decided anew when the plan is applied. Raises PlanError if the graph has no such GEMM, or if it is to run in fp8
-        and the recipe keeps it in the low format.
+        If `gemm` is "", all GEMMs of the product are changed, except GEMMs that the plan's fp8 recipe keeps in the low format. The result
+        lists no fp8 copies; they are decided anew when the plan is applied. Raises PlanError if the product has no such GEMM, or if `word`
+        is "fp8" and the recipe keeps this GEMM in the low format.
         """
         recipe, found, fp8 = RECIPES[self.recipe], self.of(node), word == FP8
         assert found is not None
@@ -161,7 +161,7 @@ class QuantisedProducts:
         return replace(self, products=products, copies=())
 
     def without(self, nodes: Set[str]) -> Self:
-        """Return a copy without the products called `nodes`. fp8 copies that other products read stay, and so do their constant scales."""
+        """Return a copy without the products called `nodes`. An fp8 copy that another product reads is kept, with its constant scale."""
         products = tuple(each for each in self.products if each.node not in nodes)
         readers = {each: tuple(r for r in each.readers if r.rpartition(".")[0] not in nodes) for each in self.copies}
         copies = tuple(replace(each, readers=left) for each, left in readers.items() if left)

@@ -15,7 +15,7 @@ SCHEMA = 5
 
 
 def _objects(owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in the list `owner[key]`. Other items, which a damaged plan may hold, are left out; [] if it is no list."""
+    """Return the JSON objects in the list `owner[key]`; [] if `owner[key]` is no list. Other items, as in a damaged plan, are left out."""
     found = owner.get(key)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 

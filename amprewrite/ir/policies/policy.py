@@ -21,7 +21,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One entry of `overrides=`. It moves an op to another op list, or sets modules or nodes to low, high (fp32) or wide (see `word`)."""
+    """One entry of `overrides=`: it moves an op to another list, or makes modules or nodes low, high (fp32) or wide (bf16 in, fp32 out)."""
 
     key: str
     """The key as the user wrote it."""

@@ -47,7 +47,7 @@ class PadCost:
 
     @property
     def passes(self) -> int:
-        """Number of products that a step runs for each product of the forward pass: 3 in training, where two of them compute gradients."""
+        """Number of products that a step runs for each product of the forward pass: 3 in training (two compute gradients), otherwise 1."""
         return 3 if self.training else 1
 
     @property
@@ -56,7 +56,7 @@ class PadCost:
         return self.device.type != "cpu" and self.low.name in self.device.low_formats
 
     def pad(self, numel: int) -> float:
-        """Return the seconds of one pad of an activation of `numel` elements: two launches, a read and a write. The gradient is a view."""
+        """Return the seconds to pad an activation of `numel` elements: two launches, a read and a write. The backward, a view, is free."""
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
@@ -70,7 +70,7 @@ class PadCost:
         return self.device.launch + 8 * numel / self.device.bandwidth
 
     def slice(self, numel: int) -> float:
-        """Return the seconds to slice a padded value to `numel` elements, with a dense copy. In training, add the pad of its gradient."""
+        """Return the seconds to slice a padded value to `numel` elements, with a dense copy, and in training to pad the gradient."""
         seconds = self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
         return seconds + (self.pad(numel) if self.training else 0)
 
@@ -115,8 +115,8 @@ _TIMES: dict[tuple[Any, ...], tuple[float, float]] = {}
 def stopwatch(device: str, dtype: Any) -> Callable[[Product, Product], tuple[float, float] | None]:
     """Return a function that times a product and its padded form on a CUDA device: (product, padded product) → seconds of both.
 
-    The function runs both products alternately, five times each, and returns the shortest time of each. It returns None if the tensors
-    would take more than a quarter of the device's free memory. Results are cached in `_TIMES`.
+    The function times both products alternately, five times each (ten runs at a time), and returns the shortest mean time of each. It
+    returns None if the tensors would take more than a quarter of the device's free memory. Results are cached in `_TIMES`.
     """
     import torch
 

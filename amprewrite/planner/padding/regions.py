@@ -315,10 +315,10 @@ class Regions:
         return bool(needs) and all(variable in self.padded for variable in needs)
 
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
-        """Return {(dim, value, axis): (variable of the op that makes the value, [(reader, its variable)])} for all dims that may be padded.
+        """Return {(dim, value, axis): (variable of the maker, [(reader, its variable)])} for each axis that a matrix product wants padded.
 
-        A variable is the cut's yes-or-no choice whether to pad the op in this dim along the axis. It is None if the op must not be padded
-        there, and for a reader in `barriers`, which reads the value unpadded. Axes that no matrix product wants padded are left out.
+        A variable is the cut's yes-or-no choice whether to pad an op in this dim along this axis. The maker is the op that makes the value.
+        A variable is None if its op must not be padded there. For a reader in `barriers` it is None too: the value arrives without padding.
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
@@ -340,10 +340,10 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Return (value, variable of its reader) for each dim of a value whose padding is cut off before the reader (`barriers`).
+        """Return (value, variable of its reader) for each dim in which a reader in `barriers` may be padded.
 
-        The variable is the cut's yes-or-no choice whether to pad the reader in this dim. If it is yes, the value gets new padding of zeros,
-        and the pad has a price.
+        The value arrives at such a reader without padding. The variable is the cut's yes-or-no choice whether to pad the reader in this
+        dim. If the choice is yes, the value gets new padding of zeros, which has a price.
         """
         return [
             (value, variable)
@@ -409,8 +409,8 @@ class Regions:
     def check(self) -> bool:
         """Compute the numbers in the padding of all values. Return False if an op cannot take the numbers in the padding of its operands.
 
-        An example is a zero that it would divide by. The operand is then recorded in `barriers` (its padding is cut off before the op), or
-        the op in `refused` (it is never padded), and `cut` must choose again.
+        For example, the op would divide by zeros. In such a case the operand is recorded in `barriers` (its padding is cut off before the
+        op), or the op in `refused` (it is never padded), and `cut` must choose again.
         """
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
@@ -442,7 +442,7 @@ class Regions:
         return sound
 
     def _covers(self, call: Call, value: str, use: Layout, out: Layout) -> bool:
-        """True if the operand `value` is padded in all dims in which the result of `call` is padded, so that it is not broadcast there.
+        """True if the operand `value` is padded in all dims in which the result is padded. If not, `value` is broadcast in such a dim.
 
         `use` is the padded layout of the operand, `out` the padded layout of the result.
         """

@@ -45,7 +45,7 @@ LARGEST = 1e4
 
 
 class Hazard(Exception):
-    """Raised by a padding rule if an op cannot take the numbers in the padding of its operands, such as zeros in a division by them.
+    """Raised by a padding rule if an op cannot take the numbers in the padding of its operands, such as zeros in a divisor.
 
     `why` is the reason in words. The padding of the operands named in `refs` is then replaced by zeros. Without `refs` the operands and
     results of the op are not padded.
@@ -146,8 +146,8 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
     """Declare in `rule` which dims of an element-wise op, with operands `refs` and result shape `out`, are padded together.
 
     Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim gets no
-    tie, and so no padding, in two cases. A floating operand has a size there that is neither 1 nor the result's size. Or a non-floating
-    operand, such as a boolean mask, is not broadcast along the dim: such an operand cannot be padded.
+    tie, and so no padding, in three cases: its size is 1; or a floating operand has a size there that is neither 1 nor the result's size;
+    or a non-floating operand, such as a boolean mask, is not broadcast along the dim and cannot be padded.
     """
     rule.pointwise = True
     for back in range(1, len(out) + 1):

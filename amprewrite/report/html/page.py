@@ -99,7 +99,7 @@ def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[st
 
 
 def _fp8(plan: ModelPlan, node: NodePlan) -> list[str]:
-    """Return sentences for the report on the fp8 GEMMs that compute `node` or its gradients, and on fp8 copies of its result; or []."""
+    """Return sentences on the formats of the GEMMs that compute `node` or its gradients, and on fp8 copies of its result; [] if none."""
     return [line.strip() for line in region_of(plan, node).quantised.about(bare_name(plan, node))]
 
 

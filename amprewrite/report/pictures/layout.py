@@ -113,8 +113,8 @@ def _tree(paths: list[tuple[str, ...]]) -> _Branch:
 def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -> int:
     """Add the box of a branch (a module), and of all branches inside it, to `found`. Return the id of the branch's box.
 
-    `parent` is the id of the enclosing box, -1 for the root. `path` and `label` are fields of the branch's box. A branch with a single part
-    gets no box, unless it is the root; then the id of its part is returned.
+    `parent` is the id of the enclosing box, -1 for the root. `path` and `label` are fields of the branch's box. If a branch has a single
+    part and is not the root, it gets no box, and the id of the part is returned.
     """
     if len(branch.parts) == 1 and parent >= 0:
         ((name, only),) = branch.parts.items()
@@ -270,7 +270,7 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 
 
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
-    """Lay out the inside of an open box. Return {id of a part or of space for an edge: (x, y, gutter)}, and (width, height) of the box.
+    """Lay out the inside of an open box. Return ({id of a part or passing edge: (x, y, gutter)}, (width, height) of the box).
 
     (x, y) is the upper left corner of a part, or the middle of the space for a passing edge. Layers of a tall box are divided into columns.
     The gutter is the x of the gap on the left of the column, in which edges from the previous column run up. `extent` has (width, height)

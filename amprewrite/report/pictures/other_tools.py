@@ -22,7 +22,7 @@ from amprewrite.tables.vocabulary import Colour
 
 
 def to_dot(plan: ModelPlan, path: Any = None) -> str:
-    """Return the graph as DOT text, and write it to `path` if given. Raises EmitError if `path` cannot be written."""
+    """Return the plan's graphs as DOT text, and write the text to `path` if given. Raises EmitError if `path` cannot be written."""
     drawing = draw(plan)
     lines = [
         "digraph plan {",
@@ -67,9 +67,9 @@ def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return `text` as a quoted DOT string that keeps line breaks, for labels of several lines.
+    """Return `text` as a quoted DOT string for a label. Line breaks are kept.
 
-    JSON's escapes are valid in DOT here, because `printable` first replaces other control characters.
+    DOT reads JSON's escapes of quotes, backslashes and line breaks. `printable` first replaces all other control characters.
     """
     return json.dumps("\n".join(map(printable, text.split("\n"))), ensure_ascii=False)
 
@@ -83,7 +83,7 @@ def to_model_explorer(plan: ModelPlan, path: Any, graph: str = "main") -> Path:
 
 
 def node_data(plan: ModelPlan, graph: str = "main") -> dict[str, Any]:
-    """Return node data for Model Explorer as values for JSON: {graph: {"results": {node: {"value": dtype, "bgColor": colour}}, …}}."""
+    """Return node data for Model Explorer, for `json.dumps`: {graph: {"results": {node: {"value": "bf16", "bgColor": "#bfe8e2"}}, …}}."""
     results: dict[str, Any] = {}
     for node in (node for region in plan.regions for node in region.nodes):
         if node.role == "op" and node.colour is not Colour.PLAIN:

@@ -27,8 +27,8 @@ MARGIN = 12.0
 def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
     """Return the graph as SVG text, and write it to `path` if given.
 
-    Modules down to level `depth` are drawn open, deeper modules as one closed box. If `depth` is None, modules are opened level by level,
-    as long as at most `MOST_OPEN` parts are visible. Raises EmitError if `path` cannot be written.
+    Modules down to level `depth` are drawn open, and modules of the next level as closed boxes. If `depth` is None, modules are opened
+    level by level, as long as at most `MOST_OPEN` ops and closed modules are visible. Raises EmitError if `path` cannot be written.
     """
     drawing = draw(plan)
     placed = place(drawing.nest, _sizes(drawing), _opened(drawing, depth))
@@ -71,7 +71,7 @@ def _sizes(drawing: Drawing) -> dict[int, tuple[float, float]]:
 def _opened(drawing: Drawing, depth: int | None) -> set[int]:
     """Return the ids of the boxes to draw open: all boxes down to level `depth`.
 
-    If `depth` is None, boxes are opened level by level, as long as at most `MOST_OPEN` parts are visible.
+    If `depth` is None, boxes are opened level by level, as long as at most `MOST_OPEN` ops and closed boxes are visible.
     """
     nest = drawing.nest
     level = {nest.count: 0}
@@ -132,7 +132,7 @@ def _ops(drawing: Drawing, placed: Placed) -> list[str]:
 
 
 def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
-    """Return the SVG of a closed module: its name, its number of ops, and a bar with the share of ops that run low."""
+    """Return the SVG of a closed module: its name, its number of ops, and a bar that shows the share of ops in the low format."""
     r, box = placed.rects[number], drawing.nest.box(number)
     inside = [node for op, node in enumerate(drawing.nodes) if number in drawing.nest.path_of(op) and node.role == "op"]
     low = sum(node.colour is Colour.LOW for node in inside)
@@ -180,8 +180,8 @@ def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float
     """Return the points (x, y, gutter) of an edge from the visible op or box `a` to `b`, both given by id.
 
     The edge runs out of the boxes around `a`, through the space kept for it in the layers in between, and into the boxes around `b`. The
-    layers of a tall box are drawn in several columns. The gutter is the x of the gap on the left of the point's column, in which an edge
-    from the previous column runs up.
+    layers of a tall box are drawn in several columns. To reach the next column, an edge runs up in the gap between the two columns.
+    `gutter` is the x of the gap on the left of the point's column.
     """
     nest = drawing.nest
     way, other = _outwards(drawing, a), _outwards(drawing, b)
@@ -209,7 +209,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """Return the SVG of all cast marks. Each pair of visible ops or boxes with casts between them has one mark, with the formats."""
+    """Return the SVG of all cast marks. Each pair of visible ops or boxes with casts between them has one mark, which lists the formats."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}

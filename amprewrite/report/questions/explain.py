@@ -66,7 +66,7 @@ class Change:
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
     def price(self) -> str:
-        """Return the price of the change in words: how many casts, bytes, seconds and recoloured nodes it adds or saves."""
+        """Return the price in words: how many casts, bytes and seconds the change adds or saves, and how many more nodes change colour."""
         parts = [_count(self.casts, "cast"), _count(self.weight_casts, "copy of a weight", "copies of weights")]
         said = " and ".join(part for part in parts if part) or "no cast more or fewer"
         sign = "+" if self.cast_bytes > 0 else "-"
@@ -77,7 +77,7 @@ class Change:
 
 
 class WhatIf:
-    """Tries overrides of colours on the plan of one graph, by planning anew. `WhatIf.of` returns None for a saved or edited plan."""
+    """Plans one graph anew with other colours (low or high) for some nodes. `WhatIf.of` returns None for a saved or edited plan."""
 
     def __init__(self, region: RegionPlan) -> None:
         self.basis = _problem(region)
@@ -105,7 +105,7 @@ class WhatIf:
         return plan_region(basis)
 
     def forced(self, name: str) -> Change | None:
-        """Return the effect of an override that gives node `name` its other colour (low or high); None if it cannot have that colour."""
+        """Return the effect of an override that gives the node `name` its other colour (low or high); None if the node cannot have it."""
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
@@ -128,7 +128,7 @@ class WhatIf:
         return self._change(name, tuple(nodes))
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Yield at most MOST_TOGETHER other ops of the same colour that may have caused the colour of `name`, the likeliest first."""
+        """Yield at most MOST_TOGETHER ops of the same colour that may have caused the colour of the node `name`, the likeliest first."""
         colour, graph = self.colours[name], self.basis.graph
         planned = {node.name: node for node in self.base.nodes}
         nearest = list(_by_distance(graph, name))
@@ -177,7 +177,7 @@ def _count(number: int, word: str, words: str = "") -> str:
 
 
 def conditions(node: NodePlan, low: str) -> str:
-    """Return the condition under which `node` would have its other colour (low or high), as its recorded reason implies.
+    """Return the condition under which `node` would have its other colour (low or high). The recorded reason implies the condition.
 
     The text completes the sentence "it would run low …" or "it would run high …" (in fp32). It is "" if the reason implies no condition,
     as when the colours of neighbours decide. `low` names the low format.
@@ -242,7 +242,7 @@ OPEN = "open"
 
 @dataclass(frozen=True)
 class Decided:
-    """The colour of one op after some pass (low, high, plain: never cast, or open: not decided yet), and the last pass that changed it."""
+    """The colour of one op after some pass, and the last pass that changed it. Colours: low, high, plain (never cast), open (undecided)."""
 
     node: str
     op: str
@@ -361,8 +361,8 @@ def bare_name(plan: ModelPlan, node: NodePlan) -> str:
 def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
     """Return sentences on a node's format and reason, its casts, and changes that would alter its format.
 
-    With `asked`, trial plans find these changes. Without `asked`, there is one sentence on changes for a matrix product or convolution in
-    fp32 (the condition under which it would run low), and none for other nodes.
+    If `asked` is given, it plans the graph anew to find these changes. If `asked` is None, only a matrix product or convolution in fp32
+    gets a sentence on changes: the condition under which it would run in the low format.
     """
     bare, region = bare_name(plan, node), region_of(plan, node)
     heavy_high = is_heavy_high(region, node)
@@ -377,11 +377,11 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
 
 
 def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
-    """Return sentences on changes that would give the node its other colour (low or high); [] if it is no op, or has no fp32 values.
+    """Return sentences on changes that would give the node its other colour (low or high); [] if the node is no op, or is never cast.
 
-    The first sentence states the condition that the node's recorded reason implies, if any (such as "it would run low in bf16"). With
-    `asked`, trial plans also find overrides that would change the colour, and their price. `bare` is the node's name without "graph/",
-    and `low` the name of the low format.
+    The first sentence states the condition that the recorded reason of the colour implies, if any, such as "it would run low in bf16".
+    If `asked` is given, it plans the graph anew to find overrides that would change the colour, and further sentences state their price.
+    `bare` is the node's name without the prefix "region/", and `low` the name of the low format.
     """
     if node.colour is Colour.PLAIN or node.role != "op":
         return []
@@ -425,7 +425,7 @@ def _left_high(node: NodePlan) -> str:
 
 
 def _by_reason(plan: ModelPlan) -> list[str]:
-    """Return one sentence for each pair of colour (low or high) and reason: the number of ops with both, and the first of their names."""
+    """Return one sentence for each pair of colour (low or high) and reason: the number of ops with both, and the name of the first op."""
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     counted = Counter((node.colour, node.reason) for node in ops)
     lines = []

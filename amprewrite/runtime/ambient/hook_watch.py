@@ -31,7 +31,7 @@ class _OwnHookNumbers:
 
 
 def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Register `hook` on the tensor `result`, and count it as this package's own: no HookWatch then takes it for a new module hook."""
+    """Register `hook` on the tensor `result`, and count it as this package's own, so that no HookWatch mistakes it for a module hook."""
     with _OwnHookNumbers.lock:
         result.register_hook(hook)
         _OwnHookNumbers.taken += 1
@@ -40,9 +40,9 @@ def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
 class HookWatch:
     """Finds out whether hooks on modules below `root` have changed. The check is cheap if no hook was registered.
 
-    Every registration increments one counter of PyTorch. So the modules are searched only if a hook other than this package's was
-    registered, if the number of hooks of a module with hooks has changed, or if a direct child of the root was replaced. Hooks on the root
-    itself are ignored, because they run outside of the captured graphs.
+    Every registration increments one counter of PyTorch. So the modules are searched only in three cases: code outside of this package
+    registered a hook, a module lost a hook, or a direct child of the root was replaced. Hooks on the root itself are ignored, because they
+    run outside of the captured graphs.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -82,7 +82,7 @@ def _places(root: nn.Module) -> list[dict[int, Any]]:
 
 
 def may_differ(root: nn.Module) -> bool:
-    """True if modules of one class may differ in hooks: a module below `root` has hooks, or an attribute holds an unregistered module."""
+    """True if modules of one class may differ in hooks: one below `root` has hooks, or an unregistered module (in a list) may have some."""
     return any(_places(root)) or _holds_unlisted(root)
 
 
@@ -104,8 +104,8 @@ def _holds_unlisted(root: nn.Module) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 def _global_hooks() -> bool:
-    """True if the process has global module hooks. Dynamo may treat the result as a constant, without a guard on it, because it captures
-    the same graph for both answers (see `call_with_own_hooks`)."""
+    """True if the process has global module hooks. Dynamo treats the result as a constant, and does not guard on it. This is safe,
+    because Dynamo captures the same graph for True and False (see `call_with_own_hooks`)."""
     return bool(any_global_hook())
 
 
@@ -136,8 +136,8 @@ def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
     Dynamo captures this function instead of `__call__` for each submodule in a captured graph, so that global hooks do not become part of
-    the graph. If the process has no global hooks, PyTorch's own code runs the call. If the module has hooks that run even after an
-    exception in its forward (`always_call`), PyTorch's own code runs the call, too, with the global hooks.
+    the graph. PyTorch's own code runs the call in two cases: the process has no global hooks, or the module has hooks that run even after
+    an exception in its forward (`always_call`). In the second case the global hooks run, too.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

@@ -60,7 +60,7 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Context manager that restores buffers of `model`, random states of the CPU and its CUDA devices, and tensors in `inputs`."""
+    """Context manager that restores buffers of `model`, tensors in `inputs`, and random states of the CPU and of the model's GPUs."""
     tables = [(module._buffers, dict(module._buffers)) for module in modules_in(model)]
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, FakeTensor))]
     values = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in (*buffers_in(model), *given)]
@@ -82,11 +82,11 @@ def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return the version counter of a tensor, by which a write to a sparse or nested tensor is noticed; None if it has none."""
+    """Return the version counter of a tensor, which shows writes to a sparse or nested tensor; None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _is_equal(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if both tensors hold the same values. A NaN is the same as a NaN: a tensor that was not written must not be written here."""
+    """True if both tensors hold the same values. NaN equals NaN, except in fp8: otherwise an unchanged tensor with NaN would be written."""
     may_be_nan = tensor.shape == value.shape and (value.is_floating_point() or value.is_complex()) and value.element_size() > 1
     return torch.equal(tensor, value) or (may_be_nan and torch.allclose(tensor, value, 0, 0, equal_nan=True))

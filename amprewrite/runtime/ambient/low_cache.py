@@ -87,7 +87,7 @@ class _KeepsLow:
 
 @functools.cache
 def _low_class(cls: type) -> type:
-    """Return a subclass of the layer class `cls` that stores keys and values low. Other public methods call an inner `cls` object."""
+    """Return a subclass of the layer class `cls` that stores keys and values low. All methods but `update` call an inner `cls` object."""
 
     def passed_on(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _low_class(cls: type) -> type:
 
 
 def caches_of(value: Any) -> Iterator[Any]:
-    """Yield each KV cache with layers in `value`: `value` itself, and the two inner caches if it is the cache of an encoder-decoder."""
+    """Yield `value` if it is a KV cache with layers, and its two inner caches if it is the cache of an encoder-decoder model."""
     if isinstance(getattr(value, "layers", None), list | tuple):
         yield value
     for name in _CACHES:
@@ -116,7 +116,7 @@ def layers_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(layer: Any) -> tuple[Any, Any]:
-    """Return the stored keys and values of `layer`; None for each that is missing, because `layer` may be any object."""
+    """Return (keys, values) as `layer` stores them. Each is None if it is missing, because `layer` may be any object."""
     inner = getattr(layer, "__dict__", {}).get(_INNER, layer)
     return getattr(inner, "keys", None), getattr(inner, "values", None)
 
@@ -212,7 +212,7 @@ class CachesOfModel:
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
         """If a newly planned graph reads the low `caches` of the running call in fp32, keep the caches of later calls in fp32.
 
-        A graph without planned ops counts as reading in fp32. In both cases raises CacheReadHigh if `anew` is True: no code of the running
+        A graph without planned ops counts as a graph that reads them in fp32. If `anew` is True, also raise CacheReadHigh: no code of the
         call has run yet, so the call can begin again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
@@ -245,16 +245,16 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of `tensor` in which Dynamo uses one symbol for equal sizes of all KV caches; () if `mark_growing` stored none."""
+    """Return the dims of `tensor` in which Dynamo gives equal sizes one symbol. `mark_growing` stored them; () if it stored none."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 
 
 def _mark_shared(value: Any) -> None:
-    """If `value` is a KV cache, store on its keys and values the dims in which Dynamo uses one symbol for equal sizes (`shared_sizes`).
+    """If `value` is a KV cache, store on its keys and values the dims in which Dynamo gives equal sizes one symbol (`shared_sizes`).
 
-    These are the batch and length dims. A size with two meanings, such as a batch of five and five keys, is left out: the two differ
-    after the next step.
+    These are the batch and length dims. If two sizes with different meanings are equal by chance, such as a batch of five and five keys,
+    their dims are left out, because these sizes differ after the next step.
     """
     batch, length = _IN_CACHE
     held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}
@@ -275,7 +275,7 @@ def _kinds(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
-    """Yield tensors in `value`, each with its dims whose sizes vary in later calls. `value` is a tensor, a mapping of tensors, or a cache.
+    """Yield (tensor, dims whose sizes vary in later calls) for tensors in `value`, which is a tensor, a mapping of tensors, or a cache.
 
     A floating tensor outside of a KV cache is yielded only if it has three dims, as hidden states have.
     """

@@ -34,7 +34,7 @@ def asking_node() -> Any:
 
 
 def asking_number() -> tuple[int, int] | None:
-    """Identify the running recomputation by a non-reentrant checkpoint by two numbers; None if no such recomputation runs.
+    """Return two numbers that identify the running recomputation of a non-reentrant checkpoint; None if no such recomputation runs.
 
     They are the number of the running backward, and the number of the autograd node whose saved tensors are recomputed.
     """
@@ -43,7 +43,7 @@ def asking_number() -> tuple[int, int] | None:
 
 
 class CallsInRegions:
-    """Remembers which calls of a module were inside a torch.autocast region of the model's own code, so that a recomputation knows it.
+    """Remembers which calls of a module were inside a torch.autocast region of the model's own code, for recomputations of these calls.
 
     A checkpoint restores the autocast state in backward, but this state does not show whether the model or its caller entered the region.
     """

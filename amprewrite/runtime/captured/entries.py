@@ -67,8 +67,8 @@ RewriteRegion = Callable[["Graphs", torch.fx.GraphModule, list[Any]], Region]
 class Graphs:
     """The captures of one entry, a module that is called from outside of graphs: its compiled functions and its rewritten graphs (regions).
 
-    `capture_anew` replaces this object. Dynamo keeps backends and compiled graphs until it is reset. So the functions that Dynamo gets hold
-    only weak references to this object and its regions. A running call keeps its `Graphs` alive.
+    `capture_anew` replaces this object. Dynamo keeps backends and compiled graphs until it is reset. So the functions that are passed
+    to Dynamo refer only weakly to this object and its regions. A running call keeps its `Graphs` alive.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -114,8 +114,8 @@ class Graphs:
     def compiled(self) -> Callable[..., Any]:
         """The function that the next call runs. It is `_first_call` until a graph is captured.
 
-        While the process has global module hooks, a second compiled function runs. It has no guards on these hooks, which would cause a
-        new capture for every `with FlopCounterMode():`.
+        While the process has global module hooks, a second compiled function runs. It has no guards on these hooks: such guards would
+        cause a new capture for every `with FlopCounterMode():`.
         """
         if not any_global_hook():
             return self._alone if self.regions else self._first_call
@@ -125,7 +125,7 @@ class Graphs:
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call in which Dynamo captures the module for the first time, and return its result.
 
-        Under `strict`, or if the low format is or may be fp16, then run the captured graph and the original model in fp32. If their results
+        Under `strict`, or if the low format is or may be fp16, afterwards run the captured graph and the original model in fp32. If results
         differ, warn, or raise CaptureError under `strict`. Calls that cannot be repeated, and calls of `generate()`, are not checked.
         """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
@@ -151,7 +151,7 @@ class Graphs:
         return self.anew in (Anew.WEIGHTS, Anew.AGREED)
 
     def failed(self, failure: Failure) -> None:
-        """Record code on which Dynamo failed: it runs as written from now on."""
+        """Record `failure`, code that Dynamo could not capture: the code runs as written from now on."""
         self.entry.session.state.failures.append(failure)
 
     def starts_again(self, inputs: Any) -> bool:
@@ -164,7 +164,7 @@ class Graphs:
         self.empty = read and self.empty is not False
 
     def leave_early_hooks(self, module: torch.fx.GraphModule) -> None:
-        """Raise SkipFrame, so that Dynamo runs the code as written, if captured code sets a hook on an input that its graph overwrites.
+        """If captured code sets a hook on an input that its graph overwrites, raise SkipFrame, so that Dynamo runs the code as written.
 
         Dynamo would set the hook only after the graph has run, on the new value. Raises CaptureError instead if the user asked for one
         graph of the whole module (`strict=True` or `fullgraph=True`).
@@ -284,10 +284,10 @@ class Entry:
         return self._past.of_forward(self.graphs)
 
     def why_anew(self, recomputes: bool) -> Anew | None:
-        """Return the reason why this call must capture its graphs anew; None if it may run the present graphs.
+        """Return the reason why this call must capture its graphs anew; None if it may run existing graphs.
 
-        `recomputes`: whether a backward makes the call, to repeat a forward. Then only changed hooks or a changed forward are reasons:
-        otherwise the call runs the graphs of that forward, even if they are outdated.
+        `recomputes`: whether a backward makes the call, to repeat a forward pass. Such a call runs the graphs of that pass, even if
+        they are outdated, unless hooks on modules have changed or the `forward` method was replaced.
         """
         if self.hooks.changed():
             return Anew.HOOKS
@@ -298,7 +298,7 @@ class Entry:
         return Anew.SWITCHED_ON if self.graphs.anew is None and self.graphs.asleep and not dynamo.disabled() else self.graphs.anew
 
     def _patched(self) -> bool:
-        """True if somebody replaced the forward of the class since this entry was made. Then also make the entry call the new forward."""
+        """True if the class now has another `forward` method than this entry calls. If so, make the entry call that method from now on."""
         now = None if self._home is None else self._home.forward
         if now is getattr(self.function, "__func__", None) or not isinstance(now, FunctionType):
             return False

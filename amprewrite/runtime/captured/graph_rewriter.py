@@ -120,8 +120,8 @@ class GraphRewriter(CallRecord):
         return self.policy_for(self._device())
 
     def agree(self, plan: RegionPlan) -> None:
-        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Graphs that differ are marked for
-        a new capture."""
+        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. A graph whose plan contradicts
+        the shared colours is marked for a new capture."""
         self.agreement.join(plan, self.graphs, self.note)
 
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
@@ -162,9 +162,9 @@ class GraphRewriter(CallRecord):
     ) -> Captured:  # fmt: skip
         """Return a captured graph as a `Captured`, which holds the graph and its `Problem`: the planner's input, with this model's options.
 
-        `training`: whether the graph records gradients. With None, it does if grad mode is on or the graph turns it on. `may_decline`:
-        whether the graph may stay fp32 if a low format gains nothing; True has an effect only if the policy allows this, too. The other
-        arguments are as for `read_problem`.
+        `training`: whether the graph records gradients. None means True if grad mode is on or the graph turns it on. `may_decline`: whether
+        the graph may stay fp32 if a low format gains nothing, provided that the policy allows it, too. The other arguments are as for
+        `read_problem`.
         """
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
@@ -252,9 +252,9 @@ class GraphRewriter(CallRecord):
     def _cache(self, training: bool, compiled: bool) -> WeightCache | None:
         """Return the cache from which a graph reads low copies of weights; None if the graph casts its weights anew in each call.
 
-        A graph that records gradients (`training`) gets the cache only with `cache_weights="step"`, and if it is not `compiled`. A graph
-        without gradients gets it unless `cache_weights=False`; if it is `compiled`, only inside a block that keeps copies, such as a call
-        of `generate()`, because it is compiled once for all later calls. If FSDP2 shards the model, no graph gets the cache.
+        A graph that records gradients (`training`) gets the cache only if it is not `compiled` and `cache_weights` is "step". A graph
+        without gradients gets it unless `cache_weights` is False. But if such a graph is `compiled`, later calls run the same code: it gets
+        the cache only in a block that keeps copies, such as a call of `generate()`. If FSDP2 shards the model, no graph gets the cache.
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
@@ -298,9 +298,9 @@ class GraphRewriter(CallRecord):
         return any(each.outdated for each in graphs)
 
     def _overflowed(self) -> str | None:
-        """Describe, for a message, where the training step that loss scaling skips first had inf or NaN; None if the place is not found.
+        """Called when loss scaling skips a training step. Return where the first inf or NaN of this step arose; None if this is not found.
 
-        The cause may be a weight outside the low format's range. So also have the weights checked before the next call (`look_at_weights`).
+        The cause may be a weight outside the low format's range. So the weights are also checked before the next call (`look_at_weights`).
         """
         self.schedule.due = True
         graphs = [(region.plan, region.module) for region in self.last]
@@ -315,7 +315,7 @@ class GraphRewriter(CallRecord):
 
 
 class Agreement:
-    """The colours (low or high) of ops that all graphs of one model share. If `on` is False, each graph is planned separately."""
+    """The colours (low or high) of ops, which all graphs of one model share. If `on` is False, each graph is planned separately."""
 
     def __init__(self, on: bool, colours: Agreed) -> None:
         self.on, self.colours = on, colours
@@ -334,7 +334,7 @@ class Agreement:
                 note("captured anew: another graph keeps high what ran low in this one, and one plan serves all graphs of the model")
 
     def _contradicts(self, plan: RegionPlan) -> bool:
-        """True if `plan` gives an op another colour (low or high), or another decision on fp8, than the graphs of the model share."""
+        """True if `plan` gives an op another colour (low or high), or another decision on fp8, than the graphs of the model agreed on."""
         fp8 = self.colours.products
         return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
 

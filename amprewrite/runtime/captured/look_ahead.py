@@ -106,7 +106,7 @@ class LookAhead:
         return result
 
     def say_failed(self) -> None:
-        """Warn that no value was observed if the latest fp32 run of the graph raised an error."""
+        """If the latest fp32 run of the graph raised an error, warn that no value was observed."""
         if self.failed:
             self.warn(
                 f"{self._place} was not looked at before it runs in {self._low}: op by op in fp32 it raises {self.failed}; check that its "
@@ -114,7 +114,7 @@ class LookAhead:
             )
 
     def look(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], always: bool = False) -> bool:
-        """Run the graph in fp32, observe its values, and plan it anew if a value would overflow in fp16, or if `always` is True.
+        """Run the graph in fp32, observe its values, and plan it anew if a value would or may overflow in fp16, or if `always` is True.
 
         `run` calls the rewritten graph. Returns True if the fp32 run raised no error, and its results and all written inputs are finite.
         """
@@ -174,7 +174,7 @@ class LookAhead:
         return values
 
     def _no_help(self, found: str = "") -> None:
-        """Warn that the graph overflows even though it was planned anew, and stop observing. `found` describes the overflow."""
+        """Warn that the graph overflows in the low format although it was observed, and stop observing. `found` describes the overflow."""
         if self.left >= 0:
             self.left = -1
             self.warn(
@@ -183,7 +183,7 @@ class LookAhead:
             )
 
     def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], exact: _BodyResults) -> tuple[bool, str]:
-        """Run the rewritten graph on copies of `inputs`. Return (True if it overflows, the reason if this remains unknown, otherwise "").
+        """Run the rewritten graph on copies of `inputs`. Return (whether it overflows, reason why an overflow may stay unseen or "").
 
         This covers values in the bodies of loops and conditions, which the fp32 run does not observe. The graph overflows if it raises an
         error, or if it or a body returns NaN or infinities. `exact` says for each body of the fp32 run whether its results are finite.
@@ -281,9 +281,9 @@ def rewrite_for(
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """Rewrite the graph of an exported module, and return the edited graph and its plan.
 
-    If the low format is fp16, run the graph in fp32 on `args` and `kwargs`. Plan it with the observed ranges if a value would overflow, or
-    if `overflowed` (a graph of the model would have overflowed in a first call). Buffers are restored. `learn` adds ranges to the
-    calibration and returns the new calibration. `warn` warns the user.
+    If the low format is fp16, run the graph in fp32 on `args` and `kwargs`, and restore its buffers. If a value would overflow, or if
+    `overflowed` (a graph of the model would have overflowed in a first call), plan the graph anew with the observed ranges. `learn` adds
+    ranges to the calibration and returns the new calibration. `warn` warns the user.
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ def rewrite_for(
 
 
 def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
-    """Rewrite `captured`, and return (edited graph, its plan). Generate the graph's code now: torch.export reads its signature."""
+    """Rewrite `captured`, and return (edited graph, its plan). Also generate the graph's code: torch.export reads its signature."""
     edited, plan = rewrite_graph(captured)
     force_recompile(edited)
     return edited, plan
@@ -326,5 +326,5 @@ def _floats(value: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()  # the check must save no tensors for backward, because activation checkpoints count saved tensors
 def all_finite(value: Any) -> bool:
-    """True if all elements of all floating tensors in a nested value are finite."""
+    """True if the dense floating tensors in a nested value hold no NaN or infinity. Of a distributed tensor the local part is read."""
     return all(bool(t.isfinite().all()) for t in _floats(value))

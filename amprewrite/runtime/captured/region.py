@@ -50,8 +50,8 @@ def scale_device(graph: torch.fx.Graph) -> torch.device:
 class Region:
     """One rewritten graph, which Dynamo calls in place of the code that it captured.
 
-    `module` is the edited graph, in which overflows are searched; None if the graph scales no gradients. `place` names the module whose
-    code the graph is from. All graphs of the model share `training` (its loss scaling) and `checks` (functions that check weight reads).
+    `module` is the edited graph, which is run op by op to find an overflow; None if the graph scales no gradients. `place` names the module
+    whose code was captured. All graphs of the model share `training` (its loss scaling) and `checks` (functions that check weight reads).
     """
 
     whole = False
@@ -135,8 +135,8 @@ class Region:
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
-        """After the first call, which ran op by op: if ops raised errors on low operands, plan anew with these in fp32. Otherwise run later
-        calls as emitted."""
+        """End the first call, which ran op by op. If ops raised errors on low operands, plan the graph anew with these ops in fp32.
+        Otherwise let later calls run the graph as emitted."""
         keep_high, self.keep_high = self.keep_high, None
         if self.refused and keep_high is not None:
             keep_high(self.refused, inputs)
@@ -144,7 +144,7 @@ class Region:
             self.run = self.run.later
 
     def _watched(self, *inputs: Any) -> Any:
-        """Run the graph op by op to find its first non-finite result or gradient. Used after an overflow, until a step has none."""
+        """Run the graph op by op to find its first non-finite result or gradient. Used from an overflow until a training step has none."""
         assert self.module is not None
         return self.training.probe.run(self.plan, self.module, inputs)
 
@@ -185,7 +185,7 @@ class State(threading.local):
         """The low caches of the innermost running call of `generate()`; None if its caches stay fp32."""
 
     def regions_around(self) -> int:
-        """Return the number of torch.autocast regions around the outermost call; during a recomputation in it, around the recomputation."""
+        """Return the number of torch.autocast regions around the outermost call, or around the recomputation that runs inside this call."""
         return self.around
 
     @contextlib.contextmanager
@@ -193,8 +193,8 @@ class State(threading.local):
         """Context manager that records a recomputation inside a running forward, as when the forward takes gradients through a checkpoint.
 
         `asked`: id of the recomputation (`asking_number()`); None if no non-reentrant checkpoint makes the call. `around`: number of
-        torch.autocast regions around the call. If `asked` is not None, they count as regions of the model's caller, not of its code,
-        because the checkpoint enters regions to restore the autocast state of its forward.
+        torch.autocast regions around the call. A non-reentrant checkpoint enters such regions to restore the autocast state of its forward.
+        So if `asked` is not None, all these regions count as regions of the model's caller, not of the model's code.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around
@@ -242,8 +242,8 @@ class CallRecord:
     def runs_recurrent_eagerly(self) -> bool:
         """True if each LSTM, GRU and RNN module gets a separate graph that is not compiled: a compiler would unroll its time steps.
 
-        False if the backend is "eager", which unrolls nothing, or if `strict` allows only one graph. Also False if the user gave a plan
-        that has no separate graph for such a module.
+        False with the backend "eager": it compiles nothing, so these modules need no separate graph. Also False if `strict` allows only one
+        graph, or if the user gave a plan that has no separate graph for such a module.
         """
         if self.options.backend == "eager" or self.options.strict:
             return False

@@ -51,10 +51,9 @@ _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, Inde
 
 
 def relative_error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the relative L2 error of `got` against `exact`, over all tensors together; inf if their numbers or shapes differ.
+    """Return the relative L2 error of `got` against `exact`, over all tensors together; inf if their lists of shapes differ.
 
-    Equal infinities, and NaN in both, count as no error. Any other non-finite difference gives inf. If all of `exact` is
-    zero, any error gives inf.
+    Equal infinities, and NaN in both, count as no error. Any other non-finite difference gives inf. So does any error if `exact` is all 0.
     """
     if [each.shape for each in got] != [each.shape for each in exact]:
         return math.inf
@@ -215,7 +214,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a call of `root` with these arguments can be repeated on copies, and no other ranks take part.
 
-    The arguments must be plain data and dense tensors that have values (not on the meta device), and the tensors of `root` such tensors.
+    The arguments must be plain data or dense tensors, and the tensors of `root` must be dense. Tensors on the meta device are refused.
     """
     given = (_is_dense(each) if isinstance(each, Tensor) else isinstance(each, _PLAIN) for each in tree_leaves((args, kwargs)))
     return not several_ranks() and all(given) and all(map(_is_dense, (*parameters_in(root), *buffers_in(root))))
@@ -256,7 +255,7 @@ class CaptureCheck:
             copy.meta = kept_meta(node.meta)
 
     def runs(self, inputs: tuple[Any, ...]) -> None:
-        """Record `inputs`, on which the checked call is about to run the captured graph; for a buffer, its value from before the call."""
+        """Record `inputs`, on which the checked call is about to run the captured graph. For a buffer, record its value before the call."""
         if not self.sound or self.graph is None or self.given:
             return
         self.sound = all(id(inputs[place]) in self.buffers for place in self.written)
@@ -323,7 +322,7 @@ class CaptureCheck:
             return [each.detach() for each in results_of(plain.forward(*args, **kwargs))]
 
     def _captured(self, interpreter: torch.fx.Interpreter) -> Any:
-        """Run the captured graph in fp32 by `interpreter` on copies of its inputs, and return its results."""
+        """Run the captured graph in fp32 by `interpreter`, on detached inputs, copied if the graph writes them. Return its results."""
         assert self.graph is not None
         grad = self.differentiates and self.grad
         given = list(self.given)

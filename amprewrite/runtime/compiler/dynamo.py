@@ -91,7 +91,7 @@ def compile_afresh(
     1. LSTM, GRU and RNN modules are captured if `recurrent`; otherwise they break the graph.
     2. Calls of loggers are left out of graphs, as in torch.export. A message about it is passed to `note`.
     3. NumPy's random numbers break a graph, because a graph would draw them from PyTorch's generator instead of NumPy's.
-    4. An int attribute that a model increments is no longer a constant of the graphs after COUNTS_FROM calls with a capture.
+    4. After COUNTS_FROM calls that captured graphs, int attributes of modules are no longer constants: the model may increment them.
     5. Code that Dynamo fails on runs as written, and `failed` is called with the failure. If `whole`, Dynamo raises an error instead.
     6. If Dynamo makes no graph of `function`'s own code, `no_graph` is called: with True if Dynamo read all of the code and found no tensor
        op, as in nn.Identity, and with False if it gave up the code, or if the code calls a function that is disabled for Dynamo.
@@ -193,7 +193,7 @@ def compile_afresh(
 
 
 def _breaks_at_disabled() -> int:
-    """Return how many graphs Dynamo has ended so far at a call of a function that code outside of this package disabled for Dynamo."""
+    """Return how often Dynamo has broken a graph at a call of a disabled function. Functions that this package disabled do not count."""
     return sum(count for why, count in counters["graph_break"].items() if "disable()" in why and DISABLE_REASON not in why)
 
 
@@ -231,8 +231,8 @@ def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
 def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
     """Guard filter that drops the guards on global module hooks, unless the captured code calls such a hook. Returns a bool for each guard.
 
-    Dynamo guards on the keys of the hook tables even where the code only tests whether a table is empty, and every registration has a new
-    key. If a guard of another kind is on a global hook, the graph contains the hook, and all guards are kept.
+    Dynamo guards on the keys of the hook tables, even if the code only tests whether a table is empty. Each registration has a new key, so
+    such a guard fails. If a guard of another kind is on a global hook, the graph contains the hook. In this case all guards are kept.
     """
     on_hooks = [_GLOBAL_HOOKS.search(guard.name) for guard in guards]
     if any(found and (found[1] or guard.guard_type not in _ASKS) for found, guard in zip(on_hooks, guards, strict=True)):
@@ -246,11 +246,11 @@ _ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DIC
 
 
 def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of `function` with a new code object. Dynamo stores graphs, and marks to skip code, by code object: the copy has none.
+    """Return a copy of `function` with a new code object, for which Dynamo has stored no graphs and no mark to skip the code.
 
     Dynamo skips the files of PyTorch's own modules. A forward from such a file is wrapped in a function of ours, which Dynamo captures.
-    An object that is no Python function, such as a `functools.partial`, is wrapped, too. Otherwise Dynamo would wrap it: with one code
-    object for all such objects of the process, and Dynamo captures at most 256 graphs of one code object.
+    An object that is no Python function, such as a `functools.partial`, is wrapped, too. Otherwise Dynamo would use one code object
+    for all such objects of the process, and it captures at most 256 graphs of one code object.
     """
     inner = function.__func__ if isinstance(function, types.MethodType) else function
     if not isinstance(inner, types.FunctionType):
@@ -334,7 +334,7 @@ def wants_one_graph() -> bool:
 def inputs_to_hook() -> set[str]:
     """Return the names of the inputs of the graph under capture on which the model sets hooks.
 
-    Dynamo keeps such hooks out of the graph, and registers them after the graph has run: if the graph writes an input, on the new value.
+    Dynamo registers these hooks only after the graph has run. If the graph overwrites such an input, the hook is set on the new value.
     """
     now = reading()
     hooks = () if now is None else now.output.side_effects.tensor_hooks.values()
@@ -374,7 +374,7 @@ def kept_out() -> bool:
 
 
 def never_read(function: Callable[..., Any]) -> None:
-    """Make Dynamo never capture `function`. Use this for a function that reads Dynamo's state, which capturing it would change."""
+    """Make Dynamo never capture `function`. Use this for a function that reads Dynamo's state, because a capture would change it."""
     skip_code(function.__code__)
 
 

@@ -114,7 +114,7 @@ def _code(error: BaseException) -> types.CodeType | None:
 
 
 class Unseen(BaseException):
-    """Carries an error of the backend through Dynamo. It is no Exception, because Dynamo would handle an Exception as its own."""
+    """Carries an error of the backend or of this package through Dynamo. It is no Exception, which Dynamo would handle as its own."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

@@ -64,8 +64,8 @@ def regions_around() -> int:
 def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool) -> Iterator[None]:
     """Context manager in which Dynamo captures code as if autocast were on: `torch.is_autocast_enabled` and similar functions return True.
 
-    PyTorch's own code gets the true answer, as does all code that runs in an autocast region of the model, or asks about a device that the
-    model is not on. All code gets it if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
+    The true answer is given to PyTorch's own code, to code in an autocast region of the model, and for a device that the model is not on.
+    All code gets the true answer if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
     `around`: number of autocast regions around the call of the model. If `again`, the call can restart with fp32 in place of half inputs:
     then code that asks whether autocast is on raises Unseen(TwoDtypes()).
     """
@@ -143,7 +143,7 @@ def _autocast_for_fp32(devices: set[str]) -> Iterator[None]:
 
 
 def _devices(root: nn.Module, inputs: Any) -> set[str]:
-    """Return the device types of the tensors of a model and its inputs; {"cpu"} without tensors. On these devices autocast appears on.
+    """Return the device types for which autocast is reported as on: of all tensors of the model and `inputs`; {"cpu"} without tensors.
 
     The result is an empty set if a tensor is in half precision: such a model gets true answers, and is exported without autocast.
     """
@@ -197,7 +197,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
-    """Context manager in which Dynamo uses one symbol for equal dynamic sizes, of all dims that `shared(tensor)` returns for any tensor.
+    """Context manager in which Dynamo gives equal dynamic sizes one symbol, in the dims that `shared(tensor)` returns for each tensor.
 
     Dynamo guards that these sizes stay equal, and captures again if they differ. It has no public setting for this.
     """
@@ -238,7 +238,7 @@ def breaking_at_gradients() -> Iterator[None]:
 def breaking_at_hooks() -> Iterator[None]:
     """Context manager in which Dynamo of torch 2.11 and 2.12 breaks the graph at a hook on a tensor that the code computes.
 
-    PyTorch then sets the hook. Dynamo would capture it as an autograd Function of this tensor alone: without an error, a hook on
+    PyTorch then sets the hook. Dynamo would capture the hook as an autograd Function of this tensor alone, which is wrong: a hook on
     `x.contiguous()` would miss other gradients of `x`, and the first of two hooks would run last. Does nothing in later versions.
     """
     if find_spec("torch._higher_order_ops.register_hook") is not None:  # this version of torch captures such a hook as a separate op
@@ -259,8 +259,8 @@ def breaking_at_hooks() -> Iterator[None]:
 def warnings_after_graphs() -> Iterator[None]:
     """Context manager in which a `warnings.warn` of PyTorch's own code breaks no graph: it is called after the graph, in each call.
 
-    Dynamo captures code of PyTorch only inside other code. After a break in it the rest runs as written: an nn.MultiheadAttention warns of
-    masks whose dtypes differ, and would run in fp32.
+    Dynamo captures code of PyTorch only inside other code. If such code breaks the graph, the rest of it runs as written. For example,
+    nn.MultiheadAttention warns if the dtypes of its masks differ, and would then run in fp32.
     """
     given: Callable[..., Any] = SkipFunctionVariable.call_function
 

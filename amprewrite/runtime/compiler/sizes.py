@@ -25,10 +25,10 @@ from amprewrite.torch_internals.dispatch import outside_capture, tracing_context
 
 
 def for_each_size(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `backend`: outside a capture, each combination of sizes gets its own static compilation; inside, one compilation serves all.
+    """Wrap `backend`: in a capture, one compilation serves all sizes; after it, each combination of sizes is compiled separately.
 
-    Outside a capture, the code takes the sizes of inputs as constants, but not numbers that the graph reads from tensors. Such a number
-    is, for example, a float argument that changes: Dynamo passes it as a tensor.
+    Separately compiled code takes the sizes of inputs as constants, but not numbers that the graph reads from tensors. For example, Dynamo
+    passes a float argument as a tensor if it changes from call to call.
     """
 
     def alone(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def _is_dynamic(node: torch.fx.Node) -> bool:
 
 
 class _CodeOfSizes:
-    """Callable that compiles `module` at the first call with inputs of new sizes. Beyond RECOMPILE_LIMIT variants it runs uncompiled."""
+    """Callable that compiles `module` for each new variant (sizes, strides) of its inputs. Beyond RECOMPILE_LIMIT it runs uncompiled."""
 
     def __init__(self, backend: Callable[..., Any], module: torch.fx.GraphModule) -> None:
         self.backend, self.module = backend, module

@@ -34,7 +34,7 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 class WantsOneGraph(CaptureError, Unsupported):
-    """Raised if `fullgraph=True` or torch.export forbids the graph break that a rewritten model needs. Dynamo passes an Unsupported on."""
+    """Raised if `fullgraph=True` or torch.export forbids the graph break that a rewritten model needs. Dynamo re-raises an Unsupported."""
 
 
 def undisturbed() -> bool:

@@ -58,7 +58,7 @@ _ABSENT = object()
 
 
 class Before:
-    """The state of a model before it is rewritten in place: the class of each module, and its attributes that a rewrite sets."""
+    """The state of a model before it is rewritten in place: for each module, its class and the attributes that a rewrite sets."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [(weakref.ref(each), type(each), _touched(each)) for each in root.modules()]
@@ -241,7 +241,7 @@ class _Cloning:
         return list(found.values())
 
     def _fill(self, original: nn.Module) -> None:
-        """Give the clone of `original` all attributes, except the call that `original.compile()` made, which would run the original."""
+        """Give the clone all attributes of `original`, but not the compiled call that `original.compile()` set: it runs the original."""
         clone = self.of(original)
         for key, value in original.__dict__.items():
             if key != "_compiled_call_impl":
@@ -349,7 +349,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _filled_slots(value: Any) -> Iterator[Any]:
-    """Yield the descriptor of each attribute in `__slots__` of the class of `value` that is set on `value`."""
+    """For each attribute in `__slots__` that is set on `value`, yield the descriptor."""
     for cls in (each for each in type(value).__mro__ if "__slots__" in vars(each)):
         for found in vars(cls).values():
             if isinstance(found, types.MemberDescriptorType):

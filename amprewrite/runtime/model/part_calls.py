@@ -41,7 +41,7 @@ FORWARD = "_amprewrite_forward"
 
 
 def copies_itself(cls: type[nn.Module]) -> bool:
-    """True if the class `cls` copies its modules in a way of its own."""
+    """True if the class `cls` defines how its instances are copied or pickled, by a method such as `__getstate__`, as nn.LSTM does."""
     methods = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
     return any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in methods)
 
@@ -89,15 +89,15 @@ class PartReplicas:
 
 
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
-    """Return the function that a call of the submodule at `path`, such as `amp.encoder(x)`, runs.
+    """Return the function that runs if the submodule at `path` is called, as in `amp.encoder(x)`.
 
     1. Inside a captured call of the whole model the function calls the module. Dynamo inlines the function into the graph of the model.
-       If Dynamo runs the code of the caller as written, it captures the function's own frame instead.
-    2. In a direct call the module runs graphs of its own, as a separate entry. The same holds in a call of the model if Dynamo does not
-       capture the calling code, for instance in a checkpoint around code that cannot be captured.
-    3. A class that copies itself, as nn.LSTM and the class of a parametrized module do, may copy this function with the other attributes.
-       For such a class the function is a bound method of the module. A copy of it is bound to the copied module, and runs the code of
-       that module. In a pickle it is the module's own `_call_impl`. Other classes do not copy the function.
+       If the code of the caller cannot be captured and runs as written, Dynamo captures the function alone instead.
+    2. In a direct call the module runs graphs of its own, as a separate entry. The same holds inside a call of the model if Dynamo does not
+       run there, for instance in a checkpoint around code that cannot be captured.
+    3. A class that defines how its instances are copied, such as nn.LSTM or the class of a parametrized module, may copy this function with
+       the other attributes. For such a class the function is a bound method of the module. A copy of the method is bound to the copied
+       module, and runs that module's code. A pickle holds the module's own `_call_impl` instead. Other classes do not copy the function.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]

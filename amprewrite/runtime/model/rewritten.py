@@ -46,8 +46,8 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
 class RewrittenBase(nn.Module):
-    """Base of the classes of rewritten models. It drops low copies of weights when parameters change, and makes copies and pickles of a
-    rewritten model rewritten, too.
+    """Base of the classes of rewritten models. It drops low copies of weights when parameters change. Copies and pickles of a
+    rewritten model are rewritten, too.
 
     The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file take that class as `face`.
     """
@@ -119,7 +119,7 @@ class RewrittenBase(nn.Module):
 
     # -- members of the rewritten class -------------------------------------------------
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Call the original class's `__init_subclass__`, which may register classes, only for classes that a user derives."""
+        """Call the `__init_subclass__` of the original class only for classes that a user derives, because it may register the class."""
         if original_of(cls) is None:
             super().__init_subclass__(**kwargs)
 
@@ -235,7 +235,7 @@ def face_of(model: nn.Module) -> type[RewrittenBase]:
 
 
 def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of `model`, which is not rewritten. Call the `__deepcopy__` of its class; without one, copy its state."""
+    """Return a deep copy of a `model` that is not rewritten, by the `__deepcopy__` of its class. If the class has none, copy the state."""
     own = getattr(super(RewrittenBase, model), "__deepcopy__", None)
     if own is not None:
         found: nn.Module = own(memo)
@@ -246,7 +246,7 @@ def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _options_with_scale(model: nn.Module) -> Options:
-    """Return the options of a model with its current loss scale and, if it is frozen, its colours, so that a copy continues with them."""
+    """Return options for a copy of a model: its own options, its current loss scale and, if the model is frozen, the colours of its ops."""
     session = session_of(model)
     agreed = NOTHING_AGREED if session.options.frozen is None else session.agreement.colours
     return replace(session.options, loss_scale=session.loss_scale, agreed=agreed)
@@ -289,7 +289,7 @@ def _unwrap(clone: nn.Module) -> None:
 
 
 def _give_own_forward(module: nn.Module, is_part: bool) -> None:
-    """Let calls of `module` run the forward from before the rewrite. `is_part`: the rewrite set its attribute `forward`."""
+    """Let calls of `module` run the forward from before the rewrite. `is_part`: whether the rewrite set `module.forward`."""
     if is_part:
         module.__dict__.pop("forward", None)
     own_forward = module.__dict__.pop(FORWARD, None)
@@ -317,7 +317,7 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = RewrittenBase, kind: type[Session] = Session) -> Any:
     """Return a rewritten clone of a plain model, with the public methods of the class `face`. Nothing is captured yet.
 
-    `kind` is the class of its session. This one session runs all its calls, even of submodules that were rewritten before. Raises
+    The clone gets one session, of the class `kind`. This session runs all calls, even of submodules that were rewritten before. Raises
     PolicyError if the model's class derives from the class of a rewritten module, CaptureError for a TorchScript module.
     """
     _refuse_class(model)
@@ -325,7 +325,7 @@ def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = Rewritt
 
 
 def _made_over(model: nn.Module, options: Options, face: type[RewrittenBase], kind: type[Session]) -> Any:
-    """Rewrite `model` itself, and return it. It is a new clone or copy that no user has got yet. The other arguments are as for `wrap`."""
+    """Rewrite `model` in place, and return it. `model` must be a new clone or copy, which no user holds. Other arguments: as for `wrap`."""
     cls = type(model)
     model.__class__ = subclass_of(face, cls)
     _take_over(model, cls, kind(options, model))
@@ -469,7 +469,7 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
 
 
 def _add_entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> None:
-    """Let calls of `module` run rewritten graphs through `session`. Its class before the rewrite is `cls`.
+    """Let calls of `module` run rewritten graphs through `session`. `cls` is the class of `module` before the rewrite.
 
     If a forward was set on the instance, for instance by accelerate, that forward is captured, and is stored as the attribute FORWARD.
     """

@@ -20,9 +20,9 @@ meta-learning) would overflow fp16 if they were scaled, and the loss would be Na
    through scaled gradients inside the model.
 4. A backward inside another backward through the same forward, for instance in a hook, uses the factor of the outer backward.
 
-In a backward, graphs read the scale and its inverse from two tensors. If one of its backward passes may use 1, a forward has its own
-copies of both, and each backward sets them to the scale or to 1 when it first reaches a graph of the forward. This is so if code of the
-model runs between graphs, an input requires gradients, or a weight is computed from other tensors.
+In a backward, graphs read the scale and its inverse from two tensors. A forward has its own copies of both if a backward through it may
+use 1. Then each backward sets the copies to the scale or to 1 when it first reaches a graph of the forward. A backward may use 1 if code
+of the model runs between graphs, if an input requires gradients, or if a weight is computed from other tensors.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class ScaleUse:
 
 
 class _Backward:
-    """Callback that marks the end of one backward pass through the graphs of a forward: `over` becomes True.
+    """Stands for one backward pass through the graphs of a forward. Autograd calls it at the end of the pass, and `over` becomes True.
 
-    If the pass fails, autograd frees this object without a call.
+    If the pass fails, autograd frees this object and does not call it.
     """
 
     def __init__(self) -> None:
@@ -123,13 +123,13 @@ class ForwardScale:
     """The loss scale of one forward, and the inverse of the scale: 0-dim fp32 tensors that graphs of this forward read in a backward.
 
     When a backward pass first reaches a graph of this forward, `entered` is called with this object, autograd's id of the backward, and a
-    bool. The bool is True if the forward has ended and the backward computes gradients of its weights.
+    bool. The bool is True if the forward has ended and the backward computes gradients of weights that the forward read.
     """
 
     def __init__(self, pair: Pair, copied: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
         """`pair`: the scale and its inverse. `copied`: copy both, so that a backward can set them to 1. `static`: the loss scale is static.
 
-        `entered`: called when a backward reaches this forward (see the class). `heard`: it is needed even if all passes use the same scale.
+        `entered`: called when a backward reaches this forward (see the class). `heard`: always call `entered`, even if nothing is copied.
         """
         self.static, self.entered, self.heard = static, entered, heard
         self.copied = False
@@ -150,7 +150,7 @@ class ForwardScale:
     def copy_scale(self) -> None:
         """Copy the scale and its inverse, so that a backward can set the copies to 1. Call it before a graph of this forward runs.
 
-        Does nothing if both are copied already. If the scale is 1, copies are made only to learn of backward passes (`heard` is True).
+        Does nothing if both are copied already, or if the scale is 1 and the caller need not learn of backward passes (`heard` is False).
         """
         scale, inverse = self._first
         if not self.copied and (self.heard or scale is not inverse):  # a scale of 1 and its inverse are the same tensor
@@ -230,8 +230,8 @@ class ForwardScale:
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
     """Return two bools: whether the running backward stores gradients of `tensors` in `.grad`, and whether autograd.grad returns them.
 
-    An autograd node in `tensors` stands for the tensor that it computed. If the backward passes a computed tensor, the leaves behind it
-    decide. If it ends there, the tensor's gradient is returned. The search stops at the first leaf that stores its gradient.
+    An autograd node in `tensors` stands for the tensor that it computed. If the backward ends at a computed tensor, autograd.grad returns
+    its gradient. If the backward goes on to leaves, it returns or stores their gradients. The search stops at the first stored gradient.
     """
     taken = False
     nodes = [get_gradient_edge(each).node if isinstance(each, Tensor) else each for each in reversed(tensors)]

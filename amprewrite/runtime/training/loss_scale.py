@@ -179,7 +179,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale of the next training forward: 1 if it is dynamic and no optimizer of the model is known. Causes a host sync."""
+        """The scale; 1 while training forwards use 1 in its place, because no optimizer of the model is known. Causes a host sync."""
         return 1.0 if self.withheld else self.number
 
     @property
@@ -194,7 +194,7 @@ class LossScale:
         return False
 
     def consecutive_skips(self) -> int:
-        """Return the number of the latest steps that were skipped in a row. Causes a host sync.
+        """Return how many steps in a row, up to the latest step, were skipped. Causes a host sync.
 
         Steps of several optimizers between two forward passes count as one step, skipped if any of them overflowed.
         """
@@ -204,7 +204,7 @@ class LossScale:
         return known + 1 if found > 0 else 0
 
     def _waiting(self) -> float:
-        """Return the overflow flag (above 0: overflow) of steps that have not updated the scale yet; -1 without any. Causes a host sync."""
+        """Read the overflow flag of steps that have not updated the scale yet (a host sync): above 0 for an overflow, -1 without steps."""
         waiting = self._pending if self._recorded is None else self._recorded.mailbox
         return EMPTY if waiting is None else waiting.item()
 
@@ -300,7 +300,7 @@ class NoLossScale(LossScale):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore the state of a loss scale, so that a run in fp16 can resume in bf16. Raises PolicyError for other states, unless empty."""
+        """Ignore an empty state or the state of any loss scale, so that fp16 runs can resume in bf16. Raises PolicyError for others."""
         if not isinstance(state, Mapping) or len(state):
             check_state(state)
 
@@ -321,9 +321,9 @@ class DynamicLossScale(LossScale):
     `init`: the scale at the start. `growth_factor`, `backoff_factor`: the scale is multiplied by these when it grows or shrinks.
     `floor`, `cap`: bounds of the scale. None means no bound: without a floor the scale may shrink for ever; without a cap it stays within
     fp32's range. With `cap=math.inf` it may become infinite.
-    `hysteresis`: only overflows after the first `hysteresis - 1` shrink the scale. The count of overflows starts again when the
-    scale grows; with `refill="good"`, after every clean step.
-    `rest`: number of clean steps after an overflow that do not count towards growth.
+    `hysteresis`: only overflows after the first `hysteresis - 1` shrink the scale. The count of overflows starts again when the scale
+    grows, or, if `refill="good"`, after every clean step.
+    `rest`: number of clean steps, at the start and after an overflow, that do not count towards growth.
     `raise_at_floor`: if true, an overflow that cannot shrink the scale because of `floor` ends training with a LossScaleError.
     `search_interval`: if set, the right scale is found faster at the start. Overflows before the first clean step apply `backoff_factor`
     four times: with the default they divide the scale by 16, not by 2. Then the scale grows after every `search_interval` clean steps
@@ -426,9 +426,9 @@ class DynamicLossScale(LossScale):
         self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
 
     def _only_counts(self, found_inf: Tensor) -> int:
-        """Return the number that `update(found_inf)` adds to the growth tracker, if it changes only counters, not the scale; otherwise 0.
+        """Return the number that `update(found_inf)` adds to the growth tracker, the count of clean steps since the scale last changed.
 
-        The growth tracker counts clean steps since the last change of the scale. Also returns 0 if finding out would need a host sync.
+        Returns 0 if the update may change more than counters, or if finding out would need a host sync.
         """
         numbers = host_numbers(found_inf, self._scale, self._growth_tracker, self._left, self._searching)
         if not numbers or not self._tables or self._recorded is not None or torch.is_inference_mode_enabled():
@@ -504,7 +504,7 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler, and take over the settings in it.
+        """Resume from the `state_dict()` of a DynamicLossScale or a GradScaler. The settings in the state replace the settings here.
 
         Raises PolicyError for an invalid state.
         """

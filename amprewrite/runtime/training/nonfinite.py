@@ -48,7 +48,7 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
     Returns None if there are no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient: weights must be fp32.
 
     Each rank checks its own shards. Then an all-reduce takes the maximum of the flags over all ranks that share `params`, and over the
-    process groups `beside`, whose ranks step other parameters at the same time. Every rank makes these calls, even if it has no gradients.
+    process groups `beside`, whose ranks step other parameters at the same time. All ranks take part, even without gradients.
     Unsharded gradients need no all-reduce: DDP averages them, so an infinity of one rank is on all ranks.
     """
     groups = dict[int, Group]()
@@ -78,10 +78,10 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 
 
 def found_after_backward(params: Sequence[Tensor], apart: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return two overflow flags, each above 0 if a gradient of `params` on this rank is not finite; None if it covers no gradient.
+    """Return two overflow flags, each above 0 if gradients of `params` on this rank are not finite. A flag that covers none is None.
 
-    On a single rank the first flag covers all gradients. If several ranks train, it covers sharded gradients, and the second flag covers
-    all others if `apart`, except while a CUDA graph is recorded. Their infinities become NaN, in place: reductions pass NaN to all ranks.
+    On a single rank the first flag covers all gradients. If several ranks train, it covers sharded gradients. The second then covers
+    unsharded gradients, if `apart` is True and no CUDA graph is being recorded. Infinities in unsharded gradients become NaN, in place.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))
@@ -175,7 +175,7 @@ def sharing(params: Iterable[Tensor]) -> dict[int, dict[int, Group]]:
 
 
 def _groups_of(p: Tensor) -> dict[int, Group]:
-    """Return the process groups over which `p` is sharded: for a DTensor groups of its device mesh, for FSDP1 the group of all ranks."""
+    """Return the process groups over which `p` is sharded: groups of the device mesh of a DTensor, or FSDP1's group of all ranks."""
     if getattr(p, "_fsdp_flattened", False):
         return {0: (None, None)}
     mesh = getattr(p, "device_mesh", None)

@@ -64,9 +64,9 @@ class FirstNonFinite:
 
     @property
     def finite(self) -> dict[str, bool]:
-        """Return {"inputs", "parameters", "outputs" or "loss": whether it was finite}. A key is missing if the answer is unknown.
+        """Return whether "inputs", "parameters", "outputs" and "loss" were finite, as a dict. An unknown answer has no key.
 
-        The result is passed to `StepGate.note` as keyword arguments.
+        Example: {"inputs": True, "parameters": False}. The result is passed to `StepGate.note` as keyword arguments.
         """
         return _KNOWN[self.kind]
 
@@ -176,7 +176,7 @@ class LatestInputs:
         self._data = [ref(value) if isinstance(value, Tensor) and (value.dim() or value.requires_grad) else value for value in data]
 
     def copies(self, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor], graph: torch.fx.Graph) -> list[Any] | None:
-        """Return the remembered inputs: parameters themselves, unless `graph` writes them, and copies of all other tensors.
+        """Return copies of the remembered inputs, for another run of `graph`. Parameters are copied only if the graph overwrites them.
 
         `parameters` and `buffers` map ids to the parameters and buffers of the model. Returns None if an input no longer exists, if a
         parameter or buffer is no longer in the model, or if FSDP1 shards a parameter.
@@ -276,9 +276,9 @@ def _names(plan: RegionPlan) -> dict[str, NodePlan]:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Return the floating-point and complex tensors in `value` whose numbers torch can check.
+    """Return an iterator over the floating-point and complex tensors in `value` that torch can check for inf and NaN.
 
-    Batched tensors of a vmap are left out, and tensors of a byte per number (float8), for which torch has no `isinf`.
+    It leaves out tensors that a vmap has batched, and float8 tensors, for which torch has no `isinf`.
     """
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value) if isinstance(value, tuple | list) else ()
     tensors = (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.itemsize > 1)

@@ -117,7 +117,7 @@ class StepRecord:
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the object that holds the overflow flags of the gradients of `optimizer`.
 
-        For an optimizer that is unknown, or steps copies of the parameters, it is the `Noted` of all parameters without a known optimizer.
+        An optimizer that is unknown, or that steps copies of the parameters, gets the `Noted` of all parameters without a known optimizer.
         """
         if optimizer not in self._copies:
             for note in self._notes:
@@ -189,8 +189,8 @@ class StepRecord:
     def _learn(self, number: int, overflow: bool) -> None:
         """Record whether the latest step overflowed (`overflow`), once the host knows. `number`: the id of the optimizer that stepped.
 
-        Calls `on_overflow` if the step overflowed. Calls `on_clean` if it completes the first set of steps without overflow after one with
-        overflow. A report of the loss scale may call this, too (`LossScale.ask`).
+        Calls `on_overflow` if the step overflowed. After an overflow, calls `on_clean` when the optimizer that overflowed, or another one
+        for the second time, steps without overflow. A report of the loss scale may also call this method (`LossScale.ask`).
         """
         self.loss_scale.ask = None
         if overflow:
@@ -431,7 +431,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """True if gradients of the latest step or a later backward may still exist: one of `gradients` is in their memory, still in use."""
+        """True if remembered gradients (`_there`) may still exist: one of `gradients` lies in their memory, which was not freed since."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 

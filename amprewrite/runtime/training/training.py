@@ -96,7 +96,7 @@ class StepGate(StepRecord):
         self._attached.add(optimizer)
 
     def attach_if_own(self, optimizer: Optimizer) -> None:
-        """Attach `optimizer` (see `attach`) if the model has a loss scale, and the optimizer owns parameters of it and has no guard."""
+        """If the model has a loss scale, attach `optimizer`, unless it is guarded already or owns no parameter of the model."""
         optimizer = optimizer_inside(optimizer)
         if self.loss_scale.enabled and optimizer not in self._guarded and self._owns(optimizer):
             self.attach(optimizer)
@@ -213,7 +213,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters of the optimizer of `note`. If it has none, return all of the model, and copies that optimizers step."""
+        """Return the parameters of the optimizer of `note`. Without an optimizer: all parameters of the model, and `_copied()`."""
         optimizer = note.owner()
         return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 
@@ -255,7 +255,7 @@ class StepGate(StepRecord):
         self._unguarded, self.loss_scale.withheld = 0, False
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """From now on, skip steps of `optimizer` that overflow (see `attach`), if hooks can do so and it owns parameters of this model."""
+        """From now on, skip steps of `optimizer` that overflow, if hooks can skip them and the optimizer owns parameters of the model."""
         if optimizer in self._guarded or not self.loss_scale.enabled or not can_be_guarded(optimizer):
             return
         first = next(iter(self.parameters()), None)

@@ -4,7 +4,7 @@
 
 1. A weight that every graph reads low is replaced by its low copy, and its fp32 values are dropped. A weight that is read low and in
    fp32 is stored in both formats, so that no call casts it. A weight that is read only in fp32, or not at all, stays fp32.
-2. No parameter of a frozen model takes gradients. All parameters are new objects, so that the original model does not change. If the
+2. No parameter of a frozen model requires gradients. All parameters are new objects, so that the original model does not change. If the
    rewrite was not in place, the fp32 values that stay are copied, and so are buffers: training the original changes no frozen model.
 3. All graphs are captured anew. They compute the same numbers as before, because a low copy holds the result of the former cast.
 """
@@ -65,8 +65,8 @@ def freeze_weights(model: nn.Module, reads: Iterable[Reads], shared: bool) -> tu
     """Replace, in place, the parameters of `model` by the copies that its graphs read. `reads` says for each graph how it reads weights.
 
     If another model has the same parameters and buffers (`shared`), values that stay fp32, and buffers, are copied. As long as the other
-    model exists, these copies take memory in addition to its own tensors. Returns the names of the parameters that stay fp32 and took
-    gradients before.
+    model exists, these copies take memory in addition to its own tensors. Returns the names of the parameters that stay fp32 and required
+    gradients until now.
     """
     weights = dict(named_parameters_in(model, remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
@@ -127,7 +127,7 @@ def _frozen(weight: Tensor, copy: Copy, values: Tensor, high: bool) -> FrozenWei
 
 
 def _constant(weight: Tensor, values: Tensor) -> Tensor:
-    """Return a new parameter that holds `values`, has the attributes of `weight`, and takes no gradient."""
+    """Return a new parameter that holds `values`, has the attributes of `weight`, and requires no gradients."""
     return with_attributes(nn.Parameter(values, requires_grad=False), weight)
 
 
@@ -155,9 +155,9 @@ def _places(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]
 def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[str, Any] | None) -> list[str]:
     """Make the parameters of a frozen model fp32 again, in place, and return the names of the weights whose values stay rounded.
 
-    `values`: a state dict with the fp32 values. If it is None, a weight gets the fp32 values that it kept, or its low values cast to fp32.
-    Parameters that stayed fp32, and buffers, are also set to their values in it, if any. `took`: names of parameters that stayed fp32 and
-    shall require gradients again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
+    `values`: a state dict with the fp32 values. If it has buffers or parameters that stayed fp32, these are set, too. If `values` is None,
+    each weight gets the fp32 values that it kept, or its low values cast to fp32. `took`: names of parameters that stayed fp32 and shall
+    require gradients again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
     """
     frozen = frozen_in(model)
     names: dict[int, list[str]] = {}
@@ -321,7 +321,7 @@ def give_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
 
 
 def hook_states(model: nn.Module, frozen: bool) -> None:
-    """If `frozen`, let the hook `give_stored` put plain tensors for frozen weights into state dicts of `model`. Otherwise remove it."""
+    """Add the hook `give_stored`, which puts plain tensors for frozen weights into state dicts of `model`. If not `frozen`, remove it."""
     for module in model.modules():
         held = any(isinstance(each, FrozenWeight) for each in module._parameters.values())
         known = [key for key, hook in module._state_dict_hooks.items() if hook is give_stored]

@@ -34,12 +34,12 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 def _trainable(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return the (name, parameter) pairs in `named` whose parameter is in half precision and takes gradients."""
+    """Return the (name, parameter) pairs in `named` whose parameter is in half precision and requires gradients."""
     return [(name, each) for name, each in named if each.requires_grad and each.dtype in LOW_DTYPES]
 
 
 def refuse_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise PolicyError if a parameter in `named` is in half precision and takes gradients."""
+    """Raise PolicyError if a parameter in `named` is in half precision and requires gradients."""
     found = _trainable(named)
     if found:
         name, first = found[0]
@@ -76,7 +76,7 @@ def upcast(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def half_put_back(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Context manager for a block that calls `upcast(model)`. If the block raises, or if `always`, it makes the tensors half again."""
+    """Context manager for a block that calls `upcast(model)`. At the end, undo the upcast if the block failed or `always` is True."""
     held = itertools.chain(parameters_in(model), buffers_in(model))
     before = [(each, each.data, each.grad) for each in held if each.dtype in LOW_DTYPES]
     done = False
@@ -102,7 +102,7 @@ def frozen_note(model: nn.Module) -> str:
 
 
 def conversion_warning(model: nn.Module) -> str:
-    """Return the warning that a conversion, such as `.half()` or `.double()`, left a rewritten model nothing to rewrite; "" if none did.
+    """Return a warning if a conversion, such as `.half()` or `.double()`, has left nothing to rewrite in a rewritten model; otherwise "".
 
     This is the case if a trainable parameter is in half precision, or if all parameters are fp64.
     """
@@ -122,7 +122,7 @@ def conversion_warning(model: nn.Module) -> str:
 class TwoDtypes(Exception):
     """Raised at capture, to restart the call with fp32 copies of its half inputs.
 
-    Either an op reads half and fp32 operands, or code asks whether autocast is on, which is answered with True only for fp32 inputs.
+    The reason is an op that reads half and fp32 operands, or code that asks whether autocast is on: the answer is yes only for fp32 inputs.
     """
 
 

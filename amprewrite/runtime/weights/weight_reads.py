@@ -53,7 +53,7 @@ class WeightReads:
 
 
 class RoundedRead(CaptureError):
-    """Raised if code may read, in fp32, weights that are rounded because FSDP2 gathers them in the low format (`gather_low`).
+    """Raised if code may need fp32 values of weights that are rounded, because FSDP2 gathers them in the low format (`gather_low`).
 
     The checks of `ReadChecks` raise it. Captured graphs stay valid.
     """
@@ -99,7 +99,7 @@ FIRST_LOOK, LAST_DOUBLING = 16, 1024
 
 @dataclass(frozen=True)
 class Known:
-    """A weight that a graph reads, and whether its values fitted the low format at capture. `moved` compares its present values."""
+    """A weight that a graph reads, and whether its values fitted the low format at capture. `moved` checks if that has changed."""
 
     name: str
     """The path of the weight in the model, by which its present value is found."""
@@ -112,7 +112,7 @@ class Known:
     def judged(self, size: float, low: Format) -> Fit:
         """Return how a weight whose largest magnitude is `size` fits the low format.
 
-        A misfit that keeps no op in fp32 (it is not in `bounds`) counts as `Fit.FITS`.
+        A misfit that is not in `bounds` counts as `Fit.FITS`, because it keeps no op in fp32.
         """
         found = fit(size, low)
         return found if found in self.bounds else Fit.FITS
@@ -121,7 +121,7 @@ class Known:
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
     """Return the weights among the `inputs` of a captured graph whose fit to the low format must be checked again later (by `moved`).
 
-    A weight is left out if its fit keeps no op in fp32. The largest magnitudes of the weights are in `captured.problem.magnitudes`.
+    A weight is left out if a misfit would keep no op in fp32, or if its largest value is not in `captured.problem.magnitudes`.
     """
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = weights_by_path(root)
@@ -135,7 +135,7 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """Yield each misfit (too large, or all flushed to zero) of the weight `name` that forces an op that reads it to stay fp32.
+    """Yield the misfits (too large, or all flushed to zero) by which the weight `name` would keep an op in fp32.
 
     Ops in the body graphs of checkpoints count as well.
     """
@@ -163,9 +163,9 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
     """Find the weights in `known` whose fit to the low format (fits, too large, or flushed to zero) has changed since capture.
 
-    Returns (note for the plan, present `Fit`) for each. `weights`: the present weights by path. For a weight that is sharded over ranks,
-    only the local shard is read. So the only change that counts is that it now has numbers beyond the range. Returns [] while a CUDA
-    graph is being recorded, because the check needs a host sync.
+    Returns (note for the plan, present `Fit`) for each. `weights`: the present weights by path. Of a weight that is sharded over ranks,
+    only the local shard is read. So for such a weight only the change to "too large" counts. Returns [] while a CUDA graph is being
+    recorded, because the check needs a host sync.
     """
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]

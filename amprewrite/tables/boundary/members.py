@@ -1,9 +1,9 @@
 """Functions that list all modules, parameters and buffers of a user's module.
 
 A class may override `named_parameters` with another signature, or leave out some parameters, as loss modules with target networks do. So
-these functions find every registered member first, whatever the class overrides, in PyTorch's order. As in PyTorch, a member with several
-names is yielded once if `remove_duplicate` is True. They take a fifth of the time of PyTorch's methods, which pass each module through one
-generator for each module above it.
+these functions first find all registered members of the modules that `named_modules` lists, in PyTorch's order. As in PyTorch, a member
+with several names is yielded once if `remove_duplicate` is True. The functions take a fifth of the time of PyTorch's methods, which pass
+each module through one generator for each module above it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def named_modules_in(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """Return (path, module) for `model`, with path "", and for all registered modules below it, as `nn.Module.named_modules` does.
+    """Return (path, module) for `model`, with path "", and for all modules below it: the result of `model.named_modules`, as a list.
 
     With `remove_duplicate`, a module with several paths is listed under the first path only.
     """

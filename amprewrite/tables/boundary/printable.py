@@ -34,9 +34,9 @@ _CELL = "padding:2px 10px;white-space:nowrap"
 
 
 def fragment(lines: Iterable[str], titles: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> str:
-    """Return HTML for a notebook: `lines` of text, and a table with `titles` and `rows` unless there are no titles. Text is escaped.
+    """Return HTML for a notebook: the text `lines`, then a table of `rows` under `titles`. Without titles there is no table.
 
-    The first column of the table holds text and is aligned to the left. The other columns hold figures and are aligned to the right.
+    All text is escaped. The first column holds text and is aligned to the left. The others hold figures and are aligned to the right.
     """
 
     def row(tag: str, cells: Sequence[str]) -> str:
@@ -84,7 +84,7 @@ def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[
 def _line(what: str, total: int | None) -> Callable[[], None]:
     """Show a line with a count in the notebook cell, and return the function that adds one to the count.
 
-    It replaces rich's progress bar, which shows nothing in a notebook without ipywidgets.
+    The line replaces rich's progress bar, which shows nothing in a notebook without ipywidgets.
     """
     from IPython.display import display
 

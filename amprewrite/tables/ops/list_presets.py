@@ -155,7 +155,7 @@ _TF_CLEAR_BF16 = frozenset({"ResizeBilinear", "ScatterNd"})
 
 
 def tf_kinds(narrow: bool, device: str) -> dict[str, OpKind]:
-    """Return op name → kind in TensorFlow's lists for fp16 if `narrow`, otherwise for bf16. An op on no list is missing.
+    """Return {op name: kind, such as allow} in TensorFlow's lists: for fp16 if `narrow`, otherwise for bf16. Unlisted ops are missing.
 
     `device` is "cpu" (oneDNN's lists) or "cuda". For bf16 TensorFlow has only oneDNN's lists, so "cuda" gets the same lists as "cpu".
     """
@@ -229,9 +229,9 @@ the kind of these several ops."""
 
 @cache
 def autocast_kinds(device: str) -> Mapping[str, OpKind]:
-    """Return op name → kind in the lists of torch.autocast (torch 2.11 to 2.15) on `device`. Devices other than "cpu" have CUDA's lists.
+    """Return {op name: kind, such as allow or deny} in the lists of torch.autocast (torch 2.11 to 2.15) on `device`.
 
-    An op that is missing from the lists runs in the dtype of its inputs.
+    Devices other than "cpu" have CUDA's lists. An op that is missing from the lists runs in the dtype of its inputs.
     """
     device = device if device == "cpu" else "cuda"
     kinds = dict.fromkeys(_AUTOCAST_LOW[device].split(), OpKind.ALLOW)

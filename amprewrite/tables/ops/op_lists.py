@@ -118,7 +118,7 @@ _PREFIXES = {
 
 
 def _operator_name(bare: str) -> str:
-    """Return amprewrite's name of a Python operator. `bare` is its name in `operator`, or its special method, without underscores."""
+    """Return amprewrite's name of a Python operator. `bare` is such as "iadd", from `operator.iadd` or the special method `__iadd__`."""
     if bare == "rsub":
         return "rsub"
     if (bare[:1] == "r" and bare[1:] in _REFLECTED) or (bare[:1] == "i" and bare[1:] in _INPLACE):
@@ -219,7 +219,7 @@ def _known(op: str) -> str:
 
 @dataclass(frozen=True)
 class OpLists:
-    """Op lists: the kind (allow, deny ...) of each op, and the rule that derives from the kinds which ops run low and which in fp32."""
+    """Op lists: the kind (allow, deny, ...) of each op, and the rule by which the kinds decide which ops run low and which in fp32."""
 
     name: str
     rule: Rule
@@ -258,7 +258,7 @@ class OpLists:
         internal: Iterable[str] = (),
         rule: Rule = "cost",
     ) -> OpLists:
-        """Return lists with the given sets of op names or spellings. Raises OpListError if an op is unknown, or on two lists."""
+        """Return op lists that give each kind to the ops named in its argument. Raises OpListError if an op is unknown or has two kinds."""
         kinds: dict[str, OpKind] = {}
         sets = {OpKind.ALLOW: allow, OpKind.INFER: infer, OpKind.CLEAR: clear, OpKind.DENY: deny, OpKind.INTERNAL: internal}
         for kind, ops in sets.items():
@@ -296,7 +296,7 @@ def _o3(fmt: Format, device: str) -> OpLists:
 
 
 def _all_low() -> dict[str, OpKind]:
-    """Return kinds that allow every op except `binary_cross_entropy`, which Apex refuses in fp16, too.
+    """Return {op name: kind}: all ops are allowed except `binary_cross_entropy`. It is denied, because Apex refuses it in fp16, too.
 
     This loss computes 1 - p of a probability p, which a low format rounds to 0 if p is near 1. Its backward may divide by 1e-12.
     """

@@ -57,10 +57,10 @@ def chain_flops(shapes: Sequence[Shape]) -> int:
 
 
 def _spelled(term: str, rank: int) -> str:
-    """Return an einsum term with its ellipsis replaced by one digit for each dim: "...ij" becomes "10ij" for an operand of four dims.
+    """Return an einsum term with a digit for each dim that its ellipsis stands for: "...ij" becomes "10ij" for an operand of four dims.
 
-    The last of these dims always gets "0", so that terms are aligned right. `rank` is the number of dims of the operand. A term without an
-    ellipsis, or that does not fit the rank, stays the same.
+    The last of these dims always gets "0", because einsum aligns ellipses at their last dims. `rank` is the number of dims of the operand.
+    A term stays the same if it has no ellipsis or does not fit the rank.
     """
     before, dots, after = term.partition("...")
     missing = rank - len(before) - len(after)
@@ -68,9 +68,10 @@ def _spelled(term: str, rank: int) -> str:
 
 
 def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
-    """Split an einsum into products of two. Yield for each: letters of the product so far, of the next operand, and those needed later.
+    """Split an einsum into products of two operands. Yield (letters of the left operand, of the right operand, letters needed later).
 
-    `terms`: the letters of each operand. The letters needed later are in operands still to come, or in the einsum's result (`wanted`).
+    The left operand is the product of all operands so far. A letter is needed later if an operand still to come has it, or the result of
+    the einsum (`wanted`). `terms` holds the letters of each operand.
     """
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):

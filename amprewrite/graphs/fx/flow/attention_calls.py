@@ -92,7 +92,7 @@ def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way,
 def _way_to(whole: object) -> Way | None:
     """Return the ops that compute `whole`, the keys or values of an attention call, by repeating heads.
 
-    None if `whole` is computed in another way, or if another op reads one of their results, so that they must run in any case.
+    Return None if `whole` is computed in another way, or if these ops must run in any case, because another op reads one of their results.
     """
     if not isinstance(whole, torch.fx.Node) or op_name(whole.target) not in ("reshape", "flatten"):
         return None

@@ -119,10 +119,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
-        A constant argument does not fit if it would become zero in an op for which zero matters, such as `div`, or if it exceeds the range
-        and may not be clamped to ±max. A factor does not fit if an ordinary activation (`_ORDINARY`, 64) times it exceeds the range,
-        or if 1 scaled by the factor is below the smallest normal number, where bits are lost. An operand does not fit if it holds constants
-        beyond the range and an op may compute with them, instead of using them as a mask.
+        A constant argument does not fit if it exceeds the range and may not be clamped to ±max, or if it becomes zero in an op for which
+        zero matters, such as `div`. A factor does not fit if its product with an ordinary activation (`_ORDINARY`, 64) exceeds the range,
+        or if it scales 1 to less than the smallest normal number, where bits are lost. An operand does not fit if it holds constants beyond
+        the range and an op may compute with them, instead of using them as a mask.
         """
         low = self.low
         for constant in _constants(fact.node):
@@ -141,10 +141,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return None
 
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
-        """True if the op may run low with its argument `constant` clamped to ±max.
+        """True if the op may run low with its argument `constant` clamped to ±max, the end of the low format's range.
 
-        The argument must be a bound, as of `clamp`, or a number that blocks positions, as in a mask. It must be no integer, because no pass
-        edits integers.
+        The argument must be a bound, as of `clamp`, or a number that blocks positions, as in a mask. It must not be an integer, because no
+        pass edits integers.
         """
         if type(constant) is int:
             return False
@@ -212,9 +212,9 @@ def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
 def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node, place: int) -> Read[torch.fx.Node]:
     """Return a `Read`, which says how the op `user` treats constants beyond the low format's range in its operand `node`.
 
-    `place` is the position of the operand, and `row` the op's row in the op tables. `made` is the result meant: `user` itself, or a tensor
-    to which the op writes. An op with an `alpha` other than 1, as in `add(x, y, alpha=2)`, gets the op name "", because the rules for
-    single ops assume that no operand is scaled.
+    `place` is the position of the operand, and `row` the op's row in the op tables. `made` is the result that the `Read` is about: `user`
+    itself, or a tensor to which the op writes. An op with an `alpha` other than 1, as in `add(x, y, alpha=2)`, gets the op name "", because
+    the rules for single ops assume that no operand is scaled.
     """
     op = "" if user.kwargs.get("alpha", 1) != 1 else row.name
     bounds = list(_bounds(row.name, user)) if row.name in _BOUNDS else []
@@ -227,7 +227,7 @@ def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node
 def _places(node: torch.fx.Node, user: torch.fx.Node) -> Iterator[int]:
     """Yield the positions at which `user` takes `node` as an operand.
 
-    A keyword operand counts as the second, unless it is called `input` or `self`.
+    A keyword operand has position 0 if it is called `input` or `self`, and otherwise position 1.
     """
     for place, argument in enumerate(user.args):
         if any(leaf is node for leaf in tree_leaves(argument)):

@@ -59,10 +59,10 @@ def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str
 
 
 def read_run_by_steps(nodes: Mapping[str, torch.fx.Node], low: Format, trained: Set[str]) -> tuple[str, ...]:
-    """Return the names of the trained recurrent layers that their device runs by separate ops for each of more than STEPS time steps.
+    """Return the names of the trained recurrent layers with more than STEPS time steps that run as separate ops for each step.
 
     A layer is trained if one of its weights is in `trained`, the names of all values that get gradients. A layer on packed sequences is
-    included even if it has fewer steps, or if the device has one kernel for all steps.
+    included even if it has fewer steps, or if its device has one kernel for all steps.
     """
     learning = {nodes[name] for name in trained}
     return tuple(name for name, node in nodes.items() if node.target in LAYERS and _runs_by_steps(node, low, learning))
@@ -88,7 +88,7 @@ def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
 
 
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
-    """True if a convolution has bare taps (weights multiplied by padding alone), or a padded 3-dim kernel wider than the input.
+    """True if a strided convolution has bare taps (weights multiplied by padding alone), or a padded 3-dim kernel is wider than its input.
 
     The low backward may give wrong gradients in both cases. If `transposed` is True, only transposed convolutions are checked,
     otherwise only plain ones. Any other op gives False.
@@ -143,12 +143,12 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 
 
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
-    """Return a pin that forces an op to fp32 if it would add up a gradient in the low format that torch.autocast adds up in fp32.
+    """Return a pin that forces an op to fp32 if its backward adds up a gradient that torch.autocast adds up in fp32; otherwise None.
 
-    Return None for any other op, and for an op with a user's override. Either the op's backward kernel adds up, as for `embedding`, or
-    autograd does, because the op reads one value more than MOST_READERS times. `learning` are all values that get gradients. `trained`
-    are the ones in fp32 under torch.autocast, which adds up only their gradients in fp32. If torch.autocast's fp32 list has an op whose
-    kernel adds up, all of `learning` count as such. The pin applies under all op lists.
+    If the op ran low, it would add up this gradient in the low format. Its backward kernel adds up, as for `embedding`; or autograd does,
+    because the op reads one value more than MOST_READERS times. `learning` are all values that get gradients. `trained` are the values
+    among them that torch.autocast keeps in fp32. It adds up their gradients in fp32 and, if an op whose kernel adds up is on its fp32 list,
+    the gradients of all values that this op reads. The pin applies under all op lists, but not to an op with a user's override.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None

@@ -70,8 +70,8 @@ class _Factors:
     def _factor(self, given: Any, node: torch.fx.Node, how: str = "") -> Factor | None:
         """Return the argument `given` of the op `node` as a `Factor`; None if it cannot be one.
 
-        A factor is a number, a schedule (step sizes of a sampler), a learnt factor such as LayerScale, or noise. `how` says how the op uses
-        it: "" multiplies by it, "divided by" divides by it, and "rest" multiplies by 1 minus the factor, as `lerp` does.
+        A factor is a number, a schedule (step sizes of a sampler), a learnt factor such as LayerScale, or noise. `how` is "" if the op
+        multiplies by the factor, "divided by" if it divides by the factor, "rest" if it multiplies by 1 minus the factor, as `lerp` does.
         """
         value = example_value(given) if isinstance(given, torch.fx.Node) else given
         if type(value) in (int, float):
@@ -86,7 +86,7 @@ class _Factors:
         return Factor(1.0, frozenset([(given, how)])) if known else None
 
     def _size(self, node: torch.fx.Node) -> float | None:
-        """Return the root mean square, with the sign of the mean, of a learnt factor or of an element-wise op on one; None if unknown."""
+        """Return the root mean square of a learnt factor, or of a value computed from one, with the sign of its mean; None if unknown."""
         if node in self.names and self.names[node] in self.sizes:
             return self.sizes[self.names[node]]
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
@@ -100,10 +100,10 @@ class _Factors:
     def _read(self, node: torch.fx.Node, role: str) -> None:
         """Add `node` to the sets `exact`, `learnt` and `noise` if it belongs there. `role` is, for example, "input", "parameter" or "op".
 
-        `exact`: values that may be schedules (step sizes). These are buffers, constants, inputs without gradients, and values computed from
-        these or from numbers, except booleans. `learnt`: parameters, and values computed from parameters and exact values. `noise`: draws
-        from a normal distribution, floating inputs without gradients, and values computed from these alone. Results of matrix products and
-        convolutions, and other random draws, are in no set.
+        `exact`: values that may be schedules (step sizes). These are buffers, constants, inputs without gradients, and values computed only
+        from these or from numbers. `learnt`: parameters, and values computed from parameters and exact values. `noise`: draws from a normal
+        distribution, floating inputs without gradients, and values computed from these alone. Booleans, results of matrix products and
+        convolutions, and other random draws are in no set.
         """
         value, op = example_value(node), op_name(node.target)
         if role == "output" or not isinstance(value, torch.Tensor):

@@ -164,11 +164,11 @@ def makes_copies(device: torch.device) -> bool:
 
 
 def runnable(products: ProductPolicy, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
-    """Return the fp8 policy `products` as far as a device of this `kind`, such as "cuda", can run it; None if a trial of a GEMM fails.
+    """Return the fp8 policy `products` as a device of this `kind`, such as "cuda", can run it; None if an fp8 GEMM fails in a trial.
 
-    If a trial of our kernel that makes fp8 copies fails, and no compiler makes them (`products.fused`), the returned policy assumes the
-    slower copies that torch makes. `note` is called with the reason for each restriction. `products` is returned unchanged, without a
-    trial, for a device without fp8 units, and while a CUDA graph is recorded, because results cannot be read then.
+    If our kernel that makes fp8 copies fails, the returned policy prices the slower copies that torch makes. This kernel is not tried if
+    `products.fused`: then a compiler makes the copies. `note` is called with the reason for each restriction. Without fp8 units, and while
+    a CUDA graph is recorded (no result can be read then), there is no trial, and `products` is returned unchanged.
     """
     device = torch.device(kind)
     if not multiplies_fp8(device) or recording(device):

@@ -32,9 +32,9 @@ _NO_CONTEXT = contextlib.nullcontext()
 def cross_together(dtype: torch.dtype | None, inverse: Tensor | None, *weights: Tensor) -> Sequence[Tensor]:
     """Return the fp32 `weights`, cast to `dtype` in one kernel launch. In backward, another launch casts their gradients to fp32.
 
-    If `dtype` is None or fp32, nothing is cast, and the results share the memory of the weights. None lets any op read the results. fp32 is
-    for results that only casts read: backward then multiplies their gradients in place. `inverse`, a 0-dim fp32 tensor, multiplies the
-    gradients; with None they are only cast.
+    If `dtype` is None or fp32, nothing is cast, and the results share the memory of the weights. With None, any op may read the results.
+    With fp32, only casts may read the results, because backward then multiplies their gradients in place. `inverse`, a 0-dim fp32 tensor,
+    multiplies the gradients. If `inverse` is None, the gradients are only cast.
 
     A weight with a hook on its gradient gets a separate node, because autograd calls the hook whenever the node runs. In a shared node the
     hook would get None if only other weights have gradients in a backward. All weights get separate nodes if one of them is not plain dense

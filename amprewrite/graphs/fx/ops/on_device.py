@@ -54,14 +54,14 @@ class Recorded:
         self.owner, self.names, self.mailbox = owner, names, mailbox
 
     def post(self, found: Tensor) -> None:
-        """Add `found`, an optimizer's overflow flag (above 0 if a gradient is not finite), to the flag that waits in `self.mailbox`."""
+        """Add `found`, an optimizer's overflow flag (above 0 if a gradient is not finite), to the mailbox. An empty mailbox counts as 0."""
         self.mailbox.clamp_(min=0).add_(found.to(self.mailbox.device, non_blocking=True))
 
     def apply_pending(self, update: Callable[[Tensor], None]) -> None:
-        """Call `update` with the overflow flag that waits in the tensor `mailbox`, then mark the mailbox as empty.
+        """Call `update` with the overflow flag in the tensor `mailbox`, then mark the mailbox as empty.
 
-        If no flag waits, `update` is called, too, but its changes to the recorded tensors are dropped. The device decides this, so the host
-        does not wait.
+        If the mailbox is empty already, `update` is called with 0, and the values that it assigns are dropped. The device tests for this
+        case, so the host does not wait.
         """
         waits = self.mailbox >= 0
         with self.in_place(waits):

@@ -107,10 +107,10 @@ def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | No
 
 
 def linked_copy(w: Tensor, dtype: torch.dtype, layout: Layout, copy: Tensor, inverse: Tensor | None = None) -> Tensor:
-    """Return `copy`, which is `pad_cast(w, dtype, layout)`, with a separate autograd node that sends the gradient to `w`.
+    """Return `copy`, which is `pad_cast(w, dtype, layout)`, with an autograd node of its own that sends the gradient to `w`.
 
-    So autograd adds up the gradients of several linked copies in the dtype of `w`. They share the memory of `copy`, with two exceptions:
-    tensor subclasses and duals of forward-mode AD are cast anew. `inverse` multiplies the gradient.
+    Autograd then adds up the gradients of several such results in the dtype of `w`. The result shares the memory of `copy`. But a tensor
+    subclass, or any `w` in forward-mode AD, is cast anew. `inverse` multiplies the gradient.
     """
     return pad_cast(w, dtype, layout, inverse, copy.detach() if is_plain(w) and not in_forward_mode() else None)
 

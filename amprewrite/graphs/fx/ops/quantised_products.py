@@ -133,7 +133,7 @@ def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, 
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
-    """Return `a · bᵀ` (+ `bias`) as `dtype`, without the scales. `a` is (m, k), `b` (n, k). If `fast`, the kernel may sum in fewer bits."""
+    """Return `a · bᵀ`, divided by both scales, plus `bias`, as `dtype`. `a` is (m, k), `b` (n, k). If `fast`, sums may have fewer bits."""
     if not multiplies_fp8(a.data.device):
         product = torch.mm(a.values(), b.values().t()).to(dtype)
         return product if bias is None else product + bias
@@ -226,7 +226,7 @@ def _linked(value: Tensor) -> Tensor:
 
 
 class _Straight(torch.autograd.Function):
-    """Autograd node that returns `value`, and passes its gradient unchanged (straight through) to `history`, another tensor."""
+    """Autograd node that returns `value`. It passes the result's gradient unchanged (straight through) to another tensor, `history`."""
 
     @staticmethod
     def forward(ctx: Any, history: Tensor, value: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def nan_if_infinite(gradient: Tensor) -> Tensor:
 
 
 def is_hooked(x: Tensor) -> bool:
-    """True if hooks may change the gradient of `x`. Hooks of `amprewrite.runtime`, on results of a graph that the next reads, do not."""
+    """True if hooks may change the gradient of `x`. The hooks that `amprewrite.runtime` sets on results do not: they only observe."""
     homes = (getattr(hook, "__module__", None) or "" for hook in (x._backward_hooks or {}).values())
     return bool(x._post_accumulate_grad_hooks) or not all(home.startswith("amprewrite.runtime.") for home in homes)
 
@@ -161,16 +161,16 @@ def _held_enters(factor: Tensor) -> Callable[[], None] | None:
 
 
 def is_held(factor: Tensor) -> bool:
-    """True if autograd nodes of gradients may keep the object of the method alive that `tell_of_entries` registered for `factor`."""
+    """True if an autograd node may hold the method that `tell_of_entries` registered for `factor`, and so keep its object alive."""
     return getattr(factor, "amprewrite_held", False)
 
 
 class _Cross(torch.autograd.Function):
     """Autograd node that returns `x` as `dtype`, multiplied by `by` if `by` is given (as when the backward of `_Times` calls it).
 
-    The backward multiplies the gradient by `factor`, and by `by` if it is given, and returns the product in the dtype of `x`. It passes
-    None on: a result that the loss does not read may get None (under DDP with `find_unused_parameters=True`), and zeros in its place
-    would become gradients of weights, which an optimizer decays.
+    The backward multiplies the gradient by `factor`, and by `by` if it is given, and returns the product in the dtype of `x`. For a
+    gradient of None it returns None. Under DDP with `find_unused_parameters=True`, a result that the loss does not read may get None. If
+    backward returned zeros instead, weights would get gradients of zeros, and an optimizer would decay these weights.
     """
 
     @staticmethod
@@ -204,8 +204,8 @@ class _Cross(torch.autograd.Function):
 class _Times(torch.autograd.Function):
     """Autograd node that multiplies a gradient by `then`: the number that `factor` held when this gradient was computed.
 
-    In a later backward `factor` holds that backward's number. Its gradients cross the border of the scaled region here in the opposite
-    direction, so they are also divided by this number: the derivative of this node is `then / factor`.
+    When a second backward differentiates this node, `factor` holds the number of the second backward. The second gradients cross the
+    border of the scaled region in the opposite direction, so they are also divided by `factor`: the derivative is `then / factor`.
     """
 
     @staticmethod
@@ -250,7 +250,7 @@ _DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {_Cr
 
 
 def _forward_too(function: type[torch.autograd.Function]) -> Any:
-    """Return the variant of `function` with a `jvp` while forward-mode derivatives are computed; otherwise `function` itself.
+    """While forward-mode derivatives are computed, return the variant of `function` that has a `jvp`; otherwise `function` itself.
 
     During compilation the result is always `function`, because Dynamo captures no `autograd.Function` that has a `jvp`.
     """

@@ -183,7 +183,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
     """Yield the conversions between fp32 and `low` that may return their operand instead of a copy if the plan makes the dtypes equal.
 
-    No reader notices if the result is never written and not returned, the operand is not written later, and both have the same strides.
+    No reader notices this, because nothing writes to the result or returns it, nothing writes to the operand later, and strides are equal.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
@@ -212,7 +212,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages of a node's result x; none if `leaving.py` inserted `x.to(x.dtype)`: later ops read this value instead of x."""
+    """Return the storages of a node's result; set() if `leaving.py` inserted a conversion that all later ops read instead of the result."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -239,9 +239,9 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
     """Return {storage: positions of the writes to it that may write to a cast copy instead, because no op reads the old tensor later}.
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the product is cast to fp32, and the sum writes to
-    this copy. Three kinds of writes are left out. A write to an input or a weight of the model must change this tensor itself. If the grad
-    mode has changed since the tensor was made, the copy would have another autograd history. After a write to a tensor with hooks, PyTorch
-    drops the hooks if the tensor is a view (the result of a linear op on 3 dims is one), otherwise calls them: a copy could change this.
+    this copy. Some writes are left out. A write to an input or a weight of the model must change this tensor itself. If the grad mode has
+    changed since the tensor was made, the copy would have another autograd history. A write to a tensor with hooks drops the hooks if the
+    tensor is a view (the result of a linear op on 3 dims is one), otherwise it keeps them. A write to a copy could change this.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)
@@ -265,7 +265,7 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """Return (groups of nodes that must have one colour, low or high; function (value, reader) -> writes to the value before the reader).
+    """Return (groups of nodes that must have one colour, low or high; function that counts the writes to a value before a reader).
 
     Nodes are in one group if they share memory that is written in place, or if they are results of one kernel. In training, an op whose
     operand is written later through `.data` is in one group with the operand, because its backward may read the new values.

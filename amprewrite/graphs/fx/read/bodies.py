@@ -42,11 +42,11 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 
 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
-    """Return the reason why all ops of a body graph stay fp32 in training in fp16 or with a loss scale; None if they need not.
+    """Return the reason why all ops of a body graph stay fp32 in training in fp16 or with a loss scale; None if they may run low.
 
-    `node` runs the body graph, which is its attribute `name`. If the loss is scaled (`scaled`), a nonlinear backward written by the user
-    gets gradients without the scale, which low ops would flush to zero. The backward of an autograd Function stays fp32, because no sample
-    run shows its range. The forward of an autograd Function may run low, because autograd does not differentiate it.
+    `node` runs the body graph, which the attribute `name` holds. UNSCALED: the loss is scaled (`scaled`), but a hook or a nonlinear
+    backward of the user gets gradients without the scale, which low ops would flush to zero. UNSEEN: the body graph is the backward of an
+    autograd Function, whose range no sample run shows. The forward may run low, because autograd does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -71,7 +71,7 @@ def _is_forward(node: torch.fx.Node, name: str) -> bool:
 
 
 def has_own_backward(node: torch.fx.Node) -> bool:
-    """True if the gradient of `node`'s result must be free of the loss scale: a hook, or a nonlinear backward by the user, reads it."""
+    """True if a hook or a nonlinear backward of the user runs in the backward of `node`, and needs gradients without the loss scale."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
     if "autograd_function" in node.target.name():
@@ -138,8 +138,8 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
     """Return the ops of `body` that lead neither to a result with a gradient nor to state that a loop passes to its next iteration.
 
-    `node` runs `body`, which is its attribute `name`. Such ops should stay fp32. Their results get gradients of zeros from autograd, and
-    zero times an infinity would be NaN. If `body` is the forward of an autograd Function, the values that it saves are no results.
+    `node` runs `body`, which the attribute `name` holds. The ops should stay fp32, because autograd gives them gradients of zeros, and zero
+    times an infinity is NaN. Values that the forward of an autograd Function saves do not count as results. For its backward, return set().
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):
@@ -171,7 +171,7 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 def _carried(node: torch.fx.Node, results: int) -> int:
     """Return how many results of the body of `node`, counted from the first, are loop state that the next iteration may read.
 
-    These are the state of a scan, and none for a condition, map or checkpoint. For any other op, all `results` may be loop state.
+    For a scan, return the number of its state tensors; for a condition, map or checkpoint, 0. Any other op may carry all `results`.
     """
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):

@@ -199,7 +199,7 @@ def bias_of(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def transposes(node: torch.fx.Node) -> bool:
-    """True if the product `node` takes w in the shape (k, n) and computes x · w. False if it takes (n, k), as `linear` does for x · wᵀ."""
+    """True if w is the transpose of a `linear` weight: w is (k, n), and `node` computes x · w. False for x · wᵀ with w of shape (n, k)."""
     return op_name(node.target) != "linear"
 
 

@@ -62,7 +62,7 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert no-op conversions `x.to(x.dtype)` after values that the graph returns, and mark values that must be fp32. True if it did so.
+    """Insert no-op conversions `x.to(x.dtype)` after returned values, and mark values that must be fp32. Return False if there are none.
 
     This file's docstring has the rules. A mark is the reason for fp32, under the key LEAVES in the meta of a node. The edits are made in a
     copy of the graph: `make_own` copies the graph and returns a function from each node to its copy. `without_grad` are the nodes that run
@@ -99,7 +99,7 @@ def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], 
 def _may_be_viewed(maker: Node) -> bool:
     """True if `maker` returns a view, and another view may be inserted after it.
 
-    False for a result of a checkpoint that an op in the checkpoint's body reads: the gradient of the new view would lack this op's part.
+    False for a checkpoint's result if an op in the body reads it, too: the gradient of the new view would lack the part of this op.
     """
     inside = made_inside(maker)
     return is_view(maker) and (inside is None or all(user.op == "output" for user in inside.users))
@@ -192,7 +192,7 @@ def _hooked_values(graph: torch.fx.Graph, memory: Memory, regions: Mapping[Node,
     """Yield the values on which hooks are set, without values written in place and values that the backward of their op reads.
 
     The cast to fp32 must go before the hooks: a result cast behind them would be a tensor without hooks, and `retain_grad` on it would
-    store a gradient without their effect. An op such as dropout with p=0 returns its operand itself: then the hooks are on the operand.
+    store a gradient without their effect. If an op such as dropout with p=0 returned its operand itself, the operand is yielded.
     """
     for hook in graph.find_nodes(op="call_function", target=hooked):
         node = _before_hooks(hook)
@@ -204,7 +204,7 @@ def _hooked_values(graph: torch.fx.Graph, memory: Memory, regions: Mapping[Node,
 
 
 def _before_hooks(node: Node) -> Node:
-    """If `node` is a hook call (`hooked`), or the last of several in a row, return the value on which they set hooks; otherwise `node`."""
+    """If `node` is a hook call (`hooked`), return the value on which it sets the hook; otherwise `node`. Earlier hook calls are skipped."""
     while node.target is hooked:
         (node,) = node.all_input_nodes[:1]
     return node
@@ -311,7 +311,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """Return the nodes with results in the memory `storage`, from its maker on to results of the graph, or to the last write to it."""
+        """Return the nodes with results in `storage`, after its maker, that precede its last write or lead to a result of the graph."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

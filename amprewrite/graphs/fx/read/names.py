@@ -183,7 +183,7 @@ def source_of(stack_trace: str | None) -> str:
 
 @cache
 def file_label(file: str) -> str:
-    """Return the name of a file as plans show it: without folders, or for a file of this package its path from the package on."""
+    """Return a file's name as plans show it: without folders, but a file of this package keeps its path, such as "amprewrite/ir/x.py"."""
     path = PurePath(file)
     package = _ABOVE / __name__.partition(".")[0]
     return path.relative_to(_ABOVE).as_posix() if path.is_relative_to(package) else path.name
@@ -198,9 +198,9 @@ def has_own_dtype(stack_trace: str | None) -> bool:
 
 @cache
 def _call_with_own_dtype() -> tuple[str, int]:
-    """Return (file, line) of the last call in the wrapper of `custom_fwd`, which runs a forward that has `cast_inputs`.
+    """Return (file, line) of the call in the wrapper of `custom_fwd` that runs a forward with `cast_inputs`.
 
-    The first call in the wrapper runs a forward without `cast_inputs`.
+    It is the last call in the wrapper. The first call runs a forward without `cast_inputs`.
     """
     code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` can be any function: the wrapper's code is the same
     lines, first = inspect.getsourcelines(code)
@@ -209,10 +209,10 @@ def _call_with_own_dtype() -> tuple[str, int]:
 
 
 def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
-    """True if the model's source runs an op under `no_grad` or a similar mode that is entered inside a given outer call.
+    """True if the model's source runs an op under `no_grad` or a similar mode. Modes that were entered before an outer call do not count.
 
-    `stack_trace` is the stack trace of the op, and `around` the trace of the outer call, with which it begins: only the frames after this
-    beginning are checked. False if the source cannot be read.
+    `stack_trace` is the trace of the op. It begins with the frames of `around`, the trace of the outer call. Only the later frames are
+    checked. False if the source cannot be read.
     """
     outside = len(_FRAME.findall(around or ""))
     frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]
@@ -287,7 +287,7 @@ def _literal_at(file: str, line: int, marked: str, call: str) -> bool:
 
 
 def _statement(file: str, line: int) -> ast.AST | None:
-    """Return the syntax tree of the shortest run of whole lines from `line` on that parses; None if no run of up to 15 lines parses."""
+    """Parse the file from `line` on: one line, then two, up to 15. Return the first syntax tree; None if every attempt fails."""
     for length in range(1, 16):
         tree = _parsed("".join(linecache.getline(file, line + i) for i in range(length)))
         if tree is not None:

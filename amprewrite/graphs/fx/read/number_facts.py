@@ -73,11 +73,11 @@ def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tenso
 def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     """Return the names of the weights whose values have an offset: a mean that is larger than their spread (`has_offset`).
 
-    The check covers parameters and buffers that are added to a value, and tables in which rows are looked up. For a table, an offset that
-    all rows have in common counts, too. The host waits once for each device.
+    The check covers parameters and buffers that ops add to a value, and tables in which ops look up rows. For a table, an offset that all
+    rows have in common counts, too. The host waits once for each device.
 
-    Weights that are added in front of a norm are checked, too. Training gives them no offset, because the norm removes it and its gradient.
-    A buffer that is added to attention scores counts, too, if the low format would round it: it is no mask but a table of positions.
+    A weight that is added before a norm needs no exception: training gives it no offset, because the norm removes it and its gradient.
+    A buffer that is only added to attention scores is returned, too, if the low format would round it: it is a table of positions, no mask.
     """
     found, looked_up = added_values(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
@@ -91,7 +91,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def _rounds_scores(captured: Captured, name: str, weight: Tensor, scores: Mapping[str, bool]) -> Any:
-    """True (False or a 0-dim tensor) if `weight` is a buffer that is added to attention scores only, and the low format would round it.
+    """Return whether `weight` is a buffer that is added only to attention scores and that the low format rounds: False or a 0-dim tensor.
 
     Numbers below -BLOCKS count as -BLOCKS, because a softmax returns about zero for all of them.
     """
@@ -174,10 +174,10 @@ def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Coun
 def find_counts(graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[Count | None], matters: Callable[[Counts], Any]) -> Counts:
     """Return the `Count` of every value of a graph: whether it is made of whole numbers, and how large it may be.
 
-    `inputs` are the real inputs of the graph; () if they are not available. `handed` has the `Count` of each input of a body graph, None
-    where the outer graph does not know it; () for a graph that is no body. To read the values of constants, the host waits once for each
-    device. So the first result supposes that all constants are large counts. The caller's function `matters(result)` says whether this
-    result would change anything. If so, the constants are read, and a second result is computed from them.
+    `inputs` are the real inputs of the graph; () if they are not available. For a body graph, `handed` has the `Count` of each input, or
+    None if the outer graph does not know it. For any other graph, `handed` is (). To read constants, the host waits once for each device.
+    So a first result is computed as if all constants were large whole numbers. If `matters(first result)` is false, the first result is
+    returned, because it changes nothing. Otherwise the constants are read, and a second result is returned.
     """
     held = _held(graph, inputs)
     around = {node: count for node, count in zip(graph.find_nodes(op="placeholder"), handed, strict=False) if count is not None}
@@ -256,7 +256,7 @@ def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
 
 
 def _read_into_result(node: torch.fx.Node, op: str) -> tuple[list[torch.fx.Node], list[float]]:
-    """Return (nodes, numbers) that enter the result: not x and i of `x[i] = y`, the shape of `full`, the x of `x.new_tensor(y)`."""
+    """Return (nodes, numbers) of which the result consists: only y for `x[i] = y` and `x.new_tensor(y)`, only the fill value for `full`."""
     if op == "setitem" or op in UNIFORM & FILLS:
         given: Sequence[Any] = node.args[2:] if op == "setitem" else [node.kwargs.get("fill_value", node.args[-1:])]
         read = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.fx.Node)]

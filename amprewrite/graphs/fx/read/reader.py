@@ -102,7 +102,7 @@ def read_graph(
 
 
 def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
-    """Return `graph` with ops forced to fp32 if they would add up gradients in the low format where torch.autocast adds them up in fp32.
+    """Return `graph`, with an op forced to fp32 if it would add up in the low format gradients that torch.autocast adds up in fp32.
 
     `learning` are the nodes that get gradients. If there are none, no op is forced.
     """
@@ -246,7 +246,7 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
 
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbers) -> tuple[Colour, Reason, str] | None:
-    """Return (colour, reason, detail) if facts force a node to fp32 (high), or never to be cast (plain); None if the planner may choose."""
+    """Return (colour, reason, detail) if facts decide the colour: high (fp32), or plain (never cast). None if the planner may choose."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "op" and fact.dtype.startswith(NOT_DENSE) and fact.dtype.endswith("fp32"):
@@ -310,7 +310,7 @@ def _read_anything(fact: Fact) -> None:
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
     """Return (high, reason, detail), to force fp32, for an op that makes fp32 without reading fp32, such as `x.to(y.dtype)` of integers.
 
-    None if the op reads fp32. Also None for such a conversion of booleans, or of low values: it is exact, so it may return the low format.
+    None if the op reads fp32. Also None for `x.to(y.dtype)` of booleans, or of low values that it may return uncopied: both are exact.
     """
     if fact.operands or (fact.may_be_idle and fact.relative):
         return None

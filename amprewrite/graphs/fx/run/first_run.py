@@ -136,14 +136,14 @@ def _is_low(node: torch.fx.Node) -> bool:
 def checkpoint_with_state(
     body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, enters: bool = False, **options: Any
 ) -> Any:
-    """Return `checkpoint(body, *operands)`, without saving the operands at the positions `state` (ascending), which the model holds.
+    """Return `checkpoint(body, *operands)`. The model holds the operands at the positions `state` (ascending), so they are not saved.
 
     These operands are passed in one tuple: PyTorch does not save the tensors in a tuple, but does save the random states of their devices.
     A reentrant checkpoint passes no gradients to tensors in a tuple. So with `use_reentrant`, operands that require gradients are passed
     directly, and saved.
 
-    `enters` says that the body enters regions, such as `torch.no_grad()`. They are left if an error ends the body, as PyTorch ends a
-    recomputation that has all that the backward needs.
+    If `enters`, the body enters regions, such as `torch.no_grad()`. If an error ends the body, the regions are closed. PyTorch itself ends
+    a recomputation by an error once it has all values that the backward needs.
     """
     held = tuple((place, operands[place]) for place in state if not (use_reentrant and operands[place].requires_grad))
     apart = {place for place, _ in held}

@@ -30,9 +30,9 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class Observer:
     """Callable that runs captured graphs op by op in fp32, and records the ranges of all their values in `regions`.
 
-    If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips weights, whose ranges are known since
-    capture, unless an op with a pole at zero (`log`, `reciprocal`) reads them. If `brief` is True, it saves time: it records no
-    histograms, and smallest magnitudes only for values whose zeros reach such an op (`before_pole`).
+    If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips parameters, whose ranges are known
+    since capture, unless their zeros reach an op with a pole at zero (`log`, `reciprocal`). If `brief` is True, it saves time: it records
+    no histograms, and smallest magnitudes only for values whose zeros reach such an op (`before_pole`).
     """
 
     def __init__(self, gradients: bool = False, weights: bool = True, brief: bool = False) -> None:
@@ -158,9 +158,9 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
 def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges], room: float = ROOM) -> Iterator[str]:
     """Yield a description of each value that `plan` computes in or casts to the low format, and that may exceed the format's range.
 
-    The largest magnitude of an op's result counts `room` times, because other inputs may give larger values. Other values, such as weights,
-    have no such margin. Values that may be clamped to ±max, such as masks, are left out. `seen` holds the ranges of an fp32 run, by
-    fingerprint of the graph.
+    The largest magnitude of an op's result is multiplied by `room`, because other inputs may give larger values. Other values, such as
+    weights, have no such margin. Values that may be clamped to ±max, such as masks, are left out. `seen` holds the ranges of an fp32 run,
+    by fingerprint of the graph.
     """
     end = captured.problem.policy.low.max
     for each, planned in _planned(captured, plan):

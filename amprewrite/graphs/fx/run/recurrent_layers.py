@@ -110,7 +110,7 @@ def _run_direction(
 
 
 def _parts(rows: Tensor, sizes: Tensor | None) -> Iterable[tuple[Tensor, ...]]:
-    """Split `rows` into parts of STEPS time steps, each (rows,), or (rows, batch sizes) if `sizes` has those of a packed sequence."""
+    """Split `rows` into parts of STEPS time steps, each (rows,). For a packed sequence with batch sizes `sizes`: (rows, batch sizes)."""
     if sizes is None:
         return ((part,) for part in rows.split(STEPS))
     parts = sizes.split(STEPS)

@@ -167,8 +167,8 @@ class RepeatedCalls:
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[Any], Any]) -> Any:
         """Return the fake value of `node`: the value of an earlier call that is alike, if there is one, otherwise a newly computed value.
 
-        `value_of(operand)` returns the value of an operand node. `run({operand: value})` runs the op. If the fake value does not show which
-        memory the result has in a real run, as when it is reused, `node.meta[MEMORY]` records this memory.
+        `value_of(operand)` returns the value of an operand node. `run({operand: value})` runs the op. A reused fake value, for example,
+        does not show which memory the result has in a real run. In such a case `node.meta[MEMORY]` records this memory.
         """
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)

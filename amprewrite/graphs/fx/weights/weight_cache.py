@@ -127,7 +127,7 @@ class WeightCache:
     def _kept(self, block: Block, weight: Tensor, dtype: torch.dtype, layout: Layout, stream: int) -> Tensor:
         """Return the copy that `block` keeps if it is up to date, otherwise a new copy.
 
-        The block keeps the new copy if `weight` is plain strided memory (`is_plain`) and no inference tensor, whose writes are not counted.
+        The block keeps it if `weight` is plain strided memory (`is_plain`), and no inference tensor (PyTorch counts no writes to these).
         """
         key, copies = (id(weight), dtype, layout, stream), block.copies  # read the dict once: another thread may replace it
         found = copies.get(key)
@@ -324,9 +324,9 @@ def marked(copy: Tensor, weight: Tensor) -> Tensor:
 def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
     """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the low copy that `cache` keeps.
 
-    `inverse`, one over the loss scale, multiplies the gradient of `weight`. Each call then makes a new autograd node, because the scale may
-    change between calls. If `inverse` is None, all calls return the kept copy itself, whose one autograd node serves many backwards.
-    Tensor subclasses, and all weights in forward-mode AD, are cast anew at each call: a kept copy has no tangent.
+    `inverse`, one over the loss scale, multiplies the gradient of `weight`. With `inverse`, each call makes a new autograd node, because
+    the scale may change between calls. If `inverse` is None, all calls return the kept copy itself, whose one autograd node serves many
+    backwards. Tensor subclasses, and all weights in forward-mode AD, are cast anew at each call: a kept copy has no tangent.
     """
     if in_forward_mode() or not is_plain(weight):
         return pad_cast(weight, dtype, layout, inverse)
@@ -374,10 +374,10 @@ def _stale(copies: Copies, whole: bool) -> list[Tensor]:
 
 
 def _compared(kept: Iterable[tuple[Key, _Copy]], turn: int | None) -> tuple[list[Tensor], list[Flag]]:
-    """Compare copies with their weights, unless PyTorch counted a write. `turn` selects the slice to compare; with None, all elements.
+    """Compare copies with their weights. Skip a weight if PyTorch counted a write to it, or if its GPU records a CUDA graph.
 
-    Returns the weights on a CPU that differ, and a `Flag` (a result still on the device) for each weight on an accelerator. A weight whose
-    accelerator records a CUDA graph is skipped.
+    `turn` selects the slice to compare; with None, all elements are compared. Returns the weights on a CPU that differ, and a `Flag` (a
+    result still on the device) for each weight on an accelerator.
     """
     stale: list[Tensor] = []
     asked: list[Flag] = []

@@ -119,9 +119,9 @@ class ConstantFacts:
 
     # -- masks and bounds -----------------------------------------------------------------------
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
-        """True if the result of `node` may hold mask numbers, alone or added to scores, that a low format clamps to ±max.
+        """True if the result of `node` may hold numbers of a mask, alone or added to scores, which a low format clamps to ±max.
 
-        They come from a constant of `node`, or from another operand. `beside` is True if another operand may hold them.
+        The mask is a constant that `node` reads, or it is in another operand. `beside` is True if another operand may hold a mask.
         """
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
@@ -193,7 +193,7 @@ MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
 
 
 def has_pole(op: str, index: int) -> bool:
-    """True if an op returns an infinity (has a pole) where its operand `index` is zero, such as log, or the divisor of a division."""
+    """True if an op returns an infinity (has a pole) where its operand `index` is zero: the operand of log, for example, or a divisor."""
     return op in POLES or (op in DIVIDES and index == 1)
 
 
@@ -236,7 +236,7 @@ class Readers(MaskRules[ir.Value]):
                 yield _read(use.node, use.idx, made, crosses=bool(inner))
 
     def made_of(self, value: ir.Value) -> tuple[str, list[ir.Value]] | None:
-        """Return (op that makes `value`, its floating operands except constants); None if no op makes the value."""
+        """Return (name of the op that makes `value`, its floating-point operands without constants); None if no op makes the value."""
         maker = value.producer()
         if maker is None:
             return None
@@ -257,7 +257,7 @@ class Readers(MaskRules[ir.Value]):
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
-    """Return a `Read`: how `node` uses operand `place` to make `made`. `crosses` is True if a Loop or Scan passes it to its body."""
+    """Return a `Read`: how `node` uses operand `place` to make `made`. `crosses` is True if `node` passes the operand to a subgraph."""
     op = op_of(node)
     row = find_op(op)
     kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
@@ -379,7 +379,7 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """True if a copy in `fmt` may lose more than a rounding, to underflow: a number in `size` is below the normal numbers.
+    """True if a copy in `fmt` may lose more than a rounding: a magnitude in `size` is smaller than all normal numbers of `fmt` (underflow).
 
     `largest` is the largest finite magnitude; 0 if there is none, so that nothing can be lost.
     """
@@ -387,7 +387,7 @@ def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
 
 
 def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
-    """Return the relative L2 error of `values` or of their worst slice along the first or last axis. `error` has the error of each one."""
+    """Return the largest relative L2 error: of all `values`, or of a slice along the first or last axis. `error` has each value's error."""
     square_error, square = error.astype(np.float64) ** 2, values.astype(np.float64) ** 2
     axes = [None] if values.ndim < 2 else [None, tuple(range(1, values.ndim)), tuple(range(values.ndim - 1))]
     worst = 0.0
@@ -436,8 +436,8 @@ class Kinds:
         """Return the kind of an op in the op lists, which says whether it may run low; None if it is on no list.
 
         With the rule "cost" (the default planner) there are three exceptions, unless the user has an override for the op. An op that is
-        denied only in fp16, for its range, gets its kind in bf16 if samples stay within the range. An einsum that sums over no dim of two
-        operands, such as an outer product, is no matrix product. An exp of small numbers may run low, because it does not magnify errors.
+        denied only in fp16, for its range, gets its bf16 kind if samples stay within fp16's range. An einsum that sums over no dim of two
+        operands, such as an outer product, has the kind of `mul`. An exp of small numbers may run low, because it does not magnify errors.
         """
         row = find_op(op)
         assert row is not None
@@ -457,7 +457,7 @@ class Kinds:
         """True if the op's fp32 operands and results in samples are well within the low format's range.
 
         If the op returns inf at zero, its operands must also be away from zero. Constant operands do not count.
-        False if no other operand is fp32, or if samples lack the range of a value.
+        False if the op has no other fp32 operand, or if samples lack the range of a value.
         """
         read = [v for v in node.inputs if v is not None and format_of(v) == "fp32" and constant_tensor(v) is None]
         made = [v for v in node.outputs if format_of(v) == "fp32"]
@@ -472,10 +472,10 @@ class Kinds:
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail) for a Cast that must cast to fp32; None if it may cast to the low format instead.
 
-        The low format is allowed for booleans, bytes, a small constant integer, and constant masks of zeros and ones, since it holds them
-        exactly. It is not allowed for other integers, even if they are small: they may be positions, to which an op adds fractions, and
-        samples may be short. It is allowed for inputs of fp32 and half precision, since rounding fp16 to bf16 is no worse than rounding
-        fp32. A bf16 input may exceed fp16's range, so that it becomes fp16 only if samples show its range.
+        Booleans, bytes, a small constant integer, and constant masks of zeros and ones may become low, since the low format holds them
+        exactly. Other integers must become fp32. They may be positions, to which a later op adds fractions, and may be larger than in the
+        samples. Inputs of fp32 and fp16 may become low: rounding fp16 to bf16 is no worse than rounding fp32. A bf16 input may exceed
+        fp16's range, so it may become fp16 only if samples show its range.
         """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in BYTES or source in ("fp32", self.low.name):

@@ -2,12 +2,11 @@
 
 1. Constants whose mean is larger than their spread: a norm later subtracts most of such a value, and rounding errors grow.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised to fp8.
-3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). All constants are judged by
-   their values, even weights, because a file does not say which are learnt. So a product with a factor of fractions counts as one with a
-   weight, whose result is not counted, unless it multiplies positions by at most `FEW` frequencies, which the filters of a `conv2d` or
-   `conv_transpose2d` are not. `OneHot` is read as "one_hot", whose
-   results are at most 1; `op_of` would name it "scatter". A `Gather` is read as `index` if its table holds whole numbers. The number that
-   fills a `ConstantOfShape` is an attribute; those of a `Constant` are looked at when it is read, as the branches of an `If` are.
+3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). A file does not say which
+   constants are learnt, so all are judged by their values. If a factor has fractions, it counts as a weight, and the result is not counted.
+   Positions times at most `FEW` frequencies are an exception, but never in a `conv2d` or `conv_transpose2d`. `OneHot` is read as "one_hot",
+   whose results are at most 1; `op_of` would name it "scatter". A `Gather` is read as `index` if its table holds whole numbers.
+   The number that fills a `ConstantOfShape` is an attribute. A `Constant` and the branches of an `If` are looked at when they are read.
 4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
    is a number, a constant that varies along one dim at most (its root mean square counts), or a schedule: a value of one element that is
    computed without products, such as a step size. `loop` and `scan` have no summands; values that they pass between iterations are listed.
@@ -44,7 +43,7 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
     """Return the names of fp32 constants whose mean is above their spread, since rounding errors grow when a norm subtracts the mean.
 
-    Only constants that are added and tables in which rows are looked up are tested.
+    Two sorts of constants are tested: constants that an op adds, and tables in which an op looks up rows.
     """
     added, looked_up = added_values(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
@@ -125,8 +124,8 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
 def _entering(value: ir.Value) -> Count:
     """Return the `Count` of an input of a graph or subgraph: whether it is counted (a whole number), and how large it may be.
 
-    Values of floating or unknown dtype have Count.NOT (not counted), booleans and integers of at most 8 bits Count.WHOLE. Wider integers
-    have Count.LARGE, because they may be positions of any magnitude.
+    Values of floating or unknown dtype have Count.NOT (not counted). Booleans and integers of at most 8 bits have Count.WHOLE. Wider
+    integers have Count.LARGE, because they may be positions of any magnitude.
     """
     dtype = format_of(value)
     return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), ())
@@ -135,7 +134,7 @@ def _entering(value: ir.Value) -> Count:
 def _read(value: ir.Value, found: dict[ir.Value, Count]) -> Count:
     """Return the `Count` of `value` (whether it is made of whole numbers, and how large it may be), and store it in `found`.
 
-    If `found` has no entry for the value, the branches of an `If` or the elements of a constant decide; others get Count.NOT (not counted).
+    If `found` has no entry, the `Count` of an `If` follows from its branches, and a constant's from its elements. Others get Count.NOT.
     """
     maker = value.producer()
     if value not in found and maker is not None and maker.op_type == "If":
@@ -199,7 +198,7 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
 
 
 def _is_exact(node: OpNode, exact: set[str]) -> bool:
-    """True if a value is computed without products, random ops and loops, as a step size is. `exact` names earlier such values."""
+    """True if a value is computed without products, random ops and loops, as a step size is. Its operands must be in `exact`."""
     if node.role != "op":
         return node.role != "output"
     # Check the kind, too: a product of unknown shape has `flops == 0`, but its kind is ALLOW.

@@ -115,7 +115,7 @@ def _load_initialisers(model: ir.Model) -> None:
 def _load_attributes(model: ir.Model) -> None:
     """Load external tensors of attributes (such as those of a Constant), and weights inside functions, into memory.
 
-    We write only initialisers of the model's own graphs to external files.
+    Other tensors must be in memory, because we write only initialisers of the model's own graphs to external files.
     """
     own = set(model.graphs())
     for graph in all_graphs(model):
@@ -375,9 +375,9 @@ class FreshNames:
 
 
 def name_apart(model: ir.Model) -> None:
-    """Rename values until no two values of the model share a name, and nodes until no two nodes of a graph do. The first keeps its name.
+    """Rename values so that no two values of the model have the same name, and nodes so that no two nodes of a graph have the same name.
 
-    ONNX Runtime loads no model in which two nodes of a graph have one name.
+    The first value or node keeps its name. ONNX Runtime loads no model in which two nodes of a graph have the same name.
     """
     names, of_values = FreshNames(model), set[str]()
     for graph in model.graphs():

@@ -57,8 +57,8 @@ REMEDY = "raise it with onnx.version_converter.convert_version"
 def name_opset(model: ir.Model) -> int:
     """Return the opset of onnx's own ops in `model`, and store it in the model under the domain "".
 
-    A model that names no opset gets opset 1, as ONNX defines for old files. But from IR version 3 on, a model that has only ops of other
-    domains gets the newest opset of its functions, or, without such functions, CASTS, which allows casts between all formats.
+    If the model names no opset, it is 1, as ONNX defines for old files. A newer model (IR version 3 on) may have only ops of other domains.
+    It then gets the newest opset that its functions name. If they name none, it gets CASTS, which allows casts between all formats.
     """
     domains = model.opset_imports
     of_functions = [opset for each in model.functions.values() for domain, opset in each.opset_imports.items() if domain in ("", "ai.onnx")]

@@ -316,7 +316,7 @@ class _Reader:
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Keep the op-graph nodes `names` in fp32 if they hold mask numbers that a low format would clamp, and an op needs them unchanged.
+        """Keep the op-graph nodes `names` in fp32 if they hold mask numbers that a low format would clamp: an op needs these unchanged.
 
         Also keep the nodes between a constant mask and `names`. If no constant mask reaches `names`, do nothing. `text` is the reason in
         the plan.
@@ -337,7 +337,7 @@ class _Reader:
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
         """Return the operands of an op that must run in fp32, since it is on no op list, has subgraphs, or reads values of unknown type.
 
-        The operands are all fp32 values of the op graph that the op or its subgraphs `inner` read. The op needs them in fp32.
+        Each fp32 value of the op graph that the op or its subgraphs `inner` read becomes an operand. The op needs it in fp32.
         """
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
@@ -479,9 +479,9 @@ def scopes(node: ir.Node) -> tuple[str, str]:
 
 
 def flops(node: ir.Node) -> int:
-    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution; 0 for other ops. Open dims are 64.
+    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution; 0 for other ops. Open dims count as 64.
 
-    Values in subgraphs may have no shape. Then the result counts as one element, and the other operand tells how many products it sums.
+    A result of unknown shape, as in subgraphs, counts as one element. An operand of known shape tells how many products an element sums.
     """
     op = op_of(node)
     shapes = [tuple(d if isinstance(d, int) else 64 for d in (v.shape or ())) if v is not None else () for v in node.inputs]

@@ -53,7 +53,7 @@ def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]
 
 
 def worst_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
-    """Return the largest `relative_error` of any single output. An error over all outputs together would hide that of a small output."""
+    """Return the largest `relative_error` of any single output. An error over all outputs together would hide the error of a small one."""
     pairs = zip(zip(*wanted, strict=True), zip(*got, strict=True), strict=True)
     return max((relative_error([want], [have]) for want, have in pairs), default=0.0)
 
@@ -110,8 +110,8 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
 
     `stages` holds the model at each opset, from the original to the raised one. `samples` holds inputs, and outputs of the raised model.
     The first stage that runs in ONNX Runtime must give these outputs. Earlier stages may fail to run, since ONNX Runtime lacks kernels
-    for many old ops. For each of them, the schemas must show that its ops compute the same at the next opset, or onnx's own evaluator must
-    give the outputs. The evaluator runs some old ops by their new rules, so different outputs do not prove a mistake.
+    for many old ops. Each earlier stage needs another proof: by the schemas, its ops compute the same at the next opset, or onnx's own
+    evaluator gives these outputs for it. The evaluator runs some old ops by new rules, so the error does not call a difference a mistake.
     """
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]
@@ -173,7 +173,7 @@ ROUNDING = 4.0
 def strict_outputs(
     model: ir.Model, feeds: Sequence[Feed], proto: onnx.ModelProto | None = None, folder: Path | None = None, limit: TimeLimit = "auto"
 ) -> list[list[np.ndarray]]:
-    """Return the outputs of the rewritten model, one list for each feed. Every low result is rounded, which ONNX Runtime may skip on a CPU.
+    """Return the outputs of the rewritten model, one list for each feed. Unlike in a plain run, every low result is really rounded.
 
     `proto` is the model as written to a file, with its external data in `folder`; None if the whole model is in memory. Raises TooSlow if a
     run takes longer than ROUNDING times the limit of an ordinary run.
@@ -229,9 +229,9 @@ class _UnroundedNames:
 
 
 def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, names: _UnroundedNames, first: Sequence[onnx.NodeProto] = ()) -> None:
-    """Make each rounding in a graph and its subgraphs explicit, in place in `proto`. Put the nodes `first` at its beginning.
+    """Make each rounding in `proto` and its subgraphs explicit, in place. Insert the nodes `first` at the beginning of `proto`.
 
-    The protobuf holds the same nodes in the same order as `graph`.
+    `proto` holds the same nodes in the same order as `graph`.
     """
     nodes = list(first)
     for tensor in proto.initializer:

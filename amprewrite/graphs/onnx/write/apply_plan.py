@@ -92,14 +92,14 @@ def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> No
 
 # -- 2. casts -------------------------------------------------------------------------
 def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
-    """Make the users of `cast`, the ops that need its value in the other format, read `copy` instead of that value."""
+    """Make each op in `cast.users` read `copy`, the value of `cast` in the other format, instead of the value itself."""
     for user in cast.users:
         for slot in reading.slots[user, cast.value]:
             slot.put(copy)
 
 
 def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
-    """Store a low copy of a constant for the ops in `cast.users`. It replaces the constant if that has no other readers."""
+    """Store a low copy of a constant for the ops in `cast.users`. If nothing else reads the constant, the copy replaces it."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)
@@ -162,7 +162,7 @@ def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: Fresh
 
 
 def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
-    """Return the graph or subgraph in which a value is made; the top graph if it is unknown."""
+    """Return the graph or subgraph in which `value` is made; the top graph if `value` belongs to none."""
     maker = value.producer()
     graph = maker.graph if maker is not None else value.graph
     return graph if isinstance(graph, ir.Graph) else model.graph
@@ -260,7 +260,7 @@ def scale_for(amax: float, low: Format) -> np.ndarray:
 
 
 def _stored(model: ir.Model, names: FreshNames, weight: ir.Value, low: Format) -> ir.Value:
-    """Store a constant in e4m3, and insert its DequantizeLinear. Return the result of that node."""
+    """Store a constant in e4m3, and insert a DequantizeLinear that reads it. Return the result of that node."""
     tensor = constant_tensor(weight)
     assert tensor is not None
     numbers = np.asarray(tensor.numpy(), np.float32)
@@ -285,7 +285,7 @@ def _quantised(model: ir.Model, names: FreshNames, value: ir.Value, amax: float,
 
 
 def _read_back(model: ir.Model, names: FreshNames, made: ir.Value, like: ir.Value, scale: ir.Value, low: Format) -> ir.Value:
-    """Insert the DequantizeLinear of the e4m3 value `made`. Return its result, in `low` and with the shape of `like`."""
+    """Insert a DequantizeLinear that reads the e4m3 value `made`. Return its result, in `low` and with the shape of `like`."""
     node = ir.node("DequantizeLinear", [made, scale, _zero(model, names)], name=names.new(f"dequantise_{like.name}"))
     node.outputs[0].name = names.new(f"{made.name}_read")
     describe_copy(node.outputs[0], like, ir.TensorType(ir.DataType[low.onnx]))

@@ -138,7 +138,7 @@ def _put_back(before: Path, target: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make `target` a hard link to the file `source`, or a copy if the file system has no links."""
+    """Make `target` a hard link to the file `source`, or a copy if no link can be made."""
     try:
         os.link(source, target)
     except OSError:  # the two paths are on different disks, or the file system has no links
@@ -160,7 +160,7 @@ def _old_data(model: Path) -> list[Path]:
 
 
 def _remove(old: list[Path], model: Path, kept: str) -> None:
-    """Remove each data file in `old` that no other file in the folder of `model` mentions, except the file called `kept`."""
+    """Remove each data file in `old`, unless it is called `kept`, or another file in the folder of `model` contains its name."""
     gone = [path for path in old if path.name != kept]
     if not gone:
         return
@@ -185,7 +185,7 @@ def _mentions(path: Path, name: str) -> bool:
 # -- scratch files ---------------------------------------------------------------------------
 @contextlib.contextmanager
 def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
-    """Context manager that writes the model to files in a scratch folder, and removes the folder at its end.
+    """Context manager that writes the model to files in a scratch folder, and removes the folder on exit.
 
     `Written.keep`, called inside the block, moves the files to `target`, which is None for a model that is only checked. `external_data`
     True puts weights outside the model, "auto" only if they do not fit one protobuf. Raises EmitError if a file cannot be written.

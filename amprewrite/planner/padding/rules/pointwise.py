@@ -185,8 +185,8 @@ def power(view: View) -> Rule:
 def where(view: View) -> Rule:
     """Return the padding rule of `where` and `masked_fill`.
 
-    A dim may be padded if the condition is broadcast along it, because a boolean mask cannot be padded, and if both values to choose from
-    are 0 in the padding.
+    A dim may be padded if the condition is broadcast along it. (A boolean mask cannot be padded.) Both values to choose from must be 0 in
+    the padding.
     """
     call = view.call
     if call.op == "where":

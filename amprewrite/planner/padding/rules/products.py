@@ -194,8 +194,7 @@ def attention(view: View) -> Rule:
 def einsum(view: View) -> Rule:
     """Return the padding rule of an einsum of two operands.
 
-    No dim may be padded if the equation has an ellipsis, or a term with a letter twice. Otherwise dims with the same letter are padded
-    together.
+    Dims with the same letter are padded together. If the equation has an ellipsis, or a letter twice in one term, no dim may be padded.
     """
     call = view.call
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple) else call.args[1:]

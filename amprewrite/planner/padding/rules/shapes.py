@@ -35,7 +35,7 @@ def like(view: View) -> Rule:
 
 
 def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return pairs (dims before a reshape, dims after it). Both are neighbouring dims, and the products of their sizes are equal.
+    """Return pairs (neighbouring dims before a reshape, neighbouring dims after it) in which the products of the sizes are equal.
 
     For example, [2, 3, 5] and [6, 5] give ((0, 1), (0,)) and ((2,), (1,)). Dims of size 1 are left out. A symbolic size matches only
     itself; dims that cannot be matched are left out as well.
@@ -145,7 +145,7 @@ def zeros(view: View) -> Rule:
 
 # -- pieces ------------------------------------------------------------------------------------
 def piece(start: int, stop: int, size: Any) -> tuple[int, int] | None:
-    """Return (n, index of this piece) if [start, stop) is one of n equal pieces of a dim of `size`, as (3, 1) for [4, 8) of 12; or None."""
+    """Return (n, index) if [start, stop) is piece `index` of n equal pieces of a dim of `size`: (3, 1) for [4, 8) of 12. Otherwise None."""
     if not isinstance(size, int) or stop <= start or size % (stop - start) or start % (stop - start):
         return None
     return size // (stop - start), start // (stop - start)
@@ -219,7 +219,7 @@ def _slice_tie(rule: Rule, name: str, dim: int, size: Any, cut: slice, after: in
 
 
 def narrow(view: View) -> Rule:
-    """Return the padding rule of `narrow`. The dim it cuts may be padded if the piece is one of several equal pieces, other dims always."""
+    """Return the padding rule of `narrow`. All dims may be padded, but the cut dim only if the piece is one of several equal pieces."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
@@ -289,7 +289,7 @@ def chunks(view: View) -> Rule:
 
 
 def cat(view: View) -> Rule:
-    """Return the padding rule of a concatenation. The joined dim may be padded if all operands have one size there, other dims always."""
+    """Return the padding rule of a concatenation. All dims may be padded, but the joined dim only if its size is equal in all operands."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", call.kwargs.get("axis", 0))
     shapes = [view.shape(t) for t in tensors_] if isinstance(tensors_, tuple) else [None]
@@ -320,7 +320,7 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Return the padding rule of a `pad` in the model's own code. Dims whose size it does not change may be padded.
+    """Return the padding rule of a `pad` in the model's own code. Dims that this op neither pads nor crops may be padded.
 
     If the model pads with 0, zeros in the operand's padding stay zeros. Otherwise the numbers in the padding are unknown (MIXED).
     """

@@ -113,9 +113,9 @@ def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
 def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
     """True if each Python number among the arguments has the same value for inductor and for PyTorch's kernel.
 
-    They may read it in different formats, so it must be exact in each low format (bf16, fp16) of the tensors. If no tensor is low, it must
-    be exact in their format in calls of CHOICES (`chooses`), whose kernels read it in this format. False for a quotient with a rounding
-    mode, and for a sum whose second operand has a factor `alpha` other than 1, because only inductor rounds that product.
+    The two may read a number in different formats. So it must be exact in each low format (bf16, fp16) of the tensors. If no tensor is low,
+    only calls of CHOICES (`chooses`) need an exact number: their kernels read it in the format of the tensors. False for a quotient with a
+    rounding mode. Also False for a sum with a factor `alpha` other than 1: only inductor rounds the product of factor and operand.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False
@@ -190,8 +190,8 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _threshold_backward(gradient: Tensor, x: Tensor, threshold: float) -> Tensor:
-    """Decompose the backward of ReLU (threshold 0). For another, return NotImplemented: the kernel does not round it to bf16,
-    as a comparison with `x` may."""
+    """Decompose the backward of ReLU (threshold 0). Return NotImplemented for another threshold: a comparison with a bf16 `x`
+    may round the threshold to bf16, but the kernel does not."""
     return NotImplemented if threshold else gradient.masked_fill(x <= 0, 0)
 
 
@@ -212,7 +212,7 @@ def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any
 def spell(graph: torch.fx.Graph) -> None:
     """Replace calls of `graph`, in place, by equivalent calls that inductor can fuse: for example, `pow(x, 2)` by `mul(x, x)`.
 
-    These are powers, and arithmetic in a low format with a Python number that this format does not represent exactly.
+    The replaced calls are powers, and arithmetic in a low format with a Python number that this format does not represent exactly.
     """
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -249,7 +249,7 @@ def _is_fp32_on_cpu(node: torch.fx.Node) -> bool:
 def _has_inexact_number(node: torch.fx.Node) -> bool:
     """True if all tensors of a call have one low format, and a number among the arguments is not exact in this format.
 
-    False if the call has keyword arguments or more than two arguments, such as the factor `alpha` of a sum: `spell` leaves it unchanged.
+    False if the call has keyword arguments or a third argument, such as the factor `alpha` of a sum: `spell` leaves such a call unchanged.
     """
     result = node.meta.get("val")
     operands = [source.meta.get("val") for source in node.all_input_nodes]

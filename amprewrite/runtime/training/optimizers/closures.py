@@ -94,7 +94,7 @@ class Checked:
 
 
 class Idle:
-    """Lets a step run that must be skipped, on gradients of zero. Afterwards `rewind` undoes the step and gives the gradients back.
+    """Skips a step: sets the gradients to zero, so that the step can run safely. Then `rewind` undoes the step and restores the gradients.
 
     The gradients are zero, not None, because many optimizers take for granted that some parameter has a gradient.
     """
@@ -116,7 +116,7 @@ class Idle:
 class _Start:
     """Copies of the weights, state and attributes of one optimizer before a step.
 
-    `restore` writes the copies into the tensors and containers themselves, which other attributes and other objects may hold, too.
+    `restore` writes the copies back in place, because other attributes and other objects may hold the same tensors and containers.
     """
 
     @torch.no_grad()

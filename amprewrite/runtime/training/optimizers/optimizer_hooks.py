@@ -64,7 +64,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
 
 
 class Guard:
-    """The hooks on one optimizer, which check gradients before a step and skip the step if they overflowed.
+    """The hooks on one optimizer. They check gradients before each step, and skip a step whose gradients overflowed.
 
     A gate is the StepRecord of one model. If the optimizer trains several models, gradients are checked once for all their gates.
     """
@@ -139,7 +139,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: StepRecord) -> list[Tensor]:
-        """Return the parameters of this optimizer that are in the model of `gate`, or in no guarded model, such as a head outside it."""
+        """Return the parameters of this optimizer that belong to the model of `gate` or to no guarded model, such as a separate head."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else params_of(optimizer)
         if len(self._refs) == 1:  # only `gate`: no other model shares the optimizer
@@ -149,7 +149,7 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer, gates: list[StepRecord], params: list[Tensor]) -> Tensor | None:
-        """Return the overflow flag of a step: above 0 if gradients hold inf or NaN, or did so after an earlier backward (`Noted.due`).
+        """Return the overflow flag of a step: above 0 if gradients hold inf or NaN, or held them after an earlier backward (`Noted.due`).
 
         Returns None if there is nothing to check. `gates`: the StepRecords of the guarded models. `params`: the parameters of `optimizer`.
         """
@@ -171,9 +171,9 @@ class Guard:
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check gradients before a step, and report the result to the StepRecord of each model that the optimizer trains.
 
-        PyTorch calls this hook with the arguments of `step`, and uses the (args, kwargs) that it returns in their place. To skip the step,
-        a stand-in without parameters replaces the optimizer in `args`, or `after` undoes the step. If the step has a closure, a wrapper
-        that checks its gradients replaces it. Returns None if no argument changes. Raises LossScaleError if a GradScaler makes the step.
+        PyTorch calls this hook with the arguments of `step`. The hook returns new (args, kwargs) for the step, or None to keep them. To
+        skip the step, a stand-in without parameters replaces the optimizer in `args`, or `after` undoes the step, or a fused kernel skips
+        it by `found_inf`. A wrapper that checks gradients replaces a closure. Raises LossScaleError if a GradScaler makes the step.
         """
         gates, frames = self.gates(), frames_of_step(optimizer)
         if not (gates and frames):
@@ -247,7 +247,7 @@ class Guard:
         self._tell(self.gates(), optimizer, kept, closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
-        """Record if the latest step was skipped (bool or overflow flag). Store it in `wrappers` of the optimizer, such as accelerate's."""
+        """Store whether the latest step was skipped, here and in the optimizer's `wrappers`. `skipped`: a bool, or an overflow flag."""
         self._latest = skipped
         for wrapper in wrappers:
             tell(wrapper, self.skipped)
@@ -256,7 +256,7 @@ class Guard:
     def _tell(
         self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None
     ) -> None:
-        """Report a step to the StepRecords `gates`, and once to each loss scale, unless the gradients come from forwards that used 1.
+        """Report a step to the StepRecords `gates` and, once each, to their loss scales. Leave out a scale if forwards used 1 in its place.
 
         `found`: the overflow flag of the step. `overflow`: its value, None if the host has not read it. `params`: parameters whose
         gradients still exist after the step.
@@ -298,7 +298,7 @@ class Guard:
 def _stand_in(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer of the same class with no parameters and an empty state. It steps in place of `optimizer` and changes nothing.
 
-    Only for classes of torch.optim, whose `step` works without groups. LBFGS's does not, but its step has a closure and is undone instead.
+    Only for classes of torch.optim, whose `step` works without groups. LBFGS needs groups, but no stand-in: `after` undoes its steps.
     """
     idle = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
