@@ -61,26 +61,26 @@ Normalising = Pass[Reading, EditedGraph]
 Lowering = Pass[Target, EditedGraph]
 
 CLEAN_EXPORTED: tuple[Normalising, ...] = (
-    StripChecks(),  # remove torch.export's dtype checks, which would fail on low values, and its guards
+    StripChecks(),  # remove torch.export's guards and its dtype checks, which would fail on low values
     OpenGradRegions(),  # inline no_grad subgraphs and marked regions, so that the passes below see every op
 )
 NORMALISE: tuple[Normalising, ...] = (
-    FreeBackwards(),  # let the backward of a user's autograd Function run in the grad mode of its caller, so that it can be differentiated
+    FreeBackwards(),  # run the backward of an autograd Function in the grad mode of its caller, so that this backward can be differentiated
     RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
     FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
-    PartSummands(),  # split baddbmm and addmm if the summand holds counts: the product may then run low, and the sum stays exact
-    FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each, whose kernel computes in fp32 inside
-    MarkLeaving(),  # insert a no-op conversion after returned values that share memory or have other readers, so that one cast serves all
+    PartSummands(),  # split baddbmm and addmm if the summand counts something, such as positions: only the sum must then stay fp32
+    FusePatterns(),  # replace each norm, softmax or GELU that is written out in several ops by one op, whose kernel computes in fp32 inside
+    MarkLeaving(),  # insert a no-op conversion after a returned value that shares memory or has other readers: all of them use one cast
 )
 EVIDENCE: tuple[Deciding, ...] = (
     RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, as calibration, weights and constants show
     RepaintByError(),  # keep in fp32 the ops that the accuracy search (`tolerance=`) found too inexact in the low format
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # plan a cast where an op reads a value of the other format; in training, group the readers if one value has many
-    PlanPads(),  # choose the dims to round up for Tensor Cores, and the places of the pads and slices that this needs
+    PlanCasts(),  # plan a cast where an op reads a value of the other format; in training, group the readers of a value that many ops read
+    PlanPads(),  # choose the dims to round up for Tensor Cores, and the places of the pads and slices for these dims
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
-    PlanEdits(),  # clamp constants of low ops that would become infinities, and change ops whose low CPU kernels are inexact
+    PlanEdits(),  # clamp constants that become infinities in low ops, and change low ops whose kernels give inexact results or gradients
     PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
@@ -111,10 +111,10 @@ TIDY: tuple[Applying, ...] = (
 )
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
-    HoistWeightCasts(),  # with a weight cache, read low copies of weights that are kept between calls, so that later calls cast no weight
+    HoistWeightCasts(),  # with a weight cache, read low copies that are kept between calls, so that later calls cast no weight
     ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored, so that low copies need no cast
     KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that later calls quantise no weight
-    SuitCompiler(),  # for a compiler, record where each input comes from, and let low values be saved for backward, not fp32 copies
+    SuitCompiler(),  # for a compiler, record where each input comes from, and let autograd save low values for backward, not fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy
     KeepConstants(),  # without a compiler, compute only once the integers and booleans that depend on no input
     GroupWeights(),  # without a compiler, cast many small weights and their gradients together, which saves launches and Python code

@@ -204,7 +204,7 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
             if vertex.carries_fp32 and captured.nodes[vertex.name].args[1] in given_low:
                 captured.handed_on.setdefault(vertex.name, vertex)
                 pinned[vertex.name] = replace(vertex, pinned=(Colour.LOW, Reason.BODY, name), precision_group="")
-            elif vertex.name in captured.handed_on:  # an earlier plan of the body made the result low, the present plan does not
+            elif vertex.name in captured.handed_on:  # an earlier plan of the body made the result low, but the present plan does not
                 pinned[vertex.name] = captured.handed_on.pop(vertex.name)
     if pinned:
         captured.know(graph=captured.problem.graph.exchanged(pinned))

@@ -211,7 +211,7 @@ def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
             yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
         elif _cancels(row, by_name, fmt.eps):
             before, lost = max(_errors(row, by_name), default=0.0), _lost_at(row, by_name)
-            if lost.largest > fmt.max:  # the cast clamped a value that is too large, such as a mask: an overflow, not a cancellation
+            if lost.largest > fmt.max:  # the cast clamped too large a value, such as a mask: report an overflow instead of a cancellation
                 yield Finding("overflow", lost, lost, f"the largest reaches {lost.largest:.3g} and is clamped to {fmt.max:.4g}")
                 continue
             yield Finding("cancellation", row, lost, f"the relative error grows from {before:.2g} to {row.inherited:.2g}")

@@ -106,7 +106,7 @@ def calibrate(
                 try:
                     with torch.set_grad_enabled(differentiable):
                         trial.run(batch, watch, then)
-                except RuntimeError:  # a model may compute gradients in its forward, such as forces: run it again with gradients
+                except RuntimeError:  # the model's forward may compute gradients, such as forces: run it again with gradients enabled
                     if differentiable or count:
                         raise
                     differentiable, watch = True, Observer()

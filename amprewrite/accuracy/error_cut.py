@@ -103,7 +103,7 @@ class GraphErrors:
 
     def _errors(self, made: ColourNetwork, price: float) -> Iterator[tuple[int, int, int]]:
         """Yield arcs (tail, head, capacity) that add the errors of roundings to the cost of a cut, at `price` per unit of squared error."""
-        # No arc needs a larger capacity than `most`: such an arc already outweighs all finite arcs of the network together.
+        # No arc needs a larger capacity than `most`, which already exceeds the sum of all finite capacities of the network.
         most = 1 + sum(capacity for capacity in made.network.capacities if capacity != INFINITE)
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)

@@ -231,7 +231,7 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
             return value
         up = torch.randint(0, 2, value.shape, generator=generator, device="cpu").to(value.device).bool()
         moved = torch.nextafter(value, torch.where(up, math.inf, -math.inf).to(value))
-        # keep whole numbers, which are exact (zeros of a mask, ids stored as floats), and numbers that would become infinite
+        # do not nudge whole numbers, which are exact (zeros of a mask, ids stored as floats), or numbers that would become infinite
         return torch.where((value == value.round()) | ~moved.isfinite(), value, moved)
 
     def run_nudged(captured: Captured, inputs: tuple[Any, ...]) -> Any:

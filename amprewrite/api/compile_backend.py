@@ -55,7 +55,7 @@ def compile_backend(
             "amprewrite.rewrite takes the others"
         )
     if given.get("backend") is compile_backend:
-        given["backend"] = "amprewrite"  # `checked_options` refuses this name, because the backend cannot be its own compiler
+        given["backend"] = "amprewrite"  # give a name that `checked_options` refuses: the backend cannot be its own compiler
     return compile_graph(graph, inputs, checked_options(**given, cache_weights=False))
 
 

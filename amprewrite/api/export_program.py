@@ -48,7 +48,7 @@ def export_with_plan(
     `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Parameters keep their
     names. Raises CaptureError if torch.export cannot capture the model.
     """
-    with ONE_EXPORT:  # plan under the lock, too: if another thread exported meanwhile, ops that run here would annotate its graph
+    with ONE_EXPORT:  # plan under the lock, too: while another thread exports, functions called here would annotate the graph of its export
         return _export_with_plan(amp, args, dict(kwargs or {}), options)
 
 

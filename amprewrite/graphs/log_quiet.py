@@ -28,7 +28,7 @@ class Quiet(logging.Filter):
 
     def __enter__(self) -> Self:
         for logger in self.loggers:
-            logger.filters.insert(0, self)  # insert it first, so that it sees each record before the filter of an outer block drops it
+            logger.filters.insert(0, self)  # insert this filter first: an outer block's filter would drop records before this one sees them
         return self
 
     def __exit__(self, *_: object) -> None:

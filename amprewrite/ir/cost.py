@@ -304,8 +304,7 @@ class ProductPrices:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)
                 yield way, self._pass(numel, WIDE + NARROW)
         else:
-            # the amax needs no pass over the matrix in two cases: it follows from scales of rows, computed for the other layout; or the
-            # compiler computes it in the kernel that makes the matrix
+            # the amax needs no pass over the matrix if scales of rows (other layout) give it, or if the kernel that makes the matrix does
             known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):

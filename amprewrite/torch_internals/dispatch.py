@@ -107,5 +107,5 @@ def leave_forward_mode() -> None:
     Levels do not nest, so one exit is enough. `in_forward_mode` does not see a level that a graph has entered, so it cannot tell whether an
     exit is needed.
     """
-    with contextlib.suppress(RuntimeError):  # torch raises it if no level is open, and no function tells whether one is
+    with contextlib.suppress(RuntimeError):  # torch raises this error if no level is open, and no function tells whether one is
         torch._C._exit_dual_level(level=0)

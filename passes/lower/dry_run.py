@@ -105,7 +105,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
     placeholders = [example_value(node) for node in module.graph.nodes if node.op == "placeholder"]
     grad = torch.is_grad_enabled()
     try:
-        with torch.no_grad(), Quiet():  # Quiet keeps torch from logging a failed op: the plan records it
+        with torch.no_grad(), Quiet():  # Quiet keeps torch from logging a failed op: the plan records the failure
             if fake_mode is None:
                 run.run(*placeholders, enable_io_processing=False)
             else:

@@ -75,7 +75,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
         if enabled is not None:
             graph.call_function(set_grad_enabled, (not enabled,))
     for user in list(node.users):  # each user is a getitem of one result, because the subgraph returns a tuple
-        result = results[user.args[1]]  # may be None or a number, which is no node
+        result = results[user.args[1]]  # `result` may be None or a number, which is no node
         user.replace_all_uses_with(inner.get(result, result))
         graph.erase_node(user)
     graph.erase_node(node)

@@ -91,7 +91,7 @@ def _largest(problem: Problem, given: QuantisedProducts | None) -> dict[str, flo
     if given is not None and given.copies:
         return {copy.value: copy.largest for copy in given.copies if copy.largest is not None}
     samples = problem.calibration if not problem.training else None
-    # if `model` is "", take no ranges: an ONNX file computes scales later, and ranges of first calls are not from sample batches
+    # if `model` is "", take no ranges: scales of an ONNX file are computed later, and ranges of first calls are not from sample batches
     seen = samples.of(problem.graph) if samples is not None and samples.model else None
     return {name: found.amax for name, found in seen.values.items() if found.amax} if seen is not None else {}
 
@@ -113,7 +113,7 @@ class _Choice:
         policy = self.problem.policy.products
         assert policy is not None
         self.policy, self.recipe = policy, policy.preset.recipe
-        named = self.problem.policy.device  # read from the policy, because the costs of an ONNX file ignore the device that a user names
+        named = self.problem.policy.device  # not the device of `costs`: for an ONNX file, it ignores the device that a user names
         device = named_device(named) if named else self.problem.costs.device
         self.prices = ProductPrices(device, policy.fused, kernel=policy.kernel and find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None

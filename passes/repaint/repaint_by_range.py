@@ -185,7 +185,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
     if seen is None or not seen.nonzero:
         return ""
     flushed, thin = seen.underflow(low), seen.subnormal(low)
-    # check the smallest element besides the shares, because even one zero at a pole gives an infinity
+    # check not only the shares but also the smallest element, because even one zero at a pole gives an infinity
     if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:
         return ""
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
@@ -219,7 +219,7 @@ def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[
             continue
         for operand in node.operands:
             made, seen = graph[operand.value], values.get(operand.value)
-            exact = made.op == "to" and not made.operands and made.pinned is None  # converted from integers: no rounding error to magnify
+            exact = made.op == "to" and not made.operands and made.pinned is None  # `made` converts integers: it has no rounding error
             if seen is None or exact or not MAGNIFIES * result.amax < seen.amax < MASK:
                 continue
             text = f"{node.name} stays within {result.amax:.3g}, {made.name} reaches {seen.amax:.3g}"

@@ -54,7 +54,7 @@ def _leading(
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
-        name = max(waiting, key=graph.rank.__getitem__)  # take the last in graph order: all readers of a value come before the value
+        name = max(waiting, key=graph.rank.__getitem__)  # take the last in graph order: the loop then visits a value after its readers
         waiting.remove(name)
         node = graph[name]
         behind[name] = [operand.value for operand in node.operands] if node.op not in shares and _kind(node) in kinds else []

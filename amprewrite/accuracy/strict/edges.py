@@ -83,7 +83,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # run no_grad code with gradients: the backward weighs each rounding, and plans round values of such code, too
+            return None  # keep gradients on under no_grad: a plan also rounds the values there, and the backward must weigh each rounding
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)
@@ -104,7 +104,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         if is_checkpoint(n):
             return self.probe(self.captured.parts[n], args[1:])
         try:
-            with torch.set_grad_enabled("out" not in kwargs):  # autograd refuses calls with out=; the model makes them under no_grad
+            with torch.set_grad_enabled("out" not in kwargs):  # autograd refuses out=, so run such calls under no_grad, as the model does
                 return getattr(self, n.op)(n.target, args, kwargs)
         except RuntimeError as error:
             if _NO_DERIVATIVE not in str(error):

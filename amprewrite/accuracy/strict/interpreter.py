@@ -168,7 +168,7 @@ class _Rounded(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
-        return rounded.detach()  # detach() makes a new tensor: autograd would make a returned input a view, which refuses in-place writes
+        return rounded.detach()  # if `rounded` itself were returned, autograd would make it a view, which refuses in-place writes
 
     @staticmethod
     @uncaptured
@@ -177,7 +177,7 @@ class _Rounded(torch.autograd.Function):
             return None, None, None, None, None
         rounded = round_to(gradient * ctx.scale, ctx.fmt) / ctx.scale
         ctx.seen(rounded, gradient)
-        # the model may differentiate this gradient: then round the second gradient, too, but do not measure it
+        # the model may differentiate this gradient: then round the second-order gradient, too, but do not measure it
         return _Rounded.apply(gradient, rounded, ctx.fmt, ctx.scale, lambda *_: None), None, None, None, None  # type: ignore[no-untyped-call]
 
 
@@ -325,7 +325,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return rounded
 
         def seen(got: torch.Tensor, before: torch.Tensor) -> None:
-            if not self.recording.backward:  # only the model's own forward computes gradients here: do not measure them
+            if not self.recording.backward:  # without `backward`, the gradients come from the model's own forward: do not measure them
                 return
             name = self.path + planned.name
             exact = self.recording.gradients.get(name) if planned.role == "op" else None
@@ -354,7 +354,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return value
         rounded = round_to(value, self.low)
         if any(value is operand for operand in first):
-            _round_memory(value.data, self.low)  # `.data` hides the write: autograd refuses a backward that needs an overwritten tensor
+            _round_memory(value.data, self.low)  # write to `.data`, because autograd would refuse a backward that needs the old values
             return value
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 

@@ -145,7 +145,7 @@ def _called(word: str, place: str, name: str, returns: str) -> Any:
         raise UsageError(f"{word} needs arguments ({', '.join(missing)}); name a callable that takes none")
     try:
         return factory()
-    except (Exception, SystemExit) as error:  # SystemExit is no Exception: uncaught, it would end this command with the model's exit status
+    except (Exception, SystemExit) as error:  # SystemExit is no Exception. If not caught, it would end this command with the model's status
         raise UsageError(f"{word} raised {type(error).__name__}: {first_line(error)}{_where(error)}") from error
 
 
@@ -345,7 +345,7 @@ def _archive(parts: dict[str, bytes]) -> io.BytesIO:
     buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
     for name, content in parts.items():
-        if name not in ("version", "byteorder") and not name.startswith(".data/"):  # torch's writer adds these records itself
+        if name not in ("version", "byteorder") and not name.startswith(".data/"):  # skip the records that torch's writer adds itself
             writer.write_record(name, content, len(content))
     writer.write_end_of_file()
     buffer.seek(0)

@@ -205,7 +205,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
     if is_higher_order(node.target):
-        fact.dtype = ""  # a higher-order op returns a tuple; the getitems that pick its results have dtypes
+        fact.dtype = ""  # a higher-order op returns a tuple, which has no dtype; the getitems that pick its results have dtypes
     fact.writes, fact.writes_unsaid = written(node), written_unsaid(node)
     if value is None and fact.writes:  # an op such as setitem returns nothing, so take the tensor that it writes
         fact.value = example_value(fact.writes[0])
@@ -503,7 +503,7 @@ def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
     """Return the names of the parameters of `target`, in order; () if they are unknown."""
     if isinstance(target, OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
-    of_operators = getattr(target, "__module__", "") == "_operator"  # `operator` names its parameters a and b, unlike ATen
+    of_operators = getattr(target, "__module__", "") == "_operator"  # functions of `operator` call their parameters a and b, unlike ATen
     if callable(target) and not isinstance(target, OpOverloadPacket) and not of_operators:
         try:
             names = tuple(inspect.signature(target).parameters)

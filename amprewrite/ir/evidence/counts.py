@@ -83,7 +83,7 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
         return Count.WHOLE
     if not whole and (row is None or op in RANDOM | LOOKS_UP or Count.NOT in given):
         return Count.NOT
-    # one bound, as in `clamp(min=0)`, does not limit the other side; neither does a negative number, as in `x & -2`
+    # one bound, as in `clamp(min=0)`, does not limit the other side, and a negative number, as in `x & -2`, limits neither side
     bounded = op in BELOW and largest <= EXACT and (len(numbers) > 1 if op in BOUNDS else min(numbers, default=-1) >= 0)
     if op in WITHIN_ONE | INVERSE or bounded:
         return small

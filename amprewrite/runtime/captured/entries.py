@@ -209,7 +209,7 @@ class Graphs:
         if (check := self.entry.session.state.check) is not None:
             check.captures(module)
         if regions_around() > self.entry.session.state.around:  # the captured code is in an autocast region of the model
-            if is_any_autocast_enabled():  # Dynamo gave up the code that enters the region, so skip the functions called there, too
+            if is_any_autocast_enabled():  # Dynamo gave up capturing the code that enters the region, so skip the functions called there
                 self.entry.session.note(f"code of {self.entry.place} in an autocast region of the model runs as the region says")
                 raise SkipFrame("it is in an autocast region of the model")
             put_in_region(module.graph, graph_device(module))

@@ -287,7 +287,7 @@ def rewrite_for(
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # the runs below skip the module's own flattening of inputs
+    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # flatten here: the runs below skip the flattening of the module
     if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
         return edited, plan
 

@@ -245,7 +245,7 @@ class CaptureCheck:
         If the call has a second graph, or the captured code changes existing objects or hooks a tensor, nothing is compared."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         if written_memory(module.graph):
-            note_memory(module.graph)  # in eager code `dropout(x, 0.0)` is `x`: record this, so that a write to it counts as a write to `x`
+            note_memory(module.graph)  # in eager code `dropout(x, 0.0)` is `x`, so a write to the result writes to `x`: record this
         # read these facts from `module`: the copy of its graph that is made below lacks the subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module

@@ -117,7 +117,7 @@ def compile_afresh(
     given = unseen(backend)
     context = torch._dynamo.optimize(backend=given, nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
-    settings["record_runtime_overhead"] = False  # the setting marks Dynamo's overhead in profiles, but costs 3 us in each call
+    settings["record_runtime_overhead"] = False  # do not mark Dynamo's overhead in profiles: the marks cost 3 us in each call
     if hooks_differ:
         settings["skip_nnmodule_hook_guards"] = False
     classes = set(map(type, modules_in(root)))
@@ -141,7 +141,7 @@ def compile_afresh(
             nonlocal captured
             graphs, own, breaks = counters["stats"]["unique_graphs"], frame[0].f_code is code, _breaks_at_disabled()
             now = dict(settings)
-            if own:  # by default Dynamo skips code without ops for good, though the same code may have ops after eval() or under no_grad
+            if own:  # by default Dynamo skips code without ops forever, but the same code may have ops after eval() or under no_grad
                 now["allow_empty_graphs"] = True
             if calls_that_captured >= COUNTS_FROM:
                 now["allow_unspec_int_on_nn_module"] = True
@@ -152,7 +152,7 @@ def compile_afresh(
                 now["accumulated_recompile_limit"] = torch._dynamo.config.accumulated_recompile_limit + more
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
             hooks, layers, told = breaking_at_hooks(), recurrent_layers_whole(), warnings_after_graphs()
-            quick = no_collection() if eager else contextlib.nullcontext()  # a compiler may run for minutes: keep collecting garbage
+            quick = no_collection() if eager else contextlib.nullcontext()  # while a compiler runs, perhaps for minutes, collect garbage
             again = own and starts_again(frame[0].f_locals)
             if again:  # let Dynamo raise errors, so that the call starts again before its code has run
                 now["suppress_errors"] = False
@@ -173,7 +173,7 @@ def compile_afresh(
         return convert_with_settings
 
     convert = getattr(context, "callback", None)
-    if callable(convert):  # None if Dynamo is disabled
+    if callable(convert):  # `convert` is None if Dynamo is disabled
         context.callback = with_settings(convert)  # type: ignore[union-attr]
     clone = clone_code(function)
     code = getattr(getattr(clone, "__func__", clone), "__code__", None)

@@ -90,7 +90,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
     def region(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         answers = [each.value for each in (*args, *kwargs.values()) if any(each is one for one in said)]
         dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
-        made = enter(function, args, kwargs)  # `enter` removes all entries of `kwargs`, so read them before
+        made = enter(function, args, kwargs)  # `enter` removes all entries of `kwargs`, so they are read above
         enabled, own = made.target_values[2], dtype is not None and dtype.as_python_constant() not in (None, *answers)
         return NullContextVariable() if answers and (not own if enabled else enabled in answers) else made
 

@@ -77,7 +77,7 @@ class Before:
         for number, module in found.items():
             cls, values = was.get(number, (type(module), {}))
             _put_back(module, values, is_root=module is root)
-            if original_of(type(module)) is not None or original_of(cls) is type(module):  # keep a class that `weight_norm` set later
+            if original_of(type(module)) is not None or original_of(cls) is type(module):  # unless a class was set later (by `weight_norm`)
                 module.__class__ = cls
 
 

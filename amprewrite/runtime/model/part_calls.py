@@ -120,7 +120,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     def call_alone(*args: Any, **kwargs: Any) -> Any:
         entry = session.entries.get(path)
-        if entry is None or entry.function is not call_part:  # there is no entry yet, or it is for a module that was at `path` before
+        if entry is None or entry.function is not call_part:  # there is no entry yet, or the entry is for an earlier module at `path`
             session.add_entry(path, call_part)
         return enter(session, path, args, kwargs)
 

@@ -89,7 +89,7 @@ class RewrittenBase(nn.Module):
         cls: Any = original_class(self)
         if copies_itself(cls):
             made = memo[id(self)] = copy.deepcopy(_twin_before(self), memo)
-        else:  # copy the modules themselves, no twin: other objects in the copy may refer to the model or its modules, too
+        else:  # copy the modules themselves, not a twin: other objects in the copy may refer to the model or its modules, too
             state = {name: value for name, value in cls.__getstate__(self).items() if name not in (SESSION, BEFORE)}
             made = memo[id(self)] = cls.__new__(cls)
             made.__setstate__(copy.deepcopy(state, memo))

@@ -66,7 +66,7 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
     if not params or not (gradients or groups):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        start = None if not noted else any_of(noted) if len(noted) > 1 else noted[0].clone()  # clone, because `_flag_for` writes to it
+        start = None if not noted else any_of(noted) if len(noted) > 1 else noted[0].clone()  # clone: `_flag_for` writes to `start`
         found = _flag_for(gradients, start)
         if found is None:
             found = _flag(0.0, params[-1].device)
@@ -139,7 +139,7 @@ def _flag_for(gradients: Iterable[Tensor], start: Tensor | None = None) -> Tenso
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
-        if gradient.requires_grad:  # made with `create_graph=True`: the kernel below must not write to it
+        if gradient.requires_grad:  # the gradient was made with `create_graph=True`, so the kernel below must not write to it
             flags.append((~local_values(gradient.detach()).isfinite().all()).float())
             continue
         if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:

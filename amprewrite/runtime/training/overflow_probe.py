@@ -248,7 +248,7 @@ class _FiniteWatch(torch.fx.Interpreter):
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
     @uncaptured
     def look(gradient: Tensor | None) -> None:
-        # The gradient is None if the loss does not depend on it. A vmap over backward passes, or `is_grads_batched=True`, batches it.
+        # Skip None (the loss does not depend on the value), and a gradient batched by a vmap of backward passes or `is_grads_batched=True`.
         if gradient is None or probe.backward is not None or is_batched(gradient) or is_legacy_batched(gradient) or is_finite(gradient):
             return
         if node.target is scale_gradient:

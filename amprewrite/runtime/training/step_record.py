@@ -345,7 +345,7 @@ class Noted:
                 return
             if self._place is None:
                 self._place = torch.zeros_like(flag)
-            # `_heard` is the flag of an overflow that a step has read. If the overflow is still in the gradients, store no second flag.
+            # `_heard` is the flag of an overflow that a step has read. If the overflow is still in the gradients, store 0 as the new flag.
             self._flags.append(flag if told is None else flag * (on_device(told, flag.device) == 0))
             if len(self._flags) > _MOST_FLAGS:
                 self._flags = [any_of(self._flags)]

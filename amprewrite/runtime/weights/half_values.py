@@ -67,7 +67,7 @@ def upcast(model: nn.Module) -> str:
         if not frozen or any(id(each) in own for each in module._parameters.values()):
             chosen += [each for each in module._buffers.values() if each is not None and each.dtype in LOW_DTYPES]
     for each in chosen:
-        gradient, each.grad = each.grad, None  # take the gradient off for the change: parameter and gradient must have one dtype
+        gradient, each.grad = each.grad, None  # remove the gradient before the dtype changes: parameter and gradient must have one dtype
         each.data = each.data.float()
         each.grad = None if gradient is None else gradient.float()
     some = f"{len(own)} parameters" if len(own) > 1 else "1 parameter"

@@ -156,7 +156,7 @@ def take_mode(scratch: Path, target: Path) -> None:
         return
     now = scratch.stat()
     if hasattr(os, "chown") and (old.st_uid, old.st_gid) != (now.st_uid, now.st_gid):
-        with contextlib.suppress(PermissionError):  # only root may change the owner: any other user owns the new file
+        with contextlib.suppress(PermissionError):  # only root may change the owner: the new file of any other user belongs to that user
             os.chown(scratch, old.st_uid, old.st_gid)
     scratch.chmod(stat.S_IMODE(old.st_mode))
 

@@ -156,7 +156,7 @@ def makes_copies(device: torch.device) -> bool:
             scale, (data, scales) = (make(ones, E4M3.dtype, 1.0, True) for make in (kernels.scale_of, kernels.cast_rows))
             return scale / 256, data.float() / scales, *kernels.cast_both(ones, one, E4M3.dtype, True, True)
 
-        made = _launched(ones, copies)  # plans are made while Dynamo compiles a graph, and `by_kernel` runs no kernel then
+        made = _launched(ones, copies)  # not `by_kernel`, which runs no kernel while Dynamo compiles a graph: plans are made at that time
         right = made is not None and all(bool((each.float() == 1).all()) for each in made)
     if made is not None and not right:
         _fails(("casts", ones.device), "the kernel that makes fp8 copies gives wrong ones here; torch makes them")

@@ -128,8 +128,8 @@ class _PadCast(torch.autograd.Function):
     @staticmethod
     @uncaptured
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
-        # The forward of a model may itself compute gradients, for example of the bias of a convolution. The backward through these
-        # gradients then gives None to each weight on which they do not depend.
+        # The forward of a model may compute gradients, for example of the bias of a convolution, and its loss may depend on them. A double
+        # backward through these gradients passes None to this function if they do not depend on the weight.
         if gradient is None:
             return None, None, None, None, None
         inner = logical_part(gradient, ctx.layout)

@@ -87,7 +87,7 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
 
 def power_below(scale: Tensor) -> Tensor:
     """Return `scale`, which is positive and fp32, rounded down to a power of two."""
-    if is_legacy_batched(scale):  # vmap cannot view fp32 as int32: divide, which is exact here, because no compiler sees this tensor
+    if is_legacy_batched(scale):  # vmap cannot view fp32 as int32, so divide; this is exact, because no compiler sees this tensor
         return scale / (2 * torch.frexp(scale).mantissa)
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32)
 
@@ -147,7 +147,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
     if fast:
         ours, theirs = (scale.expand(each.shape[0], 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
         return multiply_units(left, right, ours, theirs, bias, dtype, True)
-    one = ours.new_ones(())  # multiply the result by the scales below: the kernel is slow with row scales unless `fast`
+    one = ours.new_ones(())  # pass scales of 1 and multiply by the scales afterwards: unless `fast`, the kernel is slow with scales of rows
     product = multiply_units(left, right, one, one, None, dtype, False) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias
 

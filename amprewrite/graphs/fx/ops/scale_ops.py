@@ -79,7 +79,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     first: a CPU kernel would make a copy anyway (4 M elements take 1.26 ms, and 0.91 ms if cast first), and subclasses take 0-dim factors.
     """
     factor = on_device(factor, gradient.device)
-    if gradient.dtype.itemsize >= 4:  # `.float()` returns an fp32 gradient itself, so `.mul_()` would overwrite it
+    if gradient.dtype.itemsize >= 4:  # below, `.float()` would return an fp32 gradient itself, and `.mul_()` would overwrite it
         return (gradient * factor).to(dtype)
     if gradient.is_cpu or gradient.dim() == 0 or type(gradient) is not Tensor or gradient.is_sparse:
         product = gradient.float().mul_(factor)

@@ -27,8 +27,8 @@ def cast_exactly(scaled, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.const
     """
     size = tl.abs(scaled)
     limited = tl.where(size > MOST, MOST, size)
-    # 8388608 is 2**23, so the last bit of the fp32 number `large` is worth as much as the last bit of the result in TYPE. Adding `large`
-    # therefore rounds to nearest even, and subtracting it gives the rounded number.
+    # The factor 8388608 (2**23) gives the last bit of the fp32 number `large` the value of the last bit of the result in TYPE. So adding
+    # `large` rounds to nearest even, and subtracting it gives the rounded number.
     exponent = (limited.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     large = tl.where(exponent < NORMAL, NORMAL, exponent) * (EPS * 1.5 * 8388608)
     rounded = (limited + large) - large

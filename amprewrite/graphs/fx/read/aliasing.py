@@ -149,7 +149,7 @@ def _wanting(node: torch.fx.Node) -> Any:
 def _backward(value: torch.Tensor) -> Any:
     try:
         return value.grad_fn
-    except RuntimeError:  # PyTorch refuses to give the grad_fn of a view made without gradients if its memory was written later
+    except RuntimeError:  # PyTorch gives no grad_fn of a view that was made without gradients and whose memory was written later
         return None
 
 
@@ -176,7 +176,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
             if isinstance(node.target, str):
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
             return (in_one_step(node.target) if node.target in LAYERS else node.target)(*args, **kwargs)
-    except Exception:  # some kernels refuse symbolic sizes, for example: then return capture's example value
+    except Exception:  # for example, some kernels refuse symbolic sizes: then return capture's example value
         return said
 
 
@@ -298,9 +298,9 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         elif not with_hooks.isdisjoint(node.all_input_nodes) and (hooked_too := same_tensor(node)) is not None:
             union.join(node, hooked_too)  # a gradient that the model computes for this tensor passes through the hook, too
             with_hooks.add(node)
-        # The memory of a returned value counts if a later write through `.data` changes it: a backward may keep this value.
+        # Include a returned value, which `_memory` leaves out, if its memory is later written through `.data`: a backward may save it.
         for storage in _memory(fact) or _lies_in(fact) & hidden.keys() if writes else ():
-            # A value made after the last write never changes, and no value changes if all writes may go to cast copies: no group is needed.
+            # Join nodes that share memory, unless this node comes after the last write to it, or all writes to it can go to cast copies.
             if fact.position <= max(writes.get(storage, (-1,))) and set(writes[storage]) != set(moves.get(storage, ())):
                 home = sum(position <= fact.position for position in moves.get(storage, ()))
                 union.join(node, first.setdefault((storage, home), node))
@@ -310,7 +310,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             if written_later and facts[operand].dtype == "fp32" and given.isdisjoint(_lies_in(fact)):
                 union.join(node, operand)
                 kept.add(node)
-    # A write to a complex or integer view of an fp32 tensor changes the tensor, so this stays fp32: the write would miss a cast copy.
+    # Keep a tensor in fp32 if a complex or integer view of it is written: of a low tensor, the write would change only a cast copy.
     odd = [target for fact in facts.values() for target in fact.writes if facts[target].dtype != "fp32"]
     seen_otherwise = {storage for target in odd for storage in memory_of(target)}
     for node, fact in facts.items():

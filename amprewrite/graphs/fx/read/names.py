@@ -79,7 +79,7 @@ _PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
 def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
     node = fact.node
     if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, HigherOrderOperator):
-        return f"size_{fact.op}" if fact.role == "op" else "size"  # sizes have names of their own and so do not shift the numbers of ops
+        return f"size_{fact.op}" if fact.role == "op" else "size"  # separate names of sizes do not shift the numbers in names of ops
     if fact.role == "op":
         return fact.op
     if fact.role == "output":

@@ -264,7 +264,7 @@ def _read_into_result(node: torch.fx.Node, op: str) -> tuple[list[torch.fx.Node]
         new = str(getattr(node.target, "__name__", node.target)).startswith("new_")
         given = (*node.args[new:], *node.kwargs.values())
         read = [each for parameter, each in arguments(node)[new:] if parameter not in _PLACES]
-    numbers = given if op not in HOLDS | UNIFORM else tree_leaves(given)  # skip numbers in lists of other ops: they are sizes
+    numbers = given if op not in HOLDS | UNIFORM else tree_leaves(given)  # lists of other ops hold sizes: take no numbers from them
     return read, [each for each in numbers if type(each) in (int, float)]
 
 

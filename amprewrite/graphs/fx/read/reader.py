@@ -132,7 +132,7 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
         return None
     kind = lists.kind(fact.row.name)
     if kind is None and fact.op in CONVERSIONS:
-        return OpKind.CLEAR  # such as `x.float()`: `_pin` forces fp32 where the model's code asks for it
+        return OpKind.CLEAR  # a conversion such as `x.float()`: `_pin` forces fp32 where the model's code asks for it
     if kind is None and lists.rule == "autocast":
         return OpKind.INFER  # torch.autocast runs an unlisted op in the dtype of its inputs
     if lists.rule == "cost" and fact.row.name not in lists.asked:
@@ -233,7 +233,7 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
         reads_bits = fact.op in BIT_VIEWS and any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((fact.node.args, fact.node.kwargs)))
         answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not reads_bits  # `x.view(torch.int32)` reads bits, not values
         if fact.may_be_idle:
-            return Demand.ANY  # the conversion may return its operand itself, so the operand may have either format
+            return Demand.ANY  # no reader notices if the conversion returns a low operand itself, not a copy, so allow either format
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     second = fact.op in LIKE_SECOND and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node
     if second or fact.op in TAKES_SHAPE_ONLY:
@@ -269,7 +269,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
         return Colour.HIGH, Reason.KEPT if fact.node in ties.kept else Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
-    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # a denied op is fp32 without a pin
+    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # a denied op needs no pin for fp32
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value) if fact.writes_unsaid or fact.row.no_kernel else ""

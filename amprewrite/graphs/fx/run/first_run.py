@@ -83,7 +83,7 @@ class _Careful(torch.fx.Interpreter):
         except _REFUSALS as error:
             low = any(isinstance(each, Tensor) and each.dtype in LOW_DTYPES for each in tree_leaves((args, kwargs)))
             if not low or is_any_autocast_enabled() or _runs_more(n) or written(n) or written_unsaid(n):
-                raise  # if torch.autocast is on, the model's own code turned it on, and the plan changes no dtypes there
+                raise  # do not repeat an op with side effects, or in the model's own autocast region, where the plan sets no dtypes
             try:
                 result = run(n.target, *tree_map_only(Tensor, lambda t: t.float() if t.dtype in LOW_DTYPES else t, (args, kwargs)))
             except _REFUSALS:

@@ -42,7 +42,7 @@ def flops(op: str, node: torch.fx.Node) -> int:
         return 2 * out[0] * shapes[0][-1] // (hints(tensors(example_value(node))[0])[0] if grouped else 1)
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
-    if op == "_transformer_encoder_layer_fwd":  # products with its four weights, attention scores, and weighted sums of values
+    if op == "_transformer_encoder_layer_fwd":  # count products with its four weights, attention scores, and weighted sums of values
         rows, sizes = math.prod(shapes[0][:-1]), [math.prod(shape) for shape in shapes[1:] if len(shape) == 2]
         return 2 * rows * sum(sizes[:4]) + 4 * rows * shapes[0][-2] * shapes[0][-1]
     if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:  # four projections, attention scores, weighted sums of values

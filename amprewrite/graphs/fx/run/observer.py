@@ -149,7 +149,7 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
         found = {} if ranges is None else {name: value for name, value in ranges.values.items() if value.smallest < smallest}
         read_low = made | _copied_low(each, planned)
         for vertex in each.problem.graph if found else ():
-            low = read_low if vertex.name in made else made  # an fp32 op reads rounded values only if low ops computed them
+            low = read_low if vertex.name in made else made  # an fp32 op reads no low copies: only results of low ops reach it rounded
             for name in before_pole(each.problem.graph, vertex):
                 if name in low and name in found:
                     yield f"{name} comes down to {found[name].smallest:.3g} before {vertex.name}"

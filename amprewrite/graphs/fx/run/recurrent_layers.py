@@ -65,7 +65,7 @@ def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
     exception: for a bf16 LSTM on a packed sequence, oneDNN's kernel runs the parts in which no sequence ends, and rounds less often.
     """
 
-    @functools.wraps(layer, assigned=())  # do not take over the name of `layer`: generated code would then call `layer`
+    @functools.wraps(layer, assigned=())  # keep the name of `run`: with the name of `layer`, generated code would call `layer`
     def run(*args: Any) -> tuple[Tensor, ...]:
         if is_packed_call(args):
             rows, sizes, states, weights, biased, layers, dropout, training, both = args

@@ -118,7 +118,7 @@ class WeightCache:
         """Return a low copy for each entry of `asked`: a kept copy if the open `Block` (a span of calls) has a fresh one, or a new copy."""
         streams = streams_of([weight for weight, _, _ in asked])
         if streams and recording(_CUDA):
-            self._replayed = True  # keep no copies from now on: a replay of the CUDA graph may step weights without calling our hook
+            self._replayed = True  # keep no copies from now on: a replay of the CUDA graph may update weights without calling our hook
         block = self.block() if not self._replayed else None
         if block is None:
             return [low_copy(*each) for each in asked]

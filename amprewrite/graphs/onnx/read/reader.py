@@ -291,7 +291,7 @@ class _Reader:
             if node.op_type == "Cast":
                 demand = Demand.COLOUR if gives_float else Demand.ANY
             elif not gives_float:
-                # keep the scale of a QuantizeLinear: compilers fuse this op only with a DequantizeLinear of the same scale
+                # keep the scale of a QuantizeLinear in fp32: compilers fuse this op only with a DequantizeLinear of the same scale
                 alone = len(set(computed)) <= 1 and not misread and sig.allows(sig.input(index), self.low) and node.op_type not in QUANTISED
                 demand = Demand.ANY if alone else Demand.HIGH
             else:

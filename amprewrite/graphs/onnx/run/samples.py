@@ -287,7 +287,7 @@ def _fill_types(model: ir.Model, runnable: Runnable) -> None:
     untyped = {str(value.name): value for node in nodes for value in node.outputs if value.name and value.type is None}
     if not untyped:
         return
-    with contextlib.suppress(Exception):  # the next sample run reports why ONNX Runtime cannot load the model
+    with contextlib.suppress(Exception):  # ignore errors: the next sample run reports why ONNX Runtime cannot load the model
         for found in runnable.session(untyped).get_outputs():
             kind = spelled_type(found.type)
             if found.name in untyped and kind is not None:

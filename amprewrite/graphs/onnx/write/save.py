@@ -114,7 +114,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
             before = scratch / f"{number}.before" if target.exists() else None
             if before is not None:
                 _link(target, before)
-            undo.append((target, before))  # record the move before it runs, so that an interrupt right after it undoes it, too
+            undo.append((target, before))  # record the move before making it, so that it is undone even if an interrupt follows at once
             source.replace(target)
     except BaseException:
         for target, before in reversed(undo):

@@ -280,7 +280,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # all sizes are multiples of the smallest (a QKV weight with fewer key heads): tie all pieces to that piece
+        if first is not None:  # all sizes are multiples of the smallest (a QKV weight with fewer key heads): tie each piece to the smallest
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:

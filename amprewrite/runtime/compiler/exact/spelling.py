@@ -77,7 +77,7 @@ SPELLINGS = {
 def is_fusible(node: torch.fx.Node) -> bool:
     """True if inductor's code for a call gives the same bits as PyTorch's kernel, or if there is no kernel, as for arithmetic of sizes."""
     if not isinstance(node.target, OpOverload):
-        return True  # inductor itself must lower higher-order ops and Python arithmetic of sizes
+        return True  # no kernel exists: inductor itself must lower higher-order ops and Python arithmetic of sizes
     result = node.meta.get("val")
     if not _tensors(result):
         return True  # the result is a size, which no kernel computes

@@ -146,7 +146,7 @@ class _Start:
     def restore(self) -> None:
         hooks = self.attributes.get("_optimizer_step_pre_hooks", ())
         if len(hooks) < 2:  # drop attributes that the step added, because it computed them from zeros or infinities
-            self.optimizer.__dict__.clear()  # if there are other pre-hooks, keep them: a hook may have added an attribute for a post-hook
+            self.optimizer.__dict__.clear()  # if there are other pre-hooks, keep the attributes: a hook may have added one for a post-hook
         self.optimizer.__dict__.update(self.attributes)
         for value, copied in self.kept.values():
             if isinstance(value, Tensor):

@@ -243,7 +243,7 @@ class Guard:
             return
         if closure.overflow:
             closure.rewind()
-        kept = params_of(optimizer) if closure.idles else []  # a step that was undone leaves no gradients that could count again
+        kept = params_of(optimizer) if closure.idles else []  # gradients of a skipped step remain; `Checked` sets overflowed ones to zero
         self._tell(self.gates(), optimizer, kept, closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:

@@ -156,7 +156,7 @@ def _scales_itself(optimizer: Any) -> bool:
     scale: Callable[[float], Any] | None = getattr(optimizer, "scale_loss", None)
     try:
         return callable(scale) and float(scale(1.0)) != 1.0
-    except (TypeError, ValueError, RuntimeError):  # a `scale_loss` that takes or returns anything else does not scale a loss
+    except (TypeError, ValueError, RuntimeError):  # a `scale_loss` that takes or returns no number does not scale a loss
         return False
 
 
