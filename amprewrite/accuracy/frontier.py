@@ -39,7 +39,7 @@ from amprewrite.runtime.model.rewritten import session_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.boundary.arguments import is_word, shown
 from amprewrite.tables.boundary.printable import bar
-from amprewrite.tables.errors import AccuracyError, CalibrationError, PolicyError
+from amprewrite.tables.errors import AccuracyError, CalibrationError, MissingPackageError, PolicyError
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
@@ -104,11 +104,11 @@ class Frontier:
         return as_text(self.table())
 
     def plot(self, path: str | Path) -> None:
-        """Write a plot of error over predicted time to the file `path`. Raises AccuracyError if matplotlib is not installed."""
+        """Write a plot of error over predicted time to the file `path`. Raises MissingPackageError if matplotlib is not installed."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise AccuracyError("plot() needs matplotlib: pip install 'amprewrite[plot]'; print(frontier) needs nothing") from error
+            raise MissingPackageError("plot()", "matplotlib", "plot") from error
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.add_subplot(xlabel="predicted time, us", ylabel=f"strict error, {self.unit}", yscale="symlog")
         finite = [each for each in self.candidates if math.isfinite(each.error)]

@@ -265,7 +265,7 @@ def code_lines(plan: ModelPlan) -> Iterator[Line]:
 
 def _cast_line(cast: Cast, module: str, prefix: str) -> Line:
     users = len(cast.users)
-    why = f"one copy for {users} readers" if users > 1 else f"for {cast.users[0].removeprefix(prefix)}"
+    why = f"one copy for {users} readers" if users > 1 else " ".join(f"for {each.removeprefix(prefix)}" for each in cast.users)
     clamp = ".clamp(finite)" * cast.saturate
     code = f"{_short(cast.value, module, prefix, cast.to)} = {_short(cast.value, module, prefix)}{clamp}.to({cast.to})"
     return Line("cast", code, cast.to, "", "", f"{why}{', a weight' * cast.weight}")

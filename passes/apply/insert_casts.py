@@ -119,9 +119,7 @@ def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
     def fit(leaf: Any) -> Any:
         if leaf is torch.float32:
             return fmt.dtype
-        if clamps and is_far(leaf, fmt):
-            return math.copysign(fmt.max, leaf)
-        return leaf
+        return math.copysign(fmt.max, leaf) if clamps and is_far(leaf, fmt) else leaf
 
     node.args = map_aggregate(node.args, fit)  # type: ignore[assignment]
     node.kwargs = map_aggregate(node.kwargs, fit)  # type: ignore[assignment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,12 @@ def test_the_frontier_is_a_table_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, from the extra amprewrite[plot]")
     found.plot(tmp_path / "frontier.svg")
     assert "<svg" in (tmp_path / "frontier.svg").read_text()
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(amprewrite.MissingPackageError, match=r"amprewrite\[plot\]"):
+        search(stream(), data(), Options(BF16), tolerance=2e-3).plot(tmp_path / "frontier.svg")
 
 
 # bad input ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import nn
 import amprewrite
 from amprewrite.api import export_program
 from amprewrite.api.cli.main import main
-from amprewrite.runtime.ambient.kept_state import random_state_kept
+from amprewrite.runtime.ambient.kept_state import random_state_kept, state_kept
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
 
 
@@ -245,6 +245,19 @@ def test_overlapping_blocks_restore_the_random_state_before_the_first():
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_buffer_with_nan_that_nothing_writes_is_not_written_to_put_it_back(dtype):
+    model = nn.Module()
+    model.register_buffer("scales", torch.tensor([1.0, torch.nan]).to(dtype))
+    version = model.scales._version
+    with state_kept(model, ()):
+        pass
+    assert model.scales._version == version
+    with state_kept(model, ()):
+        model.scales.copy_(torch.zeros(2))
+    assert model.scales.to(torch.complex64).isnan().tolist() == [False, True]
 
 
 def test_a_command_in_process_shows_warnings_as_before(tmp_path):

@@ -51,6 +51,12 @@ def plan(request: pytest.FixtureRequest) -> CastPlan:
     return amprewrite.plan(Tower(3, request.param), (torch.randn(4, 16),), dtype="bf16")
 
 
+def test_a_cast_that_a_file_gives_no_reader_is_listed(plan: CastPlan) -> None:
+    written = json.loads(plan.to_json())
+    written["regions"][0]["casts"][0]["users"] = []
+    assert "layer_norm:bf16 = layer_norm.to(bf16)" in CastPlan.from_json(json.dumps(written)).listing()
+
+
 def test_the_listing_has_a_line_for_every_op_and_every_cast(plan: CastPlan) -> None:
     lines = plan.listing().splitlines()
     code = [line for line in lines if not line.lstrip().startswith("#")]

@@ -87,6 +87,8 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _is_equal(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if both tensors hold the same values. NaN equals NaN, except in fp8: otherwise an unchanged tensor with NaN would be written."""
-    may_be_nan = tensor.shape == value.shape and (value.is_floating_point() or value.is_complex()) and value.element_size() > 1
+    """True if both tensors hold the same values. NaN equals NaN: otherwise an unchanged tensor with NaN would be written."""
+    if value.is_floating_point() and value.element_size() == 1:  # `allclose` knows no fp8
+        return torch.equal(tensor.view(torch.uint8), value.view(torch.uint8))
+    may_be_nan = tensor.shape == value.shape and (value.is_floating_point() or value.is_complex())
     return torch.equal(tensor, value) or (may_be_nan and torch.allclose(tensor, value, 0, 0, equal_nan=True))

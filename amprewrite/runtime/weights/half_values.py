@@ -182,7 +182,7 @@ class Widened:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._made: dict[int, tuple[Tensor, Tensor, int, Any]] = {}
+        self._made: dict[int, tuple[Tensor, Tensor, int, Tensor]] = {}
         self._items: list[tuple[Any, Any, Any, Any]] = []
         """The items to replace in lists and dicts, as (container, index or key, item before, item inside the block)."""
         self._seen: set[int] = set()
@@ -203,13 +203,13 @@ class Widened:
             there = container[key] if (key < len(container) if isinstance(container, list) else key in container) else None
             if there is inside:
                 container[key] = before
-        for half, wide, version, layout in self._made.values():
+        for half, wide, version, first in self._made.values():
             if wide._version != version:
                 with torch.no_grad():
-                    if _layout(wide) != layout and _layout(half) == layout:
-                        half.as_strided_(wide.shape, wide.stride())
-                    elif _layout(wide) != layout:  # the strides of the copy would leave the memory of a half tensor with gaps
-                        half.data = torch.empty_like(wide, dtype=half.dtype)
+                    if (wide.shape, wide.stride()) != (first.shape, first.stride()):
+                        # in a half tensor with gaps the strides of the copy would reach other memory
+                        made = half.as_strided if half.stride() == first.stride() else half.new_empty_strided
+                        half.data = made(wide.shape, wide.stride())
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
@@ -233,12 +233,8 @@ class Widened:
             return value
         if id(value) not in self._made:
             wide = _counted(value)
-            self._made[id(value)] = value, wide, wide._version, _layout(wide)
+            self._made[id(value)] = value, wide, wide._version, wide.detach()
         return self._made[id(value)][1]
-
-
-def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return tensor.shape, tensor.stride()
 
 
 def _counted(half: Tensor) -> Tensor:

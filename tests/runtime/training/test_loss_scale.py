@@ -439,7 +439,7 @@ OWN = DynamicLossScale().state_dict()["amprewrite"]
         *(("amprewrite", OWN | {key: bad}) for key in ("left", "searching", "hysteresis", "rest") for bad in ("x", [1], 1.5, -1, True)),
         *(("amprewrite", OWN | {key: bad}) for key in ("floor", "cap") for bad in ("x", [1.0], True, -1.0, math.nan)),
         *(("amprewrite", OWN | {"refill": bad}) for bad in (None, [], "never")),
-        *(("amprewrite", OWN | {"search_interval": bad}) for bad in ("x", [], 0, 1.5)),
+        *(("amprewrite", OWN | {"search_interval": bad}) for bad in ("x", [], 0, 1.5, True)),
         ("amprewrite", OWN | {"raise_at_floor": "yes"}),
         ("amprewrite", OWN | {"raise_at_floor": True, "floor": None}),
         ("amprewrite", OWN | {"floor": 8.0, "cap": 4.0}),
