@@ -45,8 +45,8 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
     # do not compare ops without a dtype: their value is a size (SymInt), and a graph captured with fixed sizes has no such nodes. Compare
-    # inputs and weights where ops read them: torch.export lists inputs and weights in another order, and includes unread ones. Sort the
-    # operands after the first, because torch.export lists them in another order for a batch norm
+    # inputs and weights where ops read them: torch.export lists them in another order than Dynamo does, and also lists unread ones. Sort
+    # the operands after the first, because torch.export and Dynamo list the operands of a batch norm in different orders
     here = [node for node in problem.graph if node.role == "output" or (node.role == "op" and node.dtype)]
     there = [planned for planned in region.nodes if planned.role == "output" or (planned.role == "op" and planned.dtype)]
     ops = {planned.name for planned in there}

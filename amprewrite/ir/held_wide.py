@@ -136,7 +136,7 @@ class _Reading:
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log is EXACT: it turns a scale of its operand into an offset
-        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # such an op may change the relative error, so its result is not ROUNDED
+        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # ROUNDED means the relative error of the low format, which these ops may change
         if node.op in SUMS:  # a sum with a number or a PLAIN value (not a bias) has the same absolute error, but another relative error
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)

@@ -108,9 +108,9 @@ def weight_casts(
 def hoist_weight_casts(
     module: torch.fx.GraphModule, training: bool = False, chosen: Callable[[int], bool] = lambda _: True
 ) -> list[Hoisted]:
-    """Replace casts of parameters, in place, by new inputs at the end. Return (position of the parameter, dtype, layout) for each of them.
+    """Edit the graph of `module` in place: replace the casts of parameters by new inputs, which follow all other inputs.
 
-    With `training`, nodes that unscale the gradient of a parameter are replaced, too. `chosen(position)` is False for inputs to leave out.
+    Return (parameter's position among the inputs, dtype, padded layout) for each new input. `training` and `chosen`: see `weight_casts`.
     """
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")

@@ -238,7 +238,7 @@ def _mean_over_last(node: Any, inside: set[Node]) -> Any:
 
 
 def _same(a: Any, b: Any, inside: set[Node]) -> bool:
-    """True if `a` and `b` are one node once fp32-to-fp32 conversions are skipped. `inside`, the nodes to replace, gets the conversions."""
+    """True if `a` and `b` are the same node once fp32-to-fp32 conversions are skipped. Add these to `inside`, the nodes to replace."""
     return isinstance(a, Node) and _bare(a, inside) is _bare(b, inside)
 
 

@@ -79,8 +79,8 @@ class Agreed:
     def joined(self, plan: Iterable[NodePlan]) -> Agreed:
         """Return a copy that also holds the colours of one planned graph; `self` if nothing changes.
 
-        If an op is low in one graph and high in another, it becomes high. Two sorts of ops are left out, because their colours do not bind
-        other graphs: ops that are never cast (plain), and ops whose reason is in APART, such as ops that hold a subgraph.
+        An op that is low in one graph and high in another becomes high. Two sorts of ops are left out, because their colours do not bind
+        other graphs: ops that are never cast (plain), and ops that have their colour for a reason in APART, such as holding a subgraph.
         """
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}

@@ -340,10 +340,9 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Return (value, variable of its reader) for each dim in which a reader in `barriers` may be padded.
+        """For each pair (value, reader) in `barriers`, return (value, `Variable`) for each dim in which the reader may be padded.
 
-        The value arrives at such a reader without padding. The variable is the cut's yes-or-no choice whether to pad the reader in this
-        dim. If the choice is yes, the value gets new padding of zeros, which has a price.
+        The reader of such a pair gets the value without padding. The `Variable` is the cut's choice to pad the value anew, at a price.
         """
         return [
             (value, variable)
@@ -354,7 +353,8 @@ class Regions:
         ]
 
     def want_size(self, call: str, slot: Slot, dim: int) -> int:
-        """Return the extent without padding of one dim of a call; 64 as a guess if it is symbolic or unknown."""
+        """Return the size without padding of a dim that the rule of `call` wants aligned; 64 as a guess if it is symbolic or unknown.
+        `slot` is the name of an operand or the index of a result, and `dim` a dim of this operand or result."""
         axis = self._axes_of(self.calls[call], slot, dim)
         size = 64 if axis is None else self.axes.size(axis)
         return size if isinstance(size, int) else 64

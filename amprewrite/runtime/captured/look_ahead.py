@@ -281,13 +281,13 @@ def rewrite_for(
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """Rewrite the graph of an exported module, and return the edited graph and its plan.
 
-    If the low format is fp16, run the graph in fp32 on `args` and `kwargs`, and restore its buffers. If a value would overflow, or if
-    `overflowed` (a graph of the model would have overflowed in a first call), plan the graph anew with the observed ranges. `learn` adds
-    ranges to the calibration and returns the new calibration. `warn` warns the user.
+    If the low format is fp16 and the user gave no plan, run the graph in fp32 on `args` and `kwargs`, and restore its buffers. Then plan
+    the graph anew with the observed ranges if a value would or may overflow, or if `overflowed` (an earlier graph of the model was planned
+    anew for that reason). `learn` adds ranges to the calibration and returns the new calibration. `warn` warns the user.
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # flatten here: the runs below skip the flattening of the module
+    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # flatten the arguments here, because the runs below do not
     if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
         return edited, plan
 

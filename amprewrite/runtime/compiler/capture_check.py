@@ -100,9 +100,9 @@ def furthest(wanted: Iterable[Tensor], had: Sequence[Tensor]) -> float:
 
 
 class Values(TorchDispatchMode):
-    """A dispatch mode that records the result of every op, as four numbers for each tensor.
+    """A dispatch mode that records, for each tensor that an op returns, the four numbers that `_sketch` computes.
 
-    This is enough to find the first op of another run whose result differs.
+    With these numbers, `_FirstUnseen` finds the first op of another run whose result no op of the recorded run returned.
     """
 
     def __init__(self) -> None:

@@ -141,7 +141,7 @@ def compile_afresh(
             nonlocal captured
             graphs, own, breaks = counters["stats"]["unique_graphs"], frame[0].f_code is code, _breaks_at_disabled()
             now = dict(settings)
-            if own:  # by default Dynamo skips code without ops forever, but the same code may have ops after eval() or under no_grad
+            if own:  # by default Dynamo never reads code again in which it found no op, but after eval() or under no_grad it may have some
                 now["allow_empty_graphs"] = True
             if calls_that_captured >= COUNTS_FROM:
                 now["allow_unspec_int_on_nn_module"] = True

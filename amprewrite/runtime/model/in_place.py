@@ -226,7 +226,7 @@ class _Cloning:
                 items = [*current.__dict__.values(), *(slot.__get__(current) for slot in _filled_slots(current))]
                 owned = True
             else:
-                owned = owned and type(current) in _CONTAINERS  # a dataclass is not owned: it counts as a configuration, and is shared
+                owned = owned and type(current) in _CONTAINERS  # False for a dataclass, which a clone may share with its original
                 items = _items(current)
                 if owned:
                     self.owned.add(id(current))

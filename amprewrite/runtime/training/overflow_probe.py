@@ -108,7 +108,7 @@ class OverflowProbe:
         return found
 
     def run(self, plan: RegionPlan, module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
-        """Run a rewritten graph node by node and return its result. Record its first result or gradient that is not finite."""
+        """Run a graph node by node and return its output. Record the first value, and later the first gradient, that is not finite."""
         watched = _FiniteWatch(module, _names(plan), self)
         result = watched.run(*inputs)
         self.forward = self.forward or watched.first_activation()

@@ -184,9 +184,9 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
 
 
 def _loses(weight: FrozenWeight, source: Tensor | None) -> bool:
-    """True if unfreezing `weight` yields rounded values instead of the original fp32 values.
+    """True if the fp32 weight that replaces the frozen `weight` will have rounded values instead of the original fp32 values.
 
-    The values come from the tensor `source`; if it is None, from the frozen weight itself.
+    The new weight gets the values of `source`, a tensor of a state dict. If `source` is None, it gets the values stored in `weight`.
     """
     return not weight.exact if source is None else source.dtype == weight.stored.dtype
 

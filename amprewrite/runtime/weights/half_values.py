@@ -207,7 +207,7 @@ class Widened:
             if wide._version != version:
                 with torch.no_grad():
                     if (wide.shape, wide.stride()) != (first.shape, first.stride()):
-                        # in a half tensor with gaps the strides of the copy would reach other memory
+                        # if `half` is a view such as x[:, ::2], the strides of `wide`, its dense copy, would reach other elements of x
                         made = half.as_strided if half.stride() == first.stride() else half.new_empty_strided
                         half.data = made(wide.shape, wide.stride())
                     half.copy_(wide)

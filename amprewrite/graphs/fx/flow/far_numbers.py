@@ -192,7 +192,7 @@ def _constants(node: torch.fx.Node) -> list[float]:
 
 
 def _shrinks(fact: Fact, constant: float) -> float:
-    """Return the magnitude to which the op scales an operand of 1, if it multiplies or divides by `constant`; 1 for any other op."""
+    """Return by what factor the op scales: |constant| if it multiplies by `constant`, 1 / |constant| if it divides by it, otherwise 1."""
     if fact.op == "div" and constant in (*fact.node.args[1:2], fact.node.kwargs.get("other")):
         return 1 / abs(constant)
     return abs(constant) if fact.op == "mul" else 1.0

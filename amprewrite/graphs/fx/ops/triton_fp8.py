@@ -155,10 +155,10 @@ def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: 
 
 
 def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    """Return (dense `matrix` times `scale` in `dtype`, the transpose of this copy in its own memory). A copy that is not wanted is empty.
+    """Multiply a dense `matrix` by `scale`, and cast it to the fp8 format `dtype`. Return (fp8 matrix, its transpose), both contiguous.
 
-    `straight` and `turned` tell whether the first and the second (transposed) copy are wanted. `scale` is 0-dim, a column with one number
-    for each row, or a row with one number for each column.
+    `straight` tells whether the first result is wanted, `turned` whether the second is. A result that is not wanted is empty. `scale` is
+    0-dim, a column with one number for each row, or a row with one number for each column.
     """
     rows, columns = matrix.shape
     made = matrix.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)

@@ -298,7 +298,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         elif not with_hooks.isdisjoint(node.all_input_nodes) and (hooked_too := same_tensor(node)) is not None:
             union.join(node, hooked_too)  # a gradient that the model computes for this tensor passes through the hook, too
             with_hooks.add(node)
-        # Include a returned value, which `_memory` leaves out, if its memory is later written through `.data`: a backward may save it.
+        # Include a returned value, which `_memory` leaves out, if its memory is later written through `.data`: autograd may save the value.
         for storage in _memory(fact) or _lies_in(fact) & hidden.keys() if writes else ():
             # Join nodes that share memory, unless this node comes after the last write to it, or all writes to it can go to cast copies.
             if fact.position <= max(writes.get(storage, (-1,))) and set(writes[storage]) != set(moves.get(storage, ())):

@@ -179,7 +179,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield results of `graph` that also get gradients from ops of the graph that read them. Operands of autograd.grad count as results."""
+    """Yield results of `graph` that get gradients from ops in the graph, too. Tensors passed to torch.autograd.grad count as results."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):

@@ -104,8 +104,8 @@ def _rounds_scores(captured: Captured, name: str, weight: Tensor, scores: Mappin
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
     """Return {name: signed root mean square} of each parameter that may scale a value, as LayerScale does. The sign is that of its mean.
 
-    Such a parameter varies along one dim at most. It has a reader other than products, norms and sums of several operands. The host waits
-    once for each device and statistic.
+    Such a parameter varies along one dim at most. At least one op reads it that is not a matrix product (or another op on the allow
+    list), a norm, or a sum of several tensors. The host waits once for each device and statistic.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
@@ -121,7 +121,7 @@ def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
 
 
 def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
-    """True if the parameter `weight` may scale a value: it varies along at most one dim, and not only products, norms and sums read it."""
+    """True if `weight` is a parameter that varies along at most one dim and has a reader that may scale a value by it (see `factors`)."""
     if graph[name].role != "parameter" or sum(size > 1 for size in weight.shape) > 1:
         return False
     readers = list(graph.readers(name))

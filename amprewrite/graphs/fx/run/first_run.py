@@ -83,7 +83,7 @@ class _Careful(torch.fx.Interpreter):
         except _REFUSALS as error:
             low = any(isinstance(each, Tensor) and each.dtype in LOW_DTYPES for each in tree_leaves((args, kwargs)))
             if not low or is_any_autocast_enabled() or _runs_more(n) or written(n) or written_unsaid(n):
-                raise  # do not repeat an op with side effects, or in the model's own autocast region, where the plan sets no dtypes
+                raise  # no operand is low; or the model's own autocast region sets the dtypes; or the op may have had a side effect
             try:
                 result = run(n.target, *tree_map_only(Tensor, lambda t: t.float() if t.dtype in LOW_DTYPES else t, (args, kwargs)))
             except _REFUSALS:

@@ -61,8 +61,8 @@ def in_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
 def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs `layer`, one of LAYERS, in parts of STEPS time steps, and adds up the gradients of the parts in fp32.
 
-    It takes the arguments in the form in which `nn.RNNBase` passes them. Its results equal those of `layer` bit by bit, with one
-    exception: for a bf16 LSTM on a packed sequence, oneDNN's kernel runs the parts in which no sequence ends, and rounds less often.
+    It takes the arguments in the form in which `nn.RNNBase` passes them. Its results equal those of `layer` bit by bit, except for a bf16
+    LSTM on a packed sequence. There oneDNN runs a part in which no sequence ends as one kernel, with fewer roundings than separate ops.
     """
 
     @functools.wraps(layer, assigned=())  # keep the name of `run`: with the name of `layer`, generated code would call `layer`

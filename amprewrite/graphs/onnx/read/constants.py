@@ -119,9 +119,9 @@ class ConstantFacts:
 
     # -- masks and bounds -----------------------------------------------------------------------
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
-        """True if the result of `node` may hold numbers of a mask, alone or added to scores, which a low format clamps to ±max.
+        """True if a low copy of the result of `node` should clamp numbers beyond the low range to ±max, because they belong to a mask.
 
-        The mask is a constant that `node` reads, or it is in another operand. `beside` is True if another operand may hold a mask.
+        The mask is a constant operand of `node`, or comes in an operand that is no constant. `beside`: such an operand may hold a mask.
         """
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
@@ -436,8 +436,8 @@ class Kinds:
         """Return the kind of an op in the op lists, which says whether it may run low; None if it is on no list.
 
         With the rule "cost" (the default planner) there are three exceptions, unless the user has an override for the op. An op that is
-        denied only in fp16, for its range, gets its bf16 kind if samples stay within fp16's range. An einsum that sums over no dim of two
-        operands, such as an outer product, has the kind of `mul`. An exp of small numbers may run low, because it does not magnify errors.
+        denied only in fp16, for its range, gets its bf16 kind if samples stay within fp16's range. An einsum that sums over no dim that two
+        operands share, such as an outer product, has the kind of `mul`. An exp of small numbers may run low: it does not magnify errors.
         """
         row = find_op(op)
         assert row is not None

@@ -99,7 +99,7 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
 
     def summed(node: OpNode) -> int:
         if node.op in ("conv2d", "conv_transpose2d"):
-            return FEW + 1  # a convolution never multiplies positions by frequencies, even with one channel, because its filters are learnt
+            return FEW + 1  # more than the exception for frequencies (rule 3) allows, even if a filter is small: filters are learnt weights
         return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
 
     for node in model.graph.all_nodes():

@@ -68,9 +68,9 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[
 
 
 def reshape(view: View) -> Rule:
-    """Return the padding rule of a reshape. Dims that the reshape merges, splits or keeps are padded before and after it alike.
+    """Return the padding rule of a reshape. A dim before the reshape and the dim after it with the same elements are padded together.
 
-    For example, if [2, 3, 5] becomes [6, 5], dims 0 and 1 are padded together with the new dim 0, and dim 2 with the new dim 1.
+    For example, [2, 3, 5] becomes [6, 5]. If dim 1 is padded from 3 to 4, then [2, 4, 5] becomes [8, 5]: the new dim 0 is padded, too.
     """
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     shape = view.shape(source)

@@ -145,8 +145,8 @@ class _Start:
     @torch.no_grad()
     def restore(self) -> None:
         hooks = self.attributes.get("_optimizer_step_pre_hooks", ())
-        if len(hooks) < 2:  # drop attributes that the step added, because it computed them from zeros or infinities
-            self.optimizer.__dict__.clear()  # if there are other pre-hooks, keep the attributes: a hook may have added one for a post-hook
+        if len(hooks) < 2:  # no pre-hook but ours: drop attributes that the step added, since its gradients were zero or its loss infinite
+            self.optimizer.__dict__.clear()  # with other pre-hooks keep all attributes: a pre-hook may have added one for a post-hook
         self.optimizer.__dict__.update(self.attributes)
         for value, copied in self.kept.values():
             if isinstance(value, Tensor):
