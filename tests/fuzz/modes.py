@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,6 +155,24 @@ class Moved(TorchDispatchMode):
         up, down = (torch.nextafter(value, torch.full_like(value, end)) for end in (torch.inf, -torch.inf))
         moved = torch.where(drawn < 1 / 24, up, torch.where(drawn > 23 / 24, down, value))
         return torch.where((value == 0) | ~value.isfinite() | ~moved.isfinite(), value, moved)
+
+
+class Doubled(TorchDispatchMode):
+    """Computes each op in fp64 and rounds its result to fp32: where that differs from fp32, fp32 itself is off.
+
+    A gradient that vanishes in exact arithmetic, as before a batch norm, is in fp32 all that its kernels round.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each.alias_info is not None for each in func._schema.returns):
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(partial(_converted, torch.float32, torch.float64), (args, kwargs or {}))
+        return tree_map(partial(_converted, torch.float64, torch.float32), func(*args, **kwargs))
+
+
+def _converted(given: torch.dtype, to: torch.dtype, value: Any) -> Any:
+    """A tensor in `to` for one in `given`; any other value as it is."""
+    return value.to(to) if isinstance(value, torch.Tensor) and value.dtype is given else value
 
 
 class HeavyOps(TorchDispatchMode):
