@@ -23,6 +23,7 @@ from amprewrite.planner.padding.pad_cost import PadCost, Product, stopwatch
 from amprewrite.planner.padding.regions import ROUNDS, Regions, Want, value_name
 from amprewrite.tables.devices import device_row
 from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind
 
 MOST_GROWTH = 1.35
@@ -60,7 +61,7 @@ def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Col
     def numel(value: str) -> int:
         return problem.graph[value.split(" -> ")[0].partition("#")[0]].numel
 
-    regions = Regions(calls, numel, _is_weight(problem), refused=dict(problem.pad_refused))
+    regions = Regions(calls, numel, _is_weight(problem), refused={**_steep_norms(problem, colours), **problem.pad_refused})
     if regions.all_aligned(_multiple_of(problem, colours)):
         return PadPlan()
     regions.build()
@@ -77,6 +78,15 @@ def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Col
     else:
         return PadPlan((PadRegion(0, 0, (), why=f"padding was still unsafe after {ROUNDS} rounds"),))
     return _written_down(regions, wants, chooser, _versions(problem, casts))
+
+
+def _steep_norms(problem: Problem, colours: Mapping[str, Colour]) -> dict[str, str]:
+    """Return {name: reason} for low batch norms in training whose padding, with a variance of 0, would make a gradient penalty NaN."""
+    low, norms = problem.policy.low, ops_with(Trait.TAKES_BATCH_MEAN)
+    learns = {n: each.kwargs.get("eps", 1e-5) for n, each in problem.calls.items() if each.op in norms and each.kwargs.get("training")}
+    # terms of the second derivative grow up to eps ** -1.5 there
+    steep = [name for name, eps in learns.items() if colours.get(name) is Colour.LOW and eps > 0 and eps**-1.5 > low.max]
+    return dict.fromkeys(steep, f"the second derivative of batch_norm in padding is beyond {low.name}")
 
 
 # -- 1. ops and planned casts as calls -------------------------------------------------------

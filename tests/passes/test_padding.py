@@ -8,13 +8,14 @@ import io
 import json
 import pickle
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from pad_help import NETS, Kernels, OddCNN, OddMLP, Operands, TinyGPT, noise, padded, pads_of, seeded
 from tiers import long_beyond
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amprewrite
@@ -254,6 +255,59 @@ def test_second_derivatives() -> None:
         grads.append([p.grad for p in amp.parameters() if p.grad is not None])
     assert len(grads[0]) == len(grads[1]) > 3
     assert all(close(b, a, "fp16", 64) for a, b in zip(*grads, strict=True))
+
+
+BETWEEN: dict[str, Callable[[nn.BatchNorm1d, Tensor], Tensor]] = {
+    "batch norm": lambda norm, h: norm(h),
+    "batch norm, averages": lambda norm, h: F.batch_norm(h, torch.zeros(5), torch.ones(5), norm.weight, norm.bias),
+    "layer norm": lambda norm, h: F.layer_norm(h, (5,)),
+    "rms norm": lambda norm, h: F.rms_norm(h, (5,)),
+    "normalize": lambda norm, h: F.normalize(h, dim=0),
+    "by its length": lambda norm, h: h / h.square().sum(-1, keepdim=True).add(1e-4).sqrt(),
+    "standardised": lambda norm, h: (h - h.mean(0)) / (h.var(0) + 1e-5).sqrt(),
+    "softmax of a batch": lambda norm, h: h.softmax(0),
+    "power": lambda norm, h: h.relu().pow(1.5),
+    "root": lambda norm, h: (h.abs() + 1e-4).sqrt(),
+    "softplus": lambda norm, h: F.softplus(h),
+    "mish": lambda norm, h: F.mish(h),
+    "elu": lambda norm, h: F.elu(h),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_penalty_on_gradients_is_as_exact_behind_padding(between: str, dtype: str) -> None:
+    """Padding has a variance of 0: there a batch norm's second derivative is 3e7, which fp16 does not hold."""
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.last(BETWEEN[between](self.norm, self.first(x))))
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        x = noise(3, 5).requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.square().mean() + slope.square().sum()).backward()
+        return [x.grad, *(each.weight.grad for each in (model.first, model.last))]
+
+    torch.manual_seed(1)
+    model = Critic()
+    exact = gradients(copy.deepcopy(model))
+    plain, wide = (gradients(amprewrite.rewrite(copy.deepcopy(model), dtype=dtype, pad=pad)) for pad in ("never", "always"))
+    for want, beside, got in zip(exact, plain, wide, strict=True):
+        assert float((got - want).norm()) <= 2 * float((beside - want).norm()) + 1e-2 * float(want.norm()) + 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "eps", "through"), [("fp16", 1e-5, False), ("fp16", 1e-2, True), ("bf16", 1e-5, True)])
+def test_a_batch_norm_in_training_is_padded_if_its_second_derivative_there_is_finite(dtype: str, eps: float, through: bool) -> None:
+    net = nn.Sequential(nn.Linear(101, 101), nn.BatchNorm1d(101, eps=eps), nn.Linear(101, 101))
+    amp = padded(net, dtype)
+    run(amp, (noise(8, 101),))
+    assert ("batch_norm" in {each.value for each in pads_of(amp).values}) == through
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -25,11 +25,7 @@ from amprewrite.runtime.compiler.plain_words import plain_reason
 from amprewrite.torch_internals.dynamo import SkipFrame, convert_again
 
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
-_PASS = (
-    torch._dynamo.exc.RestartAnalysis,
-    SkipFrame,
-    *torch._dynamo.exc.exceptions_allowed_to_be_fallback,
-)
+_PASS = (torch._dynamo.exc.RestartAnalysis, SkipFrame, *torch._dynamo.exc.exceptions_allowed_to_be_fallback)
 """Errors that a backend raises to control Dynamo. They are not wrapped."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_|_at_\d+$")
 """The prefix and suffix that Dynamo adds to the name of a function that continues after a graph break."""

@@ -370,9 +370,7 @@ class DynamicLossScale(LossScale):
         self.search_interval = search_interval
         self._check()
         if not (self.floor or 0.0) <= init <= (math.inf if self.cap is None else self.cap):
-            raise PolicyError(
-                f"DynamicLossScale: init={init:g} lies outside floor={self.floor} and cap={self.cap}; start between them"
-            )
+            raise PolicyError(f"DynamicLossScale: init={init:g} lies outside floor={self.floor} and cap={self.cap}; start between them")
         self._growth_tracker = _scalar(-rest, torch.int32)
         self._left = _scalar(hysteresis, torch.int32)
         self._searching = _scalar(0 if search_interval is None else _UNTRIED, torch.int32)
@@ -441,9 +439,7 @@ class DynamicLossScale(LossScale):
     def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
         scale = self._scale.clone()
         if self.hysteresis == 1 and self.rest == 0 and self.cap != math.inf and self.search_interval is None:
-            torch._amp_update_scale_(
-                scale, self._growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
-            )
+            torch._amp_update_scale_(scale, self._growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         else:
             scale = self._moved_by_where(scale, overflow)
         if self.floor is not None or self.cap is not None:

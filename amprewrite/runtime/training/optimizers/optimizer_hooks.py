@@ -279,9 +279,7 @@ class Guard:
         Otherwise its skipped first step would still create the state. torch's fused SGD would even leave the momentum uninitialised:
         torch/optim/sgd.py makes it with `empty_like`.
         """
-        active = [
-            p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None
-        ]
+        active = [p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None]
         seen = (id(optimizer.state), len(optimizer.state), tuple(map(id, active)))
         if self._warm != seen:
             if not all(any(value is not None for value in optimizer.state.get(p, {}).values()) for p in active):
