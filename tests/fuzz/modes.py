@@ -63,7 +63,9 @@ class Rounded(TorchDispatchMode):
 
     def _rounding(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.operands and func.overloadpacket.__name__ in HEAVY:
-            args, kwargs = tree_map(self._rounded_if_fp32, (args, kwargs or {}))
+            given = kwargs or {}
+            args, kwargs = tree_map(self._rounded_if_fp32, (args, given))
+            kwargs |= {"out": given["out"]} if "out" in given else {}  # it is written, not read
         floats = all(each.is_floating_point() for each in args if torch.is_tensor(each))
         if self.numbers and floats and func.overloadpacket.__name__ in SUMS:
             args = tuple(float(torch.tensor(each).to(self.low)) if isinstance(each, int | float) else each for each in args)

@@ -226,3 +226,33 @@ def test_a_forward_leaves_dynamo_s_settings_as_they_were():
     with pytest.raises(RuntimeError):
         amp(data(3, 9))
     assert [getattr(torch._dynamo.config, name) for name in names] == before
+
+
+TRANSFORMED: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "vjp": lambda layer, x: torch.func.vjp(torch.sigmoid, layer(x))[0],
+    "jvp": lambda layer, x: torch.func.jvp(torch.sigmoid, (layer(x),), (torch.ones(4, 8),))[0],
+    "vjp of a layer": lambda layer, x: torch.func.vjp(layer, x)[0],
+    "vmap": lambda layer, x: torch.func.vmap(torch.sigmoid)(layer(x)),
+    "grad": lambda layer, x: torch.func.grad(lambda t: torch.tanh(t).sum())(layer(x)),
+}
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bf16", "loss_scale": 8}, {"dtype": "fp16"}], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_a_retained_gradient_has_the_effect_of_a_hook_on_what_a_transform_returns(how, options):
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            out = TRANSFORMED[how](self.layer, x)
+            if out.requires_grad:
+                out.register_hook(lambda gradient: gradient.clamp(-2.5, 2.5))
+            return out
+
+    out = amprewrite.rewrite(Hooked(), **options)(torch.randn(4, 8))
+    out.retain_grad()
+    (3 * out.sum()).backward()
+    assert torch.equal(out.grad, torch.full_like(out, 2.5))

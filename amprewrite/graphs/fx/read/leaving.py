@@ -191,15 +191,16 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 def _hooked_values(graph: torch.fx.Graph, memory: Memory, regions: Mapping[Node, Node]) -> Iterator[Node]:
     """Yield the values on which hooks are set, without values written in place and values that the backward of their op reads.
 
-    The cast to fp32 must go before the hooks: a result cast behind them would be a tensor without hooks, and `retain_grad` on it would
-    store a gradient without their effect. If an op such as dropout with p=0 returned its operand itself, the operand is yielded.
+    The cast to fp32 must go before the hooks: `retain_grad` on a result cast behind them would store a gradient without their effect. If
+    an op such as dropout with p=0 returned its operand itself, the operand is yielded.
     """
     for hook in graph.find_nodes(op="call_function", target=hooked):
         node = _before_hooks(hook)
         while (given := same_tensor(node)) is not None:
             node = _before_hooks(given)
-        made = node.op not in ("placeholder", "get_attr") and node not in regions and differentiable(example_value(node))
-        if made and memory.written.isdisjoint(memory_of(node)) and not _is_read_back(_maker(node)):
+        left = regions.get(node, node) is not regions.get(hook)  # the hook is set outside the torch.func transform that made the value
+        made = node.op not in ("placeholder", "get_attr") and left and differentiable(example_value(node))
+        if made and memory.written.isdisjoint(memory_of(node)) and (node in regions or not _is_read_back(_maker(node))):
             yield node
 
 
