@@ -396,8 +396,7 @@ class DynamicLossScale(LossScale):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise PolicyError(f"{where}: {name}={shown(number)} counts steps; give a whole number, at least {least}")
-        often = self.search_interval
-        if often is not None and (isinstance(often, bool) or not isinstance(often, int) or often < 1):
+        if (often := self.search_interval) is not None and (isinstance(often, bool) or not isinstance(often, int) or often < 1):
             raise PolicyError(f"{where}: search_interval={shown(often)} counts steps; give a whole number above 0, or None")
         if self.refill not in ("growth", "good"):
             raise PolicyError(f"{where}: refill={shown(self.refill)} must be 'growth' or 'good', as after every good step")

@@ -208,7 +208,8 @@ class Widened:
                 with torch.no_grad():
                     if (wide.shape, wide.stride()) != (first.shape, first.stride()):
                         # if `half` is a view such as x[:, ::2], the strides of `wide`, its dense copy, would reach other elements of x
-                        half.data = (half.as_strided if half.stride() == first.stride() else half.new_empty_strided)(wide.shape, wide.stride())
+                        made = half.as_strided if half.stride() == first.stride() else half.new_empty_strided
+                        half.data = made(wide.shape, wide.stride())
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
