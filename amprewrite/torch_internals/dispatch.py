@@ -82,13 +82,13 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 @contextlib.contextmanager
-def outside_capture(shapes: Any) -> Iterator[None]:
-    """Context manager for calling a compiler on real inputs, outside a capture. `shapes` is a new `ShapeEnv`.
+def outside_capture(shapes: Any) -> Iterator[Callable[[Any], Any]]:
+    """Context manager for calling a compiler outside a capture. It gives a function that makes fake tensors of the compiler's inputs.
 
-    The compiler treats the sizes of the inputs as constants. A number that the graph reads from a tensor, as by `x.item()`, stays variable.
+    Their sizes are constants. A number that the graph reads from a tensor, as by `x.item()`, stays variable. `shapes` is a new `ShapeEnv`.
     """
-    with tracing(TracingContext(FakeTensorMode(shape_env=shapes, static_shapes=True))):
-        yield
+    with tracing(TracingContext(mode := FakeTensorMode(shape_env=shapes, static_shapes=True))):
+        yield lambda value: mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
 
 def saved_tensors_are_hooked() -> bool:

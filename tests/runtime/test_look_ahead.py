@@ -304,3 +304,28 @@ def test_a_compiled_graph_that_is_planned_anew_takes_any_float(grad: bool) -> No
             if grad:
                 got.square().sum().backward()
     assert "decided anew" in str(amp.plans[-1])
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        state[0] = state[-1].clone() * 2
+        return functional.linear(x * 2.0**17, self.layer.weight) * 2.0**-17
+
+
+def test_a_graph_that_is_compiled_anew_keeps_no_input_that_it_writes_for_its_backward() -> None:
+    """Compiled for symbolic sizes outside a capture, AOTAutograd would keep the written input to read its sizes in backward."""
+    model = WritesItsInput()
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16", lists="o2", backend="aot_eager")
+    for rows in (2, 3):
+        x, state = torch.randn(rows, 4), torch.randn(rows, 4, 4)
+        for net in (model, amp):
+            net.zero_grad()
+            written = state.clone().requires_grad_() + 0
+            net(x, written).sum().backward()
+        assert torch.allclose(amp.layer.weight.grad, model.layer.weight.grad, rtol=1e-2)
+    assert any("decided anew" in note for note in amp.plan.notes + tuple(n for region in amp.plan.regions for n in region.notes))

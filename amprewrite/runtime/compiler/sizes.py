@@ -32,8 +32,8 @@ def for_each_size(backend: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def alone(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with outside_capture(ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)):
-            return backend(module, inputs)  # type: ignore[no-any-return]
+        with outside_capture(ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)) as fixed:
+            return backend(module, list(map(fixed, inputs)))  # type: ignore[no-any-return]
 
     def compile_for_sizes(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if tracing_context() is not None:
