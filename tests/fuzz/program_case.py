@@ -151,6 +151,8 @@ def _overflow_untold(want: Record, got: Record, autocast: Record | None, program
         beside = autocast.values.get(name) if autocast is not None and "autograd.grad(" in program.source() else None
         if beside is not None and beside.shape == value.shape and not bool(beside.isfinite().all()):
             continue
+        if value.is_floating_point() and bool(value.isinf().any()):  # fp32 is at a pole itself, and roundings move which elements are
+            continue
         if " result " in name and value.is_floating_point() and bool((value.isfinite() & ~got.values[name].isfinite()).any()):
             said = f"{name}: {value.flatten()[:5].tolist()} in fp32, not finite here, {'' if told else 'un'}told"
             return Problem("not finite", "result of a first call", said)
