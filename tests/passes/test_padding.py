@@ -310,6 +310,23 @@ def test_a_batch_norm_in_training_is_padded_if_its_second_derivative_there_is_fi
     assert ("batch_norm" in {each.value for each in pads_of(amp).values}) == through
 
 
+@pytest.mark.parametrize("follow", [lambda t, h: t.type_as(h), lambda t, h: t.to(h)], ids=["type_as", "to"])
+@pytest.mark.parametrize("positions", [lambda x: torch.arange(5), lambda x: torch.arange(5).float(), lambda x: x[0] > 0])
+def test_what_takes_the_dtype_of_a_padded_value_needs_no_slice_of_it(positions: Any, follow: Any) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            return self.last(h) * (follow(positions(x), h) * 1.01).cos()
+
+    model = Turned()
+    amp = padded(copy.deepcopy(model))
+    assert close(run(amp, (noise(3, 5),)), model(noise(3, 5)), "bf16")
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_compiler_gets_pads_it_can_trace(grad: bool) -> None:
     amp, plain = (padded(seeded("gpt"), backend="aot_eager", pad=pad) for pad in ("always", "never"))

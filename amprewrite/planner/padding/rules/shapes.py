@@ -27,7 +27,7 @@ def like(view: View) -> Rule:
     rule.ignored = _others(view, source)
     shape = view.shape(source)
     if shape is None or shape != view.out:
-        return Rule(why_opaque="it does more than copy")
+        return Rule(why_opaque="it does more than copy", ignored=rule.ignored)
     for dim, size in enumerate(shape):
         if size != 1:
             rule.tie(((source.name, dim),), ((0, dim),))
