@@ -317,6 +317,26 @@ MUTANTS = (
         (("amprewrite/runtime/compiler/sizes.py", "        with outside_capture(ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)) as fixed:\n            return backend(module, list(map(fixed, inputs)))", "        if True:\n            return backend(module, inputs)"),),
     ),
     Mutant(
+        "sizes-symbolic", "a graph that is compiled after its capture keeps an input that it writes, to read its sizes in backward", ("programs",), ("'inplace'", "'large", "'aot_eager'", "'fp16'"),
+        (("amprewrite/runtime/compiler/sizes.py", "list(map(fixed, inputs))", "inputs"),),
+    ),
+    Mutant(
+        "steep-padding", "the second derivative of a batch norm is infinite in padding, and NaN in all gradients", ("programs",), ("batch_norm", "'inner'", "'always'", "'fp16'"),
+        (("passes/plan/plan_pads.py", "eps > 0 and eps**-1.5 > low.max", "False"),),
+    ),
+    Mutant(
+        "dtype-needs-slice", "a padded value is cut for what reads its dtype alone, and does not read it any more", ("programs",), ("count_like", "'always'"),
+        (("amprewrite/planner/padding/rules/shapes.py", ', ignored=rule.ignored)', ")"),),
+    ),
+    Mutant(
+        "layout-kept", "a half tensor in an object does not take the shape that the model gives it", ("programs",), ("unsqueeze_", "holder='"),
+        (("amprewrite/runtime/weights/half_values.py", "if (wide.shape, wide.stride()) != (first.shape, first.stride()):", "if False:"),),
+    ),
+    Mutant(
+        "hook-behind-cast", "what a torch.func transform returns is cast behind its hooks", ("programs",), ("func_", "'hook'", "loss_scale"),
+        (("amprewrite/graphs/fx/read/leaving.py", "left = regions.get(node, node) is not regions.get(hook)", "left = node not in regions"),),
+    ),
+    Mutant(
         "one-bound-small", "positions with one bound are taken for small ones", ("programs",), ("count_bound",),
         (("amprewrite/ir/evidence/counts.py", "(len(numbers) > 1 if op in BOUNDS else min(numbers, default=-1) >= 0)", "True"),),
     ),

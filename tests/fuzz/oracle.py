@@ -26,6 +26,8 @@ from torch import nn
 import amprewrite
 from tests.fuzz.programs import FORMATS
 
+TWICE = "torch.compile with aot_autograd does not currently support double backward"
+"""PyTorch's error for second derivatives behind a compiler."""
 T = TypeVar("T")
 LOW = FORMATS
 FLOOR = {"bf16": 1e-2, "fp16": 2e-3}

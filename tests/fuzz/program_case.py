@@ -26,6 +26,7 @@ from tests.fuzz.modes import Doubled, HeavyOps, Hooked, Rounded, Scattered, Told
 from tests.fuzz.oracle import (
     FLOOR,
     LOW,
+    TWICE,
     Draws,
     Problem,
     Record,
@@ -43,7 +44,6 @@ from tests.fuzz.programs import Program, batch, initialised, load_unfit, passed
 
 DONATED = "compiled with non-empty donated buffers"
 """PyTorch's error for `retain_graph=True` with a compiler, if a graph saved what backward alone needs: a cast is such a value."""
-TWICE = "torch.compile with aot_autograd does not currently support double backward"
 DRAWS = 64
 """Runs with other roundings, for results that are further off than one of them explains."""
 

@@ -749,6 +749,71 @@ def _() -> bool:
     return trial_is_right("Plain", {"dtype": "fp16"}, *steps)
 
 
+@proof("sizes-symbolic")
+def _() -> bool:
+    def forward(net: Net, x: Tensor, y: Tensor) -> Tensor:
+        y[0] = y[-1].clone() * 2
+        return F.linear(x * 2.0**17, net.a.weight) * 2.0**-17
+
+    amp = pair(forward, dtype="fp16", lists="o2", backend="aot_eager")[1]
+    written = batch().requires_grad_() + 0
+    try:
+        amp(batch(), written).sum().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+@proof("steep-padding")
+def _() -> bool:
+    amp = pair(lambda net, x: net.b(F.batch_norm(net.a(x), None, None, training=True)).tanh(), dtype="fp16", pad="always")[1]
+    x = batch().requires_grad_()
+    (slope,) = torch.autograd.grad(amp(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    return bool(amp.a.weight.grad.isfinite().all())
+
+
+@proof("dtype-needs-slice")
+def _() -> bool:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.a(x)
+        return net.b(h) * (torch.arange(4).type_as(h) * 1.01).cos()
+
+    plain, amp = pair(forward, pad="always")
+    try:
+        return near(amp(batch()), plain(batch()))
+    except amprewrite.PlanError:
+        return False
+
+
+@proof("layout-kept")
+def _() -> bool:
+    def forward(net: Net, x: Tensor, data: Any) -> Tensor:
+        torch.dot(net.w[:1], data.y.flatten()[:1])
+        data.y.unsqueeze_(0)
+        return x
+
+    data = Held(batch().bfloat16())
+    try:
+        pair(forward)[1](batch(), data)
+    except RuntimeError:
+        return False
+    return data.y.dim() == 3
+
+
+@proof("hook-behind-cast")
+def _() -> bool:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        out: Tensor = torch.func.vmap(torch.sigmoid)(net.a(x))
+        out.register_hook(lambda gradient: gradient * 2)
+        return out
+
+    out = pair(forward, loss_scale=8)[1](batch())
+    out.retain_grad()
+    out.sum().backward()
+    return bool((out.grad == 2).all())
+
+
 def angles_agree(places: Callable[[Tensor, Tensor], Tensor]) -> bool:
     """Whether cosines of positions are right; `places` takes an input and plain positions."""
 

@@ -23,7 +23,7 @@ import amprewrite
 from amprewrite.runtime.training.loss_scale import LossScaleError
 from tests.fuzz.modes import Moved, Rounded
 from tests.fuzz.nets import NETS, WIDTH, Guided
-from tests.fuzz.oracle import FLOOR, LOW, Draws, Problem, failure, left_on, start_clean, thread_modes
+from tests.fuzz.oracle import FLOOR, LOW, TWICE, Draws, Problem, failure, left_on, start_clean, thread_modes
 
 OPTIMIZERS = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor",
@@ -674,7 +674,7 @@ def check(case: Sequence) -> Problem | None:
             except LossScaleError:
                 return None
             except Exception as error:
-                if "aot_autograd does not currently support double backward" in str(error):  # a compiled net of forces that is trained
+                if TWICE in str(error):  # a compiled net of forces that is trained
                     return None
                 return replace(failure(error), at=index)
             if (left := left_on(modes)) is not None:
