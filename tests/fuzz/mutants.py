@@ -110,7 +110,7 @@ MUTANTS = (
     ),
     Mutant(
         "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
-        (("amprewrite/runtime/training/forward_scale.py", "            self._set(not self.under_way and (kept or self.static + (taken or self._passed_over) + (not further) > 1))\n", "            self._set(True)\n"),),
+        (("amprewrite/runtime/training/forward_scale.py", "            self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))\n", "            self._set(True)\n"),),
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
@@ -364,6 +364,10 @@ MUTANTS = (
     Mutant(
         "clamped-overflow", "a hook that clamps gradients hides an overflow", ("states",), ("'clamp'", "'fp16'", "make_optimizer"),
         (("amprewrite/graphs/fx/ops/scale_ops.py", "    return gradient + (gradient - gradient)\n", "    return gradient\n"),),
+    ),
+    Mutant(
+        "graph-kept", "a forward holds the graph between its parts, which holds the forward", ("states",), ("'Broken'", "'fp16'", "make_optimizer"),
+        (("amprewrite/runtime/ambient/past.py", "return value.grad_fn is None or value.grad_fn._sequence_nr() < number", "return True"),),
     ),
     Mutant(
         "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),

@@ -9,10 +9,12 @@
 5. What is finite under autocast is finite; where autocast cannot run the program, what is finite rounded, or, if no rounded run can
    follow it, what the format holds. If the program fixes the loss scale, so must be the rounded run with that scale: a scaled gradient
    beyond fp16 is no fault of the graph. Hooks get NaN in place of infinities there: one that clamps would hide the overflow.
+6. Calls whose results nobody keeps leave no autograd graph behind.
 """
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,6 +124,31 @@ def left_on(before: dict[str, Any]) -> Problem | None:
         if value != before[name]:
             return Problem("leaves on", name, f"{name}: {before[name]} before the case, {value} after it")
     return None
+
+
+class Mark(torch.autograd.Function):
+    """Gives its operand, and is a node that `growth` sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def growth(call: Callable[[], object]) -> int:
+    """How many more nodes of Python functions, and with them tensors that they save, are alive after two further calls.
+
+    `call` keeps no result. What an earlier call left behind, or the last one, may be replaced; none may stay for each call.
+    """
+    counts = []
+    for _ in range(2):
+        call(), call()
+        gc.collect()
+        counts.append(sum(isinstance(each, torch._C._FunctionBase) for each in gc.get_objects()))
+    return max(0, counts[1] - counts[0])
 
 
 def memory_of(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:

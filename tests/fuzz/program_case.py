@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,10 +28,12 @@ from tests.fuzz.oracle import (
     LOW,
     TWICE,
     Draws,
+    Mark,
     Problem,
     Record,
     compare,
     failure,
+    growth,
     is_cut,
     learns,
     left_on,
@@ -42,6 +44,7 @@ from tests.fuzz.oracle import (
 )
 from tests.fuzz.programs import Program, batch, initialised, load_unfit, passed
 
+T = TypeVar("T")
 DONATED = "compiled with non-empty donated buffers"
 """PyTorch's error for `retain_graph=True` with a compiler, if a graph saved what backward alone needs: a cast is such a value."""
 DRAWS = 64
@@ -129,7 +132,7 @@ def _checked(program: Program) -> Problem | None:
             alone = _tried(lambda: run(program, _compiled(program))) is None  # it refuses the program without any rewrite
         where = re.sub(r"\\d+|%\\w+", "N", refused[0].partition("PassError")[2])[:60]
         return Problem("PyTorch alone: refused" if alone else "refused", where, refused[0])
-    return _further(program, amp, got, exact)
+    return _further(program, amp, got, exact) or _kept(program, amp)
 
 
 @contextlib.contextmanager
@@ -283,6 +286,23 @@ def _further(program: Program, amp: nn.Module, got: Record, exact: bool) -> Prob
                 problem = failure(error)
                 return Problem("verify raises", problem.where, problem.text)
     return None
+
+
+def _kept(program: Program, amp: nn.Module) -> Problem | None:
+    """A call whose results nobody keeps leaves no graph behind; a model that keeps values itself does that in fp32, too."""
+
+    def more(model: nn.Module) -> int | None:
+        def call() -> None:
+            given = [Mark.apply(each) if each.requires_grad else each for each in batch(program)]
+            model(*passed(program, given, half=is_rewritten(model)))
+
+        with _quiet():
+            return _tried(lambda: growth(call))
+
+    found = program.seed % 4 == 1 and more(amp)  # looking through all objects takes a while
+    if not found or more(initialised(program, plain=True)):
+        return None
+    return Problem("kept", "graphs of calls", f"two calls leave {found} nodes of their graphs")
 
 
 def _runs(program: Program, how: str) -> bool:
@@ -470,7 +490,7 @@ def _write(record: Record, index: int, result: Any) -> None:
         record.keep(f"{index} written {place}", each)
 
 
-def _tried(call: Callable[[], Record], raised: list[BaseException] | None = None) -> Record | None:
+def _tried(call: Callable[[], T], raised: list[BaseException] | None = None) -> T | None:
     """What the call gives; None if it raises. `raised` takes its error, and those that led to it."""
     try:
         return call()

@@ -23,7 +23,7 @@ import amprewrite
 from tests.fuzz.__main__ import hush
 from tests.fuzz.helpers import Held, Sink
 from tests.fuzz.modes import HeavyOps
-from tests.fuzz.oracle import untold
+from tests.fuzz.oracle import growth, untold
 from tests.fuzz.states import Ahead, Sequence, check
 from tests.support.path_programs import Bounded, Product, product_gradients
 
@@ -869,6 +869,16 @@ def _() -> bool:
     plain, amp = pair(lambda self, x: F.scaled_dot_product_attention(self.a(x[0]), x[1].y, x[1].y))
     y = batch().bfloat16()
     return near(amp((batch(), Held(y))), plain((batch(), Held(y.float()))))
+
+
+@proof("graph-kept")
+def _() -> bool:
+    def body(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.compiler.disable(torch.sin)(self.a(x)))
+        return out
+
+    amp = amprewrite.rewrite(Net(body), dtype="fp16", loss_scale=8)
+    return growth(lambda: amp(batch())) == 0
 
 
 def refused(**options: Any) -> str:

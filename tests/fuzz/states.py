@@ -23,7 +23,7 @@ import amprewrite
 from amprewrite.runtime.training.loss_scale import LossScaleError
 from tests.fuzz.modes import Moved, Rounded
 from tests.fuzz.nets import NETS, WIDTH, Guided
-from tests.fuzz.oracle import FLOOR, LOW, TWICE, Draws, Problem, failure, left_on, start_clean, thread_modes
+from tests.fuzz.oracle import FLOOR, LOW, TWICE, Draws, Mark, Problem, failure, growth, left_on, start_clean, thread_modes
 
 OPTIMIZERS = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor",
@@ -581,6 +581,19 @@ class Trial:
         self.optimizer, self.known = None, False
         self._lose_hooks()
 
+    def drop(self, learns: bool) -> None:
+        """Calls whose results nobody keeps leave no graph behind, with a backward or without one."""
+
+        def call() -> None:
+            out = self.amp(Mark.apply(self._batch(4).requires_grad_()), *self.given)
+            if learns and out.requires_grad:
+                self.losses(out.float()).backward()
+
+        more = growth(call)
+        self.zero_grad(True)
+        if more:
+            raise WrongError(Problem("kept", "graphs of calls", f"two calls leave {more} nodes of their graphs"))
+
     def finish(self) -> None:
         """Decisions must fit the weights as they are now: a fresh rewrite leaves no fewer heavy ops high."""
         for mode in ("eval", "train"):
@@ -653,6 +666,7 @@ def generate(seed: int) -> Sequence:
     operations += [(name, makers[name]()) for name in choose.choices(names, weights, k=choose.randint(15, 22))]
     if tiny:
         operations += [("grow", ("second",)), ("finish", ())]
+    operations += [("drop", (seed % 2 == 0,))]
     net = choose.choice(["Plain", *NETS])
     if net == "Guided" and choose.random() < 0.5:
         options["backend"] = "aot_eager"  # a compiler makes constants of numbers

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from amprewrite.torch_internals.dispatch import current_backward, saved_tensors_are_hooked
@@ -23,6 +24,14 @@ _KEPT = 2
 """Number of former values that a `Past` keeps. Two are enough: graphs are planned anew in first calls, and seldom later."""
 _CHANGES = 64
 """Number of changes that a `CallsInRegions` keeps. A forward that calls a module inside and then outside of a region makes two changes."""
+
+next_node = torch.autograd._get_sequence_nr
+"""Return the number of the autograd node that this thread makes next. Autograd numbers its nodes in the order of their creation."""
+
+
+def existed(value: Tensor, number: int) -> bool:
+    """True if `value` is a leaf, or if the autograd node that computed it has a number below `number`."""
+    return value.grad_fn is None or value.grad_fn._sequence_nr() < number
 
 
 def asking_node() -> Any:
@@ -55,7 +64,7 @@ class CallsInRegions:
     def note(self, inside: bool) -> None:
         """Record a call of the module. `inside`: whether the call is inside an autocast region of the model."""
         if inside != (bool(self.changes) and self.changes[-1][1]):
-            self.changes = [*self.changes[1 - _CHANGES :], (torch.autograd._get_sequence_nr(), inside)]
+            self.changes = [*self.changes[1 - _CHANGES :], (next_node(), inside)]
 
     def of_forward(self) -> bool:
         """True in a recomputation of a forward that was called inside an autocast region of the model; False in any other call."""
@@ -78,14 +87,14 @@ class Past(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._first = torch.autograd._get_sequence_nr()
+        self._first = next_node()
         """Number of the next autograd node when this object was made. Recomputations of earlier forwards get the present value."""
         self.before: list[tuple[int, T]] = []
         """The former values that are kept, each with the number of the first autograd node made after its replacement."""
 
     def keep(self, value: T) -> None:
         """Store `value`, the value until now, for recomputations of earlier forwards. Call this method when a new value replaces it."""
-        self.before = [*self.before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
+        self.before = [*self.before[1 - _KEPT :], (next_node(), value)]
 
     def of_forward(self, now: T) -> T:
         """If an activation checkpoint is repeating a forward, return the value used in that forward; otherwise `now`, the present value."""

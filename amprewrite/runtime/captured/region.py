@@ -80,9 +80,7 @@ class Region:
             self._weighed = plan, weighed(plan)
         return self._weighed[1]
 
-    def become(
-        self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals
-    ) -> None:
+    def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals) -> None:
         """Make later calls run `run`, a new rewrite of the same captured graph. Checkpoints recompute earlier forwards with the old one."""
         self._past.keep((self.run, self.reads))
         self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused

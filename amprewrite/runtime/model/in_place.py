@@ -61,7 +61,8 @@ class Before:
     """The state of a model before it is rewritten in place: for each module, its class and the attributes that a rewrite sets."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = [(weakref.ref(each), type(each), _touched(each)) for each in root.modules()]
+        held = ((each, {name: vars(each)[name] for name in TOUCHED if name in vars(each)}) for each in root.modules())
+        self._modules = [(weakref.ref(each), type(each), values) for each, values in held]
 
     def set_aside(self) -> None:
         """Undo `module.compile()` on the recorded modules, because the rewrite compiles the model itself."""
@@ -79,11 +80,6 @@ class Before:
             _put_back(module, values, is_root=module is root)
             if original_of(type(module)) is not None or original_of(cls) is type(module):  # unless a class was set later (by `weight_norm`)
                 module.__class__ = cls
-
-
-def _touched(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of the module that a rewrite sets (TOUCHED), with their present values."""
-    return {name: module.__dict__[name] for name in TOUCHED if name in module.__dict__}
 
 
 def _put_back(module: nn.Module, values: dict[str, Any], is_root: bool) -> None:
@@ -294,9 +290,8 @@ class _Cloning:
     def _rebuilt(self, value: Any) -> Any:
         """Return a copy of a tuple or frozenset with copied items, or `value` itself if no item needs a copy."""
         carried = [self._carried(item) for item in value]
-        if all(new is old for new, old in zip(carried, value, strict=True)):
-            made = value
-        else:
+        made = value
+        if any(new is not old for new, old in zip(carried, value, strict=True)):
             made = type(value)._make(carried) if hasattr(value, "_make") else type(value)(carried)
         self.made[id(value)] = made
         return made

@@ -39,6 +39,7 @@ from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.ops.scale_ops import is_held, tell_of_entries
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
+from amprewrite.runtime.ambient.past import existed, next_node
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.torch_internals.dispatch import call_after_backward, current_backward
 
@@ -140,8 +141,10 @@ class ForwardScale:
         """Weights that graphs of this forward read and that require gradients: parameters, or tensors computed from them."""
         self._fed: list[Node] = []
         """Autograd nodes of graph inputs that were computed from tensors that require gradients."""
-        self._passed_over = False
-        """True if a graph read tensors that may be computed from gradients of this forward. They are in neither list (see `watch`)."""
+        self._passed_over = self._fed_later = False
+        """True if graphs read weights, or other computed inputs, that are in neither list: they may hold this object (see `watch`)."""
+        self._first_node = next_node()
+        """Nodes with a lower number existed before this forward ran a graph."""
         self._first, self._scaled = pair, True
         self._pairs = {pair[0].device: pair}
         if copied:
@@ -179,14 +182,14 @@ class ForwardScale:
         use the same scale and the caller need not learn of them (`heard` is False).
         """
         if self.copied or self.heard:
-            if any(is_held(number) for pair in self._pairs.values() for number in pair):
-                # Keep only leaves: the autograd graph of a computed tensor may hold this object. A reference from here to the tensor would
-                # then close a cycle through C++ nodes, which no garbage collector sees, and the graph of each forward would stay alive.
-                leaves = [weight for weight in weights if weight.is_leaf]
-                self._passed_over |= len(leaves) < len(weights) or any(not value.is_leaf for value in fed)
-                weights, fed = leaves, ()
-            self.weights += weights
-            self._fed += [value.grad_fn for value in fed if value.grad_fn is not None]
+            # Keep leaves, and what was computed before this forward while no node held its scale. The autograd graph of other tensors may
+            # hold this object, by the hooks below. A reference from here to it would close a cycle through C++ nodes, which no garbage
+            # collector sees, and the graph of each forward would stay alive, with all tensors saved in it.
+            first = 0 if any(is_held(number) for pair in self._pairs.values() for number in pair) else self._first_node
+            self.weights += [weight for weight in weights if existed(weight, first)]
+            self._fed += [value.grad_fn for value in fed if value.grad_fn is not None and existed(value, first)]
+            self._passed_over |= not all(existed(weight, first) for weight in weights)
+            self._fed_later |= not all(existed(value, first) for value in fed)
             for result in results:
                 if isinstance(result, Tensor) and result.grad_fn is not None:
                     hook_result(result, self._entered)
@@ -207,7 +210,8 @@ class ForwardScale:
         self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
         if self.copied:
             further = torch.is_grad_enabled()  # True with create_graph=True, that is, if the gradients will be differentiated themselves
-            self._set(not self.under_way and (kept or self.static + (taken or self._passed_over) + (not further) > 1))
+            taken |= self._passed_over or (self._fed_later and not learning)
+            self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
         # Assign `_backward` last. Until then each thread of this backward sets the scale itself, so no thread reads the scale too early.
         call_after_backward(backward)
         self._backward = weakref.ref(backward)

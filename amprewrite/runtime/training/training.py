@@ -184,7 +184,8 @@ class StepGate(StepRecord):
         for note in self._notes:
             if note.waits:
                 share = self._share(note)
-                own = share if all(p.grad is None for p in share) else self._own_among(share)
+                known = () if all(p.grad is None for p in share) else self._own()
+                own = [p for p in share if id(p) in known] or share
                 self.dropped(note, note.began(own, self._stepped))
 
     def _backward_ended(self, number: int) -> None:
@@ -220,10 +221,6 @@ class StepGate(StepRecord):
     def _copied(self) -> list[Tensor]:
         """Return the copies of parameters that are stepped by the optimizers attached with `copies=True`."""
         return [p for optimizer in self._copies for p in params_of(optimizer)]
-
-    def _own_among(self, params: list[Tensor]) -> list[Tensor]:
-        own = self._own()
-        return [p for p in params if id(p) in own] or params
 
     def _owns(self, optimizer: Optimizer) -> bool:
         own = self._own()

@@ -115,18 +115,14 @@ def has_custom_op(module: torch.fx.GraphModule) -> bool:
 
     A compiler calls the kernel of a custom op without checking that the kernel takes low operands.
     """
-    own = any(_is_custom(node) and any(map(_is_low, node.all_input_nodes)) for node in module.graph.nodes)
-    return own or any(map(has_custom_op, _bodies(module)))
+    ops = (node for node in module.graph.nodes if isinstance(node.target, OpOverload | OpOverloadPacket) and "::" in op_name(node.target))
+    return any(_is_low(each) for op in ops for each in op.all_input_nodes) or any(map(has_custom_op, _bodies(module)))
 
 
 def _bodies(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
     """Return the body graphs of the checkpoints in the graph of `module`."""
     calls = (node for node in module.graph.nodes if is_checkpoint(node) or node.target in (checkpoint, checkpoint_with_state))
     return [getattr(module, str(each.target)) for node in calls for each in node.all_input_nodes[:1]]
-
-
-def _is_custom(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, OpOverload | OpOverloadPacket) and "::" in op_name(node.target)
 
 
 def _is_low(node: torch.fx.Node) -> bool:

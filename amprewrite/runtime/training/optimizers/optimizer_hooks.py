@@ -49,6 +49,7 @@ _SAVES = "_optimizer_state_dict_post_hooks"
 _FUSED = operator.methodcaller("get", "fused", True)
 """Tells if a parameter group is stepped by the fused kernel. A checkpoint may bring groups that are not."""
 
+
 def guard_of(optimizer: Optimizer) -> Guard:
     """Return the `Guard` of `optimizer`, which hooks its steps. The first call makes it, and it lasts until no model needs it any more."""
     guard = _GUARDS.get(optimizer)
@@ -253,9 +254,7 @@ class Guard:
             tell(wrapper, self.skipped)
             self._told.add(wrapper)
 
-    def _tell(
-        self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None
-    ) -> None:
+    def _tell(self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None) -> None:
         """Report a step to the StepRecords `gates` and, once each, to their loss scales. Leave out a scale if forwards used 1 in its place.
 
         `found`: the overflow flag of the step. `overflow`: its value, None if the host has not read it. `params`: parameters whose
