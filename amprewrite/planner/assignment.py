@@ -280,8 +280,8 @@ class _Search(PricedNetwork):
                 true = self._true_cost(side)
                 if best is None or (true, rank[1]) < best:
                     best, found = (true, rank[1]), side
-                if true > bound:
-                    waiting += self._branches(side, fixed, second)
+                if true > bound:  # `wrong` is left only if the cuts are used up: the bound is not proved, and `waiting` must tell of it
+                    waiting += [(fixed, second | wrong)] if wrong else self._branches(side, fixed, second)
                 break
         assert found is not None and best is not None and floor is not None
         return found, max(best[0] - floor, 0) if waiting else 0

@@ -666,7 +666,7 @@ def generate(seed: int) -> Sequence:
     operations += [(name, makers[name]()) for name in choose.choices(names, weights, k=choose.randint(15, 22))]
     if tiny:
         operations += [("grow", ("second",)), ("finish", ())]
-    operations += [("drop", (seed % 2 == 0,))]
+    operations += [("drop", (seed % 4 == 0,))] * (seed % 2 == 0)
     net = choose.choice(["Plain", *NETS])
     if net == "Guided" and choose.random() < 0.5:
         options["backend"] = "aot_eager"  # a compiler makes constants of numbers

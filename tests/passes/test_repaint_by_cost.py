@@ -19,6 +19,7 @@ from amprewrite.ir.cost import MIXING, TICK, CostModel, elements_read, price
 from amprewrite.ir.op_graph import Demand, Operand, OpNode
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
+from amprewrite.planner.assignment import _Search
 from amprewrite.report.counts import node_bytes
 from amprewrite.tables.devices import CPU, CPU_BF16, H100, T4, V100
 from amprewrite.tables.errors import PolicyError
@@ -205,6 +206,20 @@ def test_no_colouring_of_600_random_graphs_is_cheaper(seed: int) -> None:
         assert every.case.decisions.notes == []
         opens += len(every.groups)
     assert opens > 3 * 600  # the graphs are no trifles
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 3, 5])
+def test_a_search_that_stops_early_tells_what_may_be_saved(cuts: int) -> None:
+    early = 0
+    for text, every in cases(11, 150, 8):
+        graph, colours = every.case.graph, dict(every.case.decisions.colours)
+        search = _Search(graph, colours, [graph[name] for name in every.open_names], every.case.problem.costs)
+        side, gap = search.run(cuts)
+        colours |= {name: Colour.LOW if side[vertex] else Colour.HIGH for name, vertex in search.vertices.items()}
+        saved = every.price_of(colours)[0] - every.best[0]
+        assert saved <= gap, text
+        early += gap > 0
+    assert early or cuts > 3
 
 
 def test_prices_of_the_planner_are_those_of_the_definition() -> None:

@@ -360,9 +360,10 @@ def test_freezing_a_model_that_trains_or_was_never_called_is_refused() -> None:
         frozen().freeze(data())
 
 
-def test_an_optimizer_that_holds_the_weights_is_told() -> None:
+@pytest.mark.parametrize("options", [{}, {"differentiable": True}], ids=str)
+def test_an_optimizer_that_holds_the_weights_is_told(options: dict[str, Any]) -> None:
     amp = low(mlp().eval())
-    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, **options)
     with pytest.warns(AmpRewriteWarning, match="SGD steps the parameters that freeze"):
         amp.freeze(data())
     del optimizer

@@ -25,7 +25,7 @@ from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight, with_attributes
 from amprewrite.passes.lower.hoist_weight_casts import Copy
 from amprewrite.runtime.options import is_sharded
-from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
+from amprewrite.runtime.training.optimizers.find_optimizers import every_optimizer
 from amprewrite.tables.boundary.members import buffers_in, named_buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 from amprewrite.torch_internals.trees import tree_leaves
@@ -263,7 +263,7 @@ def without_frozen_weights(model: nn.Module, change: Callable[[Tensor], Tensor])
 def warn_of_optimizers(model: nn.Module) -> None:
     """Warn for each optimizer that has parameters of `model`, because `freeze()` is about to replace them."""
     own = {id(each) for each in parameters_in(model)}
-    for optimizer in existing_optimizers():
+    for optimizer in every_optimizer():
         if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
             warnings.warn(
                 f"{type(optimizer).__name__} steps the parameters that freeze() replaces: it keeps their memory, and its steps do not "
